@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_bench.operators.benchmark import operator_figures, read_cases
+from meshwright_bench.operators.benchmark import operator_figures, read_cases, time_figures
 from meshwright_bench.operators.cases import Case, InputPlacement, Outcome, Side, begin_line, end_line
 
 REFUSED = {
@@ -58,3 +58,12 @@ def test_figures_count_outcomes_with_targets_for_the_fallback_only():
         figures = {figure.name: figure for figure in operator_figures(side, cases)}
         assert figures[f"{side}.shard0.right"].value == 1 and figures[f"{side}.shard0.wrong"].is_met is is_met
         assert figures[f"{side}.replicate.right"].value == 0
+
+
+def test_times_are_relative_to_outside_with_targets_for_the_step():
+    sides = {"outside": [0.1, 0.2, 0.1], "for_dtensor": [0.1, 0.22, 0.104], "fallback": [0.11, 0.2, 0.12]}
+    figures = {figure.name: figure for figure in time_figures({"step.wall": sides, "mm": sides})}
+    assert figures["step.wall.outside_ms"].value == 100 and figures["mm.outside_us"].value == pytest.approx(1e5)
+    assert figures["step.wall.for_dtensor"].value == pytest.approx(1.04)
+    assert figures["step.wall.for_dtensor"].is_met is False and figures["mm.for_dtensor"].is_met is None
+    assert figures["step.wall.fallback"].value == pytest.approx(1.1)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.dtensor_ops.dispatch_mode import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.dtensor_ops.refused_ops import OperatorError
 from meshwright.reshard.dtensor.redistribute import redistribute
 from tests.helpers import quick_and_slow
@@ -199,8 +199,8 @@ def what_it_costs(rank, world_size):
         v = x[1:3]
         found["view lives"] = collectives(lambda: x.add_(1))
         del v
-        kept = x[3:4] if rank == 0 else None  # alive on one rank alone
-        x[5:6] if rank else None
+        kept = x[3:4]
+        kept = kept if rank == 0 else None  # alive on one rank alone
         found["view lives somewhere"] = collectives(lambda: x.add_(1))
         found["up to date"] = kept is None or torch.allclose(kept.to_local(), numbers(8, 6)[3:4] + 4)
         del kept

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
-from meshwright.dtensor_ops.dispatch_mode import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional

@@ -6,8 +6,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from meshwright.dtensor_ops.dispatch_mode import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.reshard.dtensor.redistribute import redistribute
 from tests.reshard.placing import numbers, place
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from meshwright.dtensor_ops.dispatch_mode import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.dtensor.placements import dtensor_of, placements_of
 from meshwright.reshard.dtensor.redistribute import redistribute

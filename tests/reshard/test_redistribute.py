@@ -27,8 +27,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
-from meshwright.dtensor_ops.dispatch_mode import for_dtensor
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.dtensor import private, redistribute_local
@@ -266,11 +266,11 @@ def nested(rank, world_size):
     with for_dtensor():
         with pytest.raises(ZeroDivisionError), for_dtensor():
             raise ZeroDivisionError
-        hooks.append(private._hook() is not None)
-        thread = threading.Thread(target=lambda: hooks.append(private._hook() is None))
+        hooks.append(private.active_hook() is not None)
+        thread = threading.Thread(target=lambda: hooks.append(private.active_hook() is None))
         thread.start()
         thread.join()
-    hooks += [private._hook() is None, _redistribute.redistribute_local_tensor is theirs]
+    hooks += [private.active_hook() is None, _redistribute.redistribute_local_tensor is theirs]
     return hooks
 
 
@@ -280,7 +280,7 @@ def test_a_hook_is_kept_while_it_is_needed_and_no_longer():
     before = sys.getrefcount(hook)
     for _ in range(3):
         with private.redistribution_hook(hook):
-            assert private._hook() is hook and sys.getrefcount(hook) > before
+            assert private.active_hook() is hook and sys.getrefcount(hook) > before
         assert sys.getrefcount(hook) == before
 
 

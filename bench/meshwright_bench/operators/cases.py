@@ -1,4 +1,4 @@
-"""Sides, cases and outcomes of `bench operators`. Torch-free."""
+"""Sides, cases, outcomes and timed steps of `bench operators`. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,6 +13,45 @@ class Side(StrEnum):
 
     DTENSOR = "dtensor"
     FALLBACK = "fallback"
+
+
+class TimedSide(StrEnum):
+    """Context in which operators and steps are timed."""
+
+    OUTSIDE = "outside"
+    FOR_DTENSOR = "for_dtensor"
+    FALLBACK = "fallback"
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """Sizes of the transformer of the timed step."""
+
+    width: int = 128
+    num_heads: int = 4
+    num_layers: int = 4
+    vocabulary: int = 256
+    batch: int = 4
+    length: int = 64
+
+
+@dataclass(frozen=True)
+class TimesTask:
+    """Measurement of times on four ranks.
+
+    Attributes:
+        result: file to which rank 0 writes the seconds.
+        rounds: rounds of the alternation.
+        steps: training steps per block.
+        calls: calls of an operator per block.
+        sizes: sizes of the model.
+    """
+
+    result: Path
+    rounds: int = 10
+    steps: int = 2
+    calls: int = 1000
+    sizes: StepSizes = StepSizes()
 
 
 class InputPlacement(StrEnum):

@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.dtensor_ops.dispatch_mode import for_dtensor
     from meshwright.dtensor_ops.fallback import replicate_fallback
+    from meshwright.dtensor_ops.operator_context import for_dtensor
     from meshwright.dtensor_ops.sharding_rules import register_rules
 
-_FILES = {"for_dtensor": "dispatch_mode", "register_rules": "sharding_rules", "replicate_fallback": "fallback"}
+_FILES = {"for_dtensor": "operator_context", "register_rules": "sharding_rules", "replicate_fallback": "fallback"}
 """Modules by the public name they define, imported lazily because they need torch."""
 
 __all__ = ["for_dtensor", "register_rules", "replicate_fallback"]

@@ -4,11 +4,10 @@ DTensor raises on operators without a sharding rule, and on plain tensors mixed 
 operators run on gathered inputs instead (`run_replicated`), with a warning that states the cost. The fallback works
 below autograd, so it also applies to backward passes.
 
-Each operator on this thread is intercepted before DTensor, which stays unmodified. DTensor runs whatever it can: an
-operator falls back only if DTensor fails during planning, which is deterministic across ranks. A failure during
-computation may be local to one rank and is raised. The exception is known in advance: if some rank's shard is empty
-(a dim of size 3 sharded over 4 ranks), many operators fail on that rank and leave the others hanging. The ranks then
-first agree on whether any of them failed.
+DTensor runs whatever it can: an operator falls back only if DTensor fails during planning, which is deterministic
+across ranks. A failure during computation may be local to one rank and is raised. The exception is known in advance: if
+some rank's shard is empty (a dim of size 3 sharded over 4 ranks), many operators fail on that rank and leave the others
+hanging. The ranks then first agree on whether any of them failed.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.dtensor_ops.consensus import all_reduce_int, any_rank
-from meshwright.dtensor_ops.dispatch_mode import dispatch_context
-from meshwright.dtensor_ops.function_mode import OpFunctionMode
-from meshwright.dtensor_ops.incorrect_ops import is_incorrect
+from meshwright.dtensor_ops.incorrect_ops import intercepted_operators, is_incorrect
+from meshwright.dtensor_ops.interception import has_empty_shards
+from meshwright.dtensor_ops.operator_context import OperatorContext, operator_context
 from meshwright.dtensor_ops.private import (
     OpOverload,
     as_replicated,
     failed_in_planning,
     has_custom_handler,
-    is_shard,
     local_tensor,
     schema_of,
     tree_leaves,
@@ -48,7 +46,9 @@ from meshwright.dtensor_ops.refused_ops import (
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, gather_bytes, run_replicated
 from meshwright.dtensor_ops.shard_order_ops import is_elementwise
 from meshwright.dtensor_ops.sharding_rules import register_rules
+from meshwright.dtensor_ops.torch_functions import torch_functions
 from meshwright.log import get_logger
+from meshwright.reshard.dtensor import active_interceptor, spec_of
 from meshwright.reshard.dtensor.placements import layout_ignoring_partial
 from meshwright.units import format_bytes
 
@@ -88,7 +88,16 @@ def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
     """
     register_rules()
     fallback = _FallbackLayer(warn)
-    with OpFunctionMode(), dispatch_context(fallback, on_gather=fallback.record):
+    context = OperatorContext(
+        [fallback],
+        operators=intercepted_operators(),
+        on_gather=fallback.record,
+        recovers=lambda error: True,  # the layer raises what it cannot recover from
+        replicates_plain_tensors=warn != "error",
+        intercepts_functions=True,
+        outer=active_interceptor(),
+    )
+    with torch_functions(), operator_context(context):
         yield fallback.fallbacks
 
 
@@ -186,12 +195,7 @@ def _is_safe_on_empty(operator: OpOverload) -> bool:
 
 def _has_empty_shards(call: OpCall) -> bool:
     """Return True if any rank's shard of an input is empty."""
-    for tensor in call.dtensors():
-        shard_dims = [p.dim for p in tensor.placements if is_shard(p)]  # type: ignore[attr-defined]
-        is_small = any(tensor.shape[dim] < tensor.device_mesh.size() ** 2 for dim in shard_dims)
-        if is_small and not layout_ignoring_partial(tensor).local_numels().all():
-            return True
-    return False
+    return any(has_empty_shards(spec_of(tensor)) for tensor in call.dtensors())
 
 
 def _has_expected_shapes(result: Any) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.dtensor_ops.consensus import any_rank
@@ -30,6 +31,7 @@ from meshwright.dtensor_ops.private import (
     is_alias,
     is_view,
     local_tensor,
+    memory_key,
     out_of_place_view,
     schema_of,
     wrap_local,
@@ -43,6 +45,8 @@ OnGather = Callable[[OpCall], None]
 """Callback invoked with an operator call before a full tensor is gathered for it."""
 Origins = MutableMapping[DTensor, "_ViewOrigin"]
 """View origins by live tensor."""
+FamiliesByMemory = dict[int, tuple[StorageWeakRef, list["_ViewFamily"]]]
+"""Families by the memory that a DTensor and its views share: that of the DTensors themselves, which holds no values."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class _ViewOrigin:
     """Base of a view, and the view operators that produce the view from it."""
 
     family: _ViewFamily
+    memory: torch.UntypedStorage
+    """Memory of the base, kept alive so that all ranks find the same families for it."""
     view_ops: tuple[_ViewOp, ...] = ()
     is_gathered: bool = False
 
@@ -111,20 +117,67 @@ class _ViewOrigin:
         return is_alias(self.apply(base), base)
 
 
+class ViewRegistry:
+    """Gathered views, their bases, and views of either that were made after the first of them.
+
+    Attributes:
+        origins: origins of views and of their bases.
+        families: families whose memory is alive.
+        is_tracking: True once a view has been gathered: from then on, all views and writes must be followed. Ranks
+            collect garbage at their own time, so this cannot end with the last gathered view.
+    """
+
+    def __init__(self) -> None:
+        self.is_tracking = False
+        self.origins: Origins = WeakIdKeyDictionary()
+        self.families: FamiliesByMemory = {}
+
+    def add(self, base: DTensor) -> _ViewOrigin:
+        """Return the origin of a tensor as the base of a new family."""
+        self.is_tracking = True
+        memory = base.untyped_storage()
+        family = _ViewFamily(local_tensor(base), spec_of(base))
+        reference = StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+        _, families = self.families.setdefault(memory_key(memory), (reference, []))
+        families.append(family)
+        origin = self.origins[base] = _ViewOrigin(family, memory)
+        return origin
+
+    def families_of(self, tensor: DTensor) -> list[_ViewFamily]:
+        """Return the families of the tensor's memory: views may have been made before any view was tracked."""
+        self.drop_expired()
+        _, families = self.families.get(memory_key(tensor.untyped_storage()), (None, []))
+        origin = self.origins.get(tensor)
+        return families if origin is None or origin.family in families else [*families, origin.family]
+
+    def drop_expired(self) -> None:
+        """Forget the families, and free the bases, of which no tensor is alive."""
+        self.families = {key: value for key, value in self.families.items() if not _is_expired(value[0])}
+
+
+def _is_expired(memory: StorageWeakRef) -> bool:
+    return bool(memory.expired())  # type: ignore[no-untyped-call]
+
+
 class GatheredViews:
     """Layer that gives gathered views the semantics of views.
 
     Args:
         mover: the hook that runs and counts this thread's redistributions.
         on_gather: callback before a write that gathers; may raise.
-        origins: the view origins of an enclosing context.
+        registry: the views of an enclosing context.
     """
 
-    def __init__(self, mover: Redistributor, on_gather: OnGather | None = None, origins: Origins | None = None) -> None:
-        self.origins: Origins = WeakIdKeyDictionary() if origins is None else origins
-        """Origins of views and of their bases."""
+    def __init__(
+        self, mover: Redistributor, on_gather: OnGather | None = None, registry: ViewRegistry | None = None
+    ) -> None:
+        self.registry = registry or ViewRegistry()
         self._mover = mover
         self._on_gather = on_gather
+
+    def is_tracking(self) -> bool:
+        """Return True if views and writes must pass this layer, because a gathered view may be alive."""
+        return self.registry.is_tracking
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
         """Execute `call` with `run` and track views."""
@@ -132,7 +185,7 @@ class GatheredViews:
             return self._run_view(call, run)
         if torch.Tag.inplace_view in call.operator.tags:
             return self._run_inplace_view(call, run)
-        if len(self.origins) and schema_of(call.operator).is_mutable:
+        if self.is_tracking() and schema_of(call.operator).is_mutable:
             return self._run_write(call, run)
         return run(call)
 
@@ -143,20 +196,23 @@ class GatheredViews:
         base = call.args[0] if call.args else None
         if not isinstance(base, DTensor):
             return result
-        origin = self.origins.get(base)
-        if origin is None:
-            origin = self.origins[base] = _ViewOrigin(_ViewFamily(local_tensor(base), spec_of(base)))
-        is_gathered = origin.is_gathered or self._mover.num_redistributions > before
+        is_gathered = self._mover.num_redistributions > before
+        self.registry.drop_expired()
+        if not is_gathered and not self.is_tracking():
+            return result
+        origin = self.registry.origins.get(base) or self.registry.add(base)
+        is_gathered = is_gathered or origin.is_gathered
         for index, view in [(None, result)] if isinstance(result, Tensor) else enumerate(result):
             if view is not base and isinstance(view, DTensor):
                 view_op = _ViewOp(call.operator, call.args[1:], call.kwargs, index)
-                self._record(view, _ViewOrigin(origin.family, (*origin.view_ops, view_op), is_gathered))
+                view_ops = (*origin.view_ops, view_op)
+                self._record(view, _ViewOrigin(origin.family, origin.memory, view_ops, is_gathered))
         return result
 
     def _record(self, view: DTensor, origin: _ViewOrigin) -> None:
         if origin.is_gathered and not origin.is_view_on_one_device():
             return
-        self.origins[view] = origin
+        self.registry.origins[view] = origin
         if origin.is_gathered:
             origin.family.gathered_views[view] = origin
             origin.family.has_gathered_views = True
@@ -170,23 +226,29 @@ class GatheredViews:
             raise inplace_view_error(call.operator)
         view = self._run_view(OpCall(view_operator, call.args), run)
         become_view(tensor, view, call.operator, call.args)
-        self._record(tensor, self.origins[view])
+        origin = self.registry.origins.get(view)
+        if origin is not None:
+            self._record(tensor, origin)
         return tensor
 
     def _origin_of(self, tensor: Tensor) -> _ViewOrigin | None:
-        return self.origins.get(tensor) if isinstance(tensor, DTensor) else None
+        return self.registry.origins.get(tensor) if isinstance(tensor, DTensor) else None
 
     def _run_write(self, call: OpCall, run: RunOp) -> Any:
         """Run an operator that writes to a base or a view, and update the base's other views."""
         targets = [(tensor, self._origin_of(tensor)) for tensor in call.written_tensors()]
         known = [(tensor, origin) for tensor, origin in targets if origin is not None]
-        has_gathered = any(origin.is_gathered for _, origin in known)
         families = list({id(origin.family): origin.family for _, origin in known}.values())
-        if has_gathered:
-            return self._write_through(call, families)
-        result = run(call)
-        for family in families:
-            self._refresh(family)
+        is_gathered = any(origin.is_gathered for _, origin in known)
+        written = [tensor for tensor, _ in targets if isinstance(tensor, DTensor)]
+        result = self._write_through(call, families) if is_gathered else run(call)
+        touched = {id(family): family for tensor in written for family in self.registry.families_of(tensor)}
+        for origin in (origin for _, origin in known):
+            _, others = self.registry.families.get(memory_key(origin.memory), (None, []))
+            touched.update({id(family): family for family in others})
+        for family in touched.values():
+            if not is_gathered or family not in families:
+                self._refresh(family)
         return result
 
     def _write_through(self, call: OpCall, families: Sequence[_ViewFamily]) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.dtensor_ops.private import draws_per_rank, schema_of, shard_dim
+from meshwright.dtensor_ops.private import OpOverload, draws_per_rank, schema_of, shard_dim
 from meshwright.dtensor_ops.refused_ops import name_of
 from meshwright.dtensor_ops.run_replicated import OpCall
+
+aten = torch.ops.aten
 
 
 def is_incorrect(call: OpCall) -> bool:
@@ -116,3 +118,22 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
     "aten.reshape.default": _has_no_elements,
 }
 """Checks by operator; a check returns True if DTensor computes the call incorrectly."""
+
+
+PLANNED_CHECKS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
+"""Operators in `CHECKS` that need not be intercepted on every call: DTensor plans each call without elements anew."""
+COMPLEX_SCALARS = (
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.add.Scalar,
+    aten.sub.Scalar,
+    aten.rsub.Scalar,
+    aten.pow.Scalar,
+)
+"""Operators whose complex argument DTensor fails to hash before it plans anything."""
+
+
+def intercepted_operators() -> list[OpOverload]:
+    """Return the operators to check on every call."""
+    names = [name.split(".")[1:] for name in CHECKS if name not in PLANNED_CHECKS]
+    return [*(getattr(getattr(aten, packet), overload) for packet, overload in names), *COMPLEX_SCALARS]

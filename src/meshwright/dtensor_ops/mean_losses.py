@@ -39,6 +39,8 @@ ELEMENTWISE_BACKWARD = frozenset({
 """Backward operators of elementwise losses: gradient, input, target."""
 CLASS_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
 """Classification losses, which also return the total weight; it makes their gradients correct."""
+MEAN_LOSSES = ELEMENTWISE_LOSSES | ELEMENTWISE_BACKWARD | CLASS_LOSSES
+"""All operators that this layer may change."""
 
 
 def correct_mean_losses(call: OpCall, run: RunOp) -> Any:
@@ -46,7 +48,7 @@ def correct_mean_losses(call: OpCall, run: RunOp) -> Any:
     operator = call.operator
     if operator in CLASS_LOSSES:
         return _mean_class_loss(call, run)
-    if operator not in ELEMENTWISE_LOSSES and operator not in ELEMENTWISE_BACKWARD:
+    if operator not in MEAN_LOSSES:
         return run(call)
     if _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
         return run(call)

@@ -1,10 +1,10 @@
 """Adapter for private PyTorch APIs: DTensor's sharding propagation and operator dispatch.
 
-Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables, its handlers, and its random operators),
-`RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`, `DTensorSpec`,
-`TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`, the constructor
-of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`, operators' `_schema` and
-`_qualified_op_name`, and the name of the function in which DTensor plans an operator. Checked on 2.11 and 2.13.
+Private PyTorch names: `DTensor._op_dispatcher` (its planner's tables and its random operators),
+`torch._C._dispatch_get_all_op_names`, `RuntimeSchemaInfo`, `OpOverload`, `torch.utils._python_dispatch` and `_pytree`,
+`DTensorSpec`, `TensorMeta`, `ShardOrderEntry`, `_StridedShard`, `_MaskPartial`, `DTensor._spec` and `_local_tensor`,
+the constructor of `DTensor`, `redistribute_local_tensor`, `torch._C._is_alias_of`, `Tensor._is_view`,
+`UntypedStorage._cdata`, and operators' `_schema` and `_qualified_op_name`. Checked on 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from meshwright.reshard.dtensor import new_dtensor, wait_tensor
-
-PLANNING = "_propagate_op_sharding_dispatch_slow_path"
-"""Name of the function in which DTensor plans an operator, before it communicates or computes anything."""
+from meshwright.reshard.dtensor import PLANNING, new_dtensor, own_handlers, wait_tensor
 
 PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
 """DTensor's error message for an in-place operator that would have to redistribute its tensor."""
@@ -63,8 +59,13 @@ def with_dim(placement: Placement, dim: int) -> Placement:
 
 def has_default_order(tensor: DTensor) -> bool:
     """Return True if the axes that shard a dim do so in ascending order, as the placements imply."""
-    default = _default_order(tensor._spec.placements)
-    return default is None or tensor._spec.shard_order == default
+    return spec_has_default_order(tensor._spec)
+
+
+def spec_has_default_order(spec: DTensorSpec) -> bool:
+    """Return True if the axes that shard a dim do so in ascending order, as the placements imply."""
+    default = _default_order(spec.placements)
+    return default is None or spec.shard_order == default
 
 
 @lru_cache(maxsize=4096)
@@ -122,6 +123,11 @@ def is_alias(a: Tensor, b: Tensor) -> bool:
     return bool(cast(Any, torch._C)._is_alias_of(a, b))
 
 
+def memory_key(memory: torch.UntypedStorage) -> int:
+    """Return a key that is the same for all references to the memory while it is alive."""
+    return int(memory._cdata)
+
+
 def gather_full(tensor: DTensor) -> Tensor:
     """Gather the full tensor on this rank, bypassing autograd."""
     spec = tensor._spec
@@ -136,6 +142,12 @@ def dtensor_like(full: Tensor, local: Tensor, like: DTensor) -> DTensor:
     meta = TensorMeta(full.shape, full.stride(), full.dtype)
     spec = DTensorSpec(like.device_mesh, placements, meta, shard_order=order)  # type: ignore[arg-type]
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def with_meta(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], like: Tensor) -> DTensor:
+    """Wrap a local tensor as a DTensor with the shape, strides and dtype of `like`."""
+    return DTensor(local, DTensorSpec(mesh, placements, TensorMeta(like.shape, like.stride(), like.dtype)),
+                   requires_grad=False)  # type: ignore[no-untyped-call]  # fmt: skip
 
 
 def as_replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -185,7 +197,7 @@ def failed_in_planning(error: BaseException) -> bool:
     DTensor 2.11 detects only after computing, on copies, that an in-place operator would have to change placements.
     """
     frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_name == PLANNING for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
+    return any(frame.f_code is PLANNING.__code__ for frame, _ in frames) or PLACEMENT_CHANGES in str(error)
 
 
 def draws_per_rank(operator: OpOverload) -> bool:
@@ -195,12 +207,34 @@ def draws_per_rank(operator: OpOverload) -> bool:
 
 def has_custom_handler(operator: OpOverload) -> bool:
     """Return True if DTensor has a custom handler for the operator, which may call collectives after computing."""
-    return operator in DTensor._op_dispatcher._custom_op_handlers
+    return operator in own_handlers()
 
 
-def active_modes() -> list[TorchDispatchMode]:
-    """Return this thread's dispatch modes, outermost first."""
-    return _get_current_dispatch_mode_stack()
+@cache
+def inplace_views() -> tuple[OpOverload, ...]:
+    """Return the in-place view operators, such as `t_`, that have an out-of-place version."""
+    names = ("t_", "transpose_", "squeeze_", "unsqueeze_", "swapdims_", "swapaxes_", "detach_")
+    packets = [getattr(torch.ops.aten, name) for name in names]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+@cache
+def views_and_writes() -> tuple[OpOverload, ...]:
+    """Return all view operators and all that write to an argument."""
+    return tuple(operator for operator in _aten_operators() if operator.is_view or operator._schema.is_mutable)
+
+
+def _aten_operators() -> tuple[OpOverload, ...]:
+    """Return all ATen operators (a tenth of a second the first time)."""
+    found = []
+    for name in cast(Any, torch._C)._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet_name, _, overload = rest.partition(".")
+        packet = getattr(torch.ops.aten, packet_name, None) if namespace == "aten" else None
+        operator = getattr(packet, overload or "default", None)
+        if isinstance(operator, OpOverload):
+            found.append(operator)
+    return tuple(found)
 
 
 def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | None = None) -> None:

@@ -3,13 +3,39 @@
 Exports the low-level functions that other packages use; only this package imports `private`.
 """
 
+from meshwright.reshard.dtensor.interceptor import Handler, HandlerTable
 from meshwright.reshard.dtensor.private import (
+    PLANNING,
     DTensorSpec,
+    active_hook,
+    active_interceptor,
+    intercepted,
+    is_tracing,
     local_of,
     new_dtensor,
+    own_handlers,
     redistribution_hook,
+    run_below,
+    run_torch_function,
     spec_of,
     wait_tensor,
 )
 
-__all__ = ["DTensorSpec", "local_of", "new_dtensor", "redistribution_hook", "spec_of", "wait_tensor"]
+__all__ = [
+    "PLANNING",
+    "DTensorSpec",
+    "Handler",
+    "HandlerTable",
+    "active_hook",
+    "active_interceptor",
+    "intercepted",
+    "is_tracing",
+    "local_of",
+    "new_dtensor",
+    "own_handlers",
+    "redistribution_hook",
+    "run_below",
+    "run_torch_function",
+    "spec_of",
+    "wait_tensor",
+]

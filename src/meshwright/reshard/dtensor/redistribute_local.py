@@ -49,10 +49,12 @@ class Redistributor:
 
     Attributes:
         num_redistributions: number of redistributions so far that changed placements; equal on all ranks of the mesh.
+        owner: the context that the hook belongs to, if any; found again from the hook on the threads that run backward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owner: object = None) -> None:
         self.num_redistributions = 0
+        self.owner = owner
 
     def __call__(self, local: Tensor, current: DTensorSpec, target: DTensorSpec) -> Tensor | None:
         """Call `redistribute_by_plan` and count the call if the placements differ."""
