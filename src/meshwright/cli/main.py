@@ -7,8 +7,9 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, draw_pipeline, launch, plan, presets, prove, report, run
+from meshwright.cli import bench, checkpoint, doctor, launch, plan, presets, prove, report, run
 from meshwright.cli.colors import tolerate
+from meshwright.cli.draw import pipeline
 from meshwright.cli.errors import show_error
 from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.errors import MeshwrightError
@@ -28,7 +29,7 @@ app.command()(report.report)
 app.command()(presets.presets)
 app.command()(doctor.doctor)
 bench.add_bench(app)
-app.add_typer(draw_pipeline.app, name="draw")
+app.add_typer(pipeline.app, name="draw")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(launch.app, name="launch")
 

@@ -12,10 +12,10 @@ from typing import Annotated, TextIO
 import typer
 
 from meshwright.cli.colors import paint
-from meshwright.cli.draw_capture import capture
-from meshwright.cli.draw_drift import drift
-from meshwright.cli.draw_loss import loss
-from meshwright.cli.draw_reshard import reshard
+from meshwright.cli.draw.capture import capture
+from meshwright.cli.draw.drift import drift
+from meshwright.cli.draw.loss import loss
+from meshwright.cli.draw.reshard import reshard
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
 from meshwright.errors import InputError
 from meshwright.figure import check_figure

@@ -1,0 +1,1 @@
+"""`meshwright draw`: figures of schedules, redistributions, captures, drift and losses."""
