@@ -67,3 +67,13 @@ def test_lines_that_are_not_printed_are_found():
     assert missing(["c", "b 2"], found, numbers=True) == ["b 2"], "lines are in order"
     assert not missing(["b …", "c"], found, numbers=True)
     assert ROOT.joinpath("README.md").exists()
+
+
+def test_the_figures_of_the_python_page_are_those_of_its_code():
+    source = ROOT.joinpath("docs", "python.md").read_text("utf-8").partition("```python\n")[2].partition("result = ")[0]
+    *code, memory, sent = source.strip().splitlines()
+    names = {}
+    exec("\n".join(code), names)
+    for line in (memory, sent):
+        expression, _, comment = line.partition("  # ")
+        assert eval(expression, names) == int(comment.split()[0]), line
