@@ -14,6 +14,7 @@ from tests.house.paths import path_breaches
 from tests.house.source import Tree
 from tests.house.style import style_breaches
 from tests.house.where import where_breaches
+from tests.house.words import word_breaches
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,6 +40,7 @@ def test_the_package_is_there(tree):
         where_breaches,
         family_breaches,
         figure_breaches,
+        word_breaches,
     ],
 )
 def test_the_house_rules_hold(tree, checker):

@@ -131,7 +131,7 @@ def test_the_load_of_experts_is_shown_where_it_fits(monkeypatch, columns):
 def test_figures_are_named_at_the_end(capsys):
     for figures in (("loss.png",), ("loss.png", "expert-load.png")):
         TerminalReporter().finished(replace(SUMMARY, figures=figures))
-        assert f"  metrics.jsonl · {' · '.join(figures)} · checkpoints/" in capsys.readouterr().out
+        assert f"  report.html · metrics.jsonl · {' · '.join(figures)} · checkpoints/" in capsys.readouterr().out
 
 
 def test_other_lines_do_not_mix_with_the_progress_line(monkeypatch):

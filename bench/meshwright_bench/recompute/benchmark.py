@@ -21,7 +21,7 @@ WITHIN = 0.05
 """Target for the relative error of predicted bytes."""
 
 NOTES = (
-    "one thread; float32, 2 layers of width 256, 2048 tokens a step (diffusion: 64 images of 16 tokens)",
+    "one thread; float32, 2 layers of width 256, 2048 tokens per step (diffusion: 64 images of 16 tokens)",
     "bytes: what the forward of a block leaves for its backward, by weak references to all new storages, without "
     "parameters and tables that blocks share",
     "extra: time of a training step over that of policy none, in the same round",

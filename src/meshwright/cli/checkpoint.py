@@ -12,6 +12,7 @@ import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
 from meshwright.cli.colors import paint
+from meshwright.cli.wrapping import show
 from meshwright.errors import CheckpointError
 from meshwright.units import counted, format_bytes
 
@@ -30,13 +31,13 @@ def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            print(f"{path}  {paint('damaged', 'red', sys.stdout)}: {error.what}")
+            show(f"{path}  {paint('damaged', 'red', sys.stdout)}: {error.what}")
             continue
         model = " · ".join(
             f"{key} {manifest.model[key]}" for key in ("kind", "num_layers", "dim") if key in manifest.model
         )
         size = format_bytes(manifest.num_bytes())
-        print(f"{path}  step {manifest.step} · {size} · {counted(len(manifest.files), 'file')} · {model}")
+        show(f"{path}  step {manifest.step} · {size} · {counted(len(manifest.files), 'file')} · {model}")
 
 
 @app.command("verify")
@@ -47,7 +48,7 @@ def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]
         try:
             manifest = verify(path)
         except CheckpointError as error:
-            print(f"{paint('✗', 'red', sys.stdout)} {path}  {error.what}")
+            show(f"{paint('✗', 'red', sys.stdout)} {path}  {error.what}")
             failed = error
         else:
             print(f"{paint('✓', 'green', sys.stdout)} {path}  {counted(len(manifest.files), 'file')} verified")

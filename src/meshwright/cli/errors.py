@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint
+from meshwright.cli.wrapping import show
 from meshwright.errors import MeshwrightError
 
 
@@ -17,4 +18,8 @@ def show_error(error: MeshwrightError) -> None:
     for label, text in parts:
         if text:
             style = "red" if label == "error" else "bold"
-            print(f"{paint(f'{label:<5}', style, sys.stderr)}  {text}", file=sys.stderr)
+            line = f"{paint(f'{label:<5}', style, sys.stderr)}  {text}"
+            if label in ("error", "rule"):
+                show(line, file=sys.stderr, more=" " * 7)
+            else:  # paths and commands are copied
+                print(line, file=sys.stderr)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.wrapping import show
 from meshwright.units import format_bytes, format_count
 
 
@@ -32,9 +33,10 @@ def presets(
             axes, train = config.mesh.axes(), config.train
             batch = f"{train.global_batch} × {model_facts(config).tokens}"
             ranks = f"{axes.num_ranks()} ranks ({axes})" if axes.num_ranks() > 1 else str(axes)
-            print(
+            show(
                 f"{preset:<16} {format_count(model_facts(config).num_params()):>8} parameters · "
-                f"{ranks} · batch {batch} · {train.precision}"
+                f"{ranks} · batch {batch} · {train.precision}",
+                more=" " * 20,
             )
 
 
@@ -45,4 +47,4 @@ def _print_devices() -> None:
     for name in cluster_names():
         device = cluster_preset(name).device
         rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.peak_flops.items())
-        print(f"{name:<10} {format_bytes(device.memory_bytes):>9} · peak TFLOP/s: {rates}")
+        show(f"{name:<10} {format_bytes(device.memory_bytes):>9} · peak TFLOP/s: {rates}", more=" " * 20)

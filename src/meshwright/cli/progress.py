@@ -95,7 +95,7 @@ class TerminalReporter(Reporter):
         again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
         if summary.plan_given:
             again += f" --plan {shlex.quote(str(summary.folder / 'plan.json'))}"
-        files = " · ".join(("metrics.jsonl", *summary.figures))
+        files = " · ".join(("report.html", "metrics.jsonl", *summary.figures))
         self._print(f"  {files} · {saved}repeat: {again}")
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)

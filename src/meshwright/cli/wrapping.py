@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Iterator
+from typing import TextIO
+
+from meshwright.cli.colors import is_terminal
 
 FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
 CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -28,3 +33,16 @@ def wrapped(text: str, columns: int, *, indent: str = "", more: str = "    ") ->
         else:
             line += f" {word}"
     yield line.replace(NO_BREAK, " ")
+
+
+def show(text: str, *, file: TextIO | None = None, more: str = "    ") -> None:
+    """Print one line, broken to the width of a terminal; whole elsewhere, for programs that read it.
+
+    Args:
+        text: the line.
+        file: stdout if None.
+        more: put before all lines but the first.
+    """
+    file = sys.stdout if file is None else file
+    lines = wrapped(text, shutil.get_terminal_size().columns, more=more) if is_terminal(file) else [text]
+    print("\n".join(lines), file=file)

@@ -121,7 +121,7 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
 
 
 PLANNED_CHECKS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
-"""Operators in `CHECKS` that need not be intercepted on every call: DTensor plans each call without elements anew."""
+"""Operators in `CHECKS` that need not be intercepted on every call: DTensor plans each call without elements again."""
 COMPLEX_SCALARS = (
     aten.mul.Scalar,
     aten.div.Scalar,

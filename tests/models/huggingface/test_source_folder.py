@@ -32,7 +32,7 @@ def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
 
 
 def test_a_path_that_is_no_folder(tmp_path):
-    assert "there is no folder" in refused(tmp_path / "nothing").what
+    assert "folder not found" in refused(tmp_path / "nothing").what
     (tmp_path / "config.json").write_text("{}")
     error = refused(tmp_path / "config.json")
     assert "is a file" in error.what and error.fix == f"meshwright checkpoint import {tmp_path} runs/new"

@@ -1,4 +1,4 @@
-"""Memory pools of simulated CUDA graphs: an arena per pool, with addresses, in which all lies as on a device.
+"""Memory pools of simulated CUDA graphs: an arena per pool, with the addresses that tensors would have on a device.
 
 While graphs are captured, a pool hands out blocks first fit, and takes back what a graph frees. From then on each
 replay writes to the same addresses. A block that an earlier graph had freed may thus be given to a later graph: on

@@ -11,6 +11,7 @@ import typer
 
 from meshwright.cli.colors import paint
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
+from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.units import counted
 
@@ -52,7 +53,7 @@ def capture(
     own = [str(len(layers)) for _, layers in plan.chunks]
     shown = counted(schedule.num_microbatches, "micro-batch")
     facts = f"rank {rank} of {schedule.num_ranks} · {shown} · {' + '.join(own)} layers"
-    print(f"{paint(schedule.kind, 'bold', sys.stdout)} · {facts}")
+    show(f"{paint(schedule.kind, 'bold', sys.stdout)} · {facts}")
     print(slot_text(plan, columns=shutil.get_terminal_size((OFF_TERMINAL_COLUMNS, 24)).columns))
     each = sum(event.layer is not None for event in plan.events)
     num_slots = sum(plan.num_slots(stage) for stage, _ in plan.slots)

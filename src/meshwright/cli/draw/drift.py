@@ -10,6 +10,7 @@ import typer
 
 from meshwright.cli.colors import paint
 from meshwright.cli.config_arguments import split_words
+from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.units import counted
 
@@ -48,7 +49,7 @@ def drift(
     result = measure_drift(config, num_steps=steps)
     _say("")
     for label, curve in (("with the sum", result.synced), ("without it", result.unsynced)):
-        print(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, result)}")
+        show(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, result)}")
     if out is not None:
         from meshwright.prove.drift.draw import draw_drift
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.colors import paint
+from meshwright.cli.wrapping import show
 
 if TYPE_CHECKING:
     from meshwright.train.record.loss_curves import Curve
@@ -36,10 +37,10 @@ def loss(
     curves = read_curves(folders)
     window = window or max(1, min(MAX_WINDOW, min(len(curve.steps) for curve in curves) // 10))
     for curve in curves:
-        print(paint(curve.name, "bold", sys.stdout))
-        print(f"  {_own_loss(curve, window)}")
+        show(paint(curve.name, "bold", sys.stdout))
+        show(f"  {_own_loss(curve, window)}")
         if curve is not curves[0]:
-            print(f"  {_difference(curve, curves[0], window)}")
+            show(f"  {_difference(curve, curves[0], window)}")
     if out is not None:
         draw_losses(curves, out, title=_title(curves, window), window=window)
         print(f"figure    {out}")

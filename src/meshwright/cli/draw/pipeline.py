@@ -17,6 +17,7 @@ from meshwright.cli.draw.drift import drift
 from meshwright.cli.draw.loss import loss
 from meshwright.cli.draw.reshard import reshard
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
+from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.figure import check_figure
 from meshwright.output_files import check_output, write_output
@@ -127,7 +128,7 @@ def _peak(schedule: Schedule, simulation: Simulation, rank: int) -> float:
 
 def _print_timeline(schedule: Schedule, simulation: Simulation, title: str, screen: TextIO) -> None:
     name, _, facts = title.partition("\n")
-    print(f"{paint(name, 'bold', screen)} · {facts}", file=screen)
+    show(f"{paint(name, 'bold', screen)} · {facts}", file=screen)
     columns = shutil.get_terminal_size((OFF_TERMINAL_COLUMNS, 24)).columns
     text = text_timeline(simulation.timeline, columns=columns)
     print(BOX.sub(lambda box: paint(box[0], STYLES[box[0][0].upper()], screen), text), file=screen)

@@ -27,7 +27,7 @@ def check_source(source: Path, out: Path) -> None:
         if not (source / CONFIG).exists():
             raise _no_config(source, command)
         return
-    what, rule = f"there is no folder {source}", "weights are imported from a local folder; nothing is downloaded"
+    what, rule = f"folder not found: {source}", "weights are imported from a local folder; nothing is downloaded"
     fix = "pass the folder of a model in Hugging Face's format, which has a config.json"
     if source.exists():
         what, fix = f"{source} is a file, not a folder", command.format(quote(str(source.parent)))

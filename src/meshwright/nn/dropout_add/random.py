@@ -42,7 +42,7 @@ class DropoutKey:
     """Number of this dropout in the model, 32 bits; dropouts with the same number have the same mask."""
     words: Tensor = field(init=False, repr=False, compare=False)
     """Seed and site as int64 [2], always on the CPU. torch.compile takes a tensor as an input of the graph, whereas it
-    would compile every layer anew for the integers."""
+    would compile every layer again for the integers."""
 
     def __post_init__(self) -> None:
         for name, bits in (("seed", 64), ("site", 32)):

@@ -76,7 +76,7 @@ def _damaged(path: Path, state: str, where: str) -> InputError:
     return InputError(
         f"{path.name} {state}",
         where=where,
-        rule="the record of a run has one JSON object a step, with its step and its loss, in one unit",
+        rule="the record of a run has one JSON object per step, with its step and its loss, in one unit",
         fix=f"restore a copy; or mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}, and the record begins "
         "where the run goes on",
     )

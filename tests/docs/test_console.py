@@ -1,0 +1,79 @@
+"""What the pages say that commands print is what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+
+import pytest
+
+from meshwright.cli.main import main
+from tests.docs.console import ROOT, missing, shown
+
+BLOCKS = list(shown())
+INSTANT = [one for one in BLOCKS if one.command.startswith(("meshwright plan", "meshwright draw reshard"))
+           or (one.lines and one.lines[0].startswith("error "))]  # fmt: skip
+RUNS = list(
+    {one.page: one for one in BLOCKS if one.command.startswith("meshwright run") and one not in INSTANT}.values()
+)
+"""One run of each page."""
+SHORT = ["train.steps=2", "train.validation_samples=16", "train.warmup_steps=1"]
+TEXT, IMAGES = ["train.sample_tokens=8", "train.seq_len=128"], ["diffusion.num_samples=2"]
+
+
+def names(blocks):
+    return [f"{one.page}-{' '.join(one.command.split()[1:4])}" for one in blocks]
+
+
+def output(command, monkeypatch, capsys, folder):
+    """What a command prints in an empty folder, to either stream."""
+    monkeypatch.chdir(folder)
+    (folder / "docs").mkdir()
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    with contextlib.suppress(SystemExit):
+        main()
+    return "\n".join(capsys.readouterr())
+
+
+def test_the_pages_have_commands():
+    assert len(INSTANT) >= 8 and len(RUNS) >= 4
+
+
+@pytest.mark.parametrize("block", INSTANT, ids=names(INSTANT))
+def test_plans_draws_and_errors_print_what_is_shown(block, monkeypatch, capsys, tmp_path):
+    found = output(block.command, monkeypatch, capsys, tmp_path)
+    assert not missing(block.lines, found, numbers=True), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RUNS, ids=names(RUNS))
+def test_runs_print_lines_like_those_shown(block, tmp_path):
+    from tests.helpers import meshwright
+
+    words = [*shlex.split(block.command)[1:], *SHORT, *(IMAGES if "dit-" in block.command else TEXT)]
+    done = meshwright(*words, cwd=tmp_path, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in block.lines if not line.startswith(("step ", "  ", "…"))]
+    # The bytes by purpose, which come next, are in the order of their sizes.
+    assert not missing(lines[:2], done.stdout, numbers=False), done.stdout
+
+
+def test_lines_that_are_not_printed_are_found():
+    found = "a 1.5 MiB\nb 2\nc"
+    assert not missing(["a 1.5 MiB", "…", "c"], found, numbers=True)
+    assert missing(["a 1.6 MiB", "c"], found, numbers=True) == ["a 1.6 MiB"]
+    assert not missing(["a 1.6 GiB", "b 3"], found, numbers=False)
+    assert missing(["c", "b 2"], found, numbers=True) == ["b 2"], "lines are in order"
+    assert not missing(["b …", "c"], found, numbers=True)
+    assert ROOT.joinpath("README.md").exists()
+
+
+def test_the_figures_of_the_python_page_are_those_of_its_code():
+    source = ROOT.joinpath("docs", "python.md").read_text("utf-8").partition("```python\n")[2].partition("result = ")[0]
+    *code, memory, sent = source.strip().splitlines()
+    names = {}
+    exec("\n".join(code), names)
+    for line in (memory, sent):
+        expression, _, comment = line.partition("  # ")
+        assert eval(expression, names) == int(comment.split()[0]), line
