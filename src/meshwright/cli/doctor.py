@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshwright import __version__
 from meshwright.cli.colors import paint
+from meshwright.cli.wrapping import show
 from meshwright.units import GIB, counted, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
@@ -43,9 +44,9 @@ def doctor() -> None:
     is_broken = False
     for finding in _findings():
         mark, style = marks[finding.state]
-        print(f"{paint(mark, style, sys.stdout)} {finding.name:<12} {finding.text}")
+        show(f"{paint(mark, style, sys.stdout)} {finding.name:<12} {finding.text}", more=" " * 15)
         if finding.fix:
-            print(f"  {'':<12} {finding.fix}")
+            show(f"  {'':<12} {finding.fix}", more=" " * 15)
         is_broken |= finding.state == "missing"
     if is_broken:
         sys.exit(1)

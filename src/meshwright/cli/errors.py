@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint
+from meshwright.cli.wrapping import show
 from meshwright.errors import MeshwrightError
 
 
@@ -17,4 +18,6 @@ def show_error(error: MeshwrightError) -> None:
     for label, text in parts:
         if text:
             style = "red" if label == "error" else "bold"
-            print(f"{paint(f'{label:<5}', style, sys.stderr)}  {text}", file=sys.stderr)
+            for number, line in enumerate(text.splitlines()):
+                shown = f"{label:<5}" if number == 0 else ""
+                show(f"{paint(shown, style, sys.stderr)}  {line}" if shown else line, sys.stderr, more=" " * 7)

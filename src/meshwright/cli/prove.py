@@ -12,6 +12,7 @@ import typer
 
 from meshwright.cli.colors import paint
 from meshwright.cli.config_arguments import Words, split_words
+from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright.units import format_duration
@@ -71,6 +72,6 @@ def _show(proof: Proof, seconds: float, *, to_stderr: bool) -> None:
     for line in proof.lines:
         mark = line.lstrip()[:1]
         style = "green" if mark == "✓" else "red" if mark == "✗" else None
-        print(paint(line, style, stream) if style else line, file=stream)
+        show(paint(line, style, stream) if style else line, stream)
     verdict = paint("PROVED", "green", stream) if proof else paint("NOT PROVED", "red", stream)
     print(f"{verdict} in {format_duration(seconds)}", file=stream)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Iterator
+from typing import TextIO
+
+from meshwright.cli.colors import is_terminal
 
 FIGURE, NO_BREAK = re.compile(r"(?<=[\d×=·]) | (?=[×=])"), "\u00a0"
 CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -28,3 +33,11 @@ def wrapped(text: str, columns: int, *, indent: str = "", more: str = "    ") ->
         else:
             line += f" {word}"
     yield line.replace(NO_BREAK, " ")
+
+
+def show(text: str, stream: TextIO | None = None, *, more: str = "    ") -> None:
+    """Print a line; on a terminal, broken between words to its width, with `more` before all lines but the first."""
+    stream = stream or sys.stdout
+    lines = wrapped(text, shutil.get_terminal_size().columns, more=more) if is_terminal(stream) else [text]
+    for line in lines:
+        print(line, file=stream)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.colors import paint
+from meshwright.cli.wrapping import show
 
 if TYPE_CHECKING:
     from meshwright.train.record.loss_curves import Curve
 
 
 MAX_WINDOW = 20
-WINDOW_HELP = f"Steps over which losses are averaged; by default a tenth of the shortest run, at most {MAX_WINDOW}."
+WINDOW_HELP = f"Steps to average losses over, such as 10; by default a tenth of the shortest run, at most {MAX_WINDOW}."
 
 
 def loss(
@@ -36,13 +37,13 @@ def loss(
     curves = read_curves(folders)
     window = window or max(1, min(MAX_WINDOW, min(len(curve.steps) for curve in curves) // 10))
     for curve in curves:
-        print(paint(curve.name, "bold", sys.stdout))
-        print(f"  {_own_loss(curve, window)}")
+        show(paint(curve.name, "bold", sys.stdout))
+        show(f"  {_own_loss(curve, window)}")
         if curve is not curves[0]:
-            print(f"  {_difference(curve, curves[0], window)}")
+            show(f"  {_difference(curve, curves[0], window)}")
     if out is not None:
         draw_losses(curves, out, title=_title(curves, window), window=window)
-        print(f"figure    {out}")
+        show(f"figure    {out}")
 
 
 def _own_loss(curve: Curve, window: int) -> str:
