@@ -11,6 +11,7 @@ from typing import Annotated, TextIO
 import typer
 
 from meshwright.cli.colors import paint
+from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright_bench.benchmarks import BENCHMARKS, DeviceChoice, Options, find_benchmark, load_body
@@ -24,13 +25,13 @@ PART_HELP = "; ".join(f"{part}: {row.title}" for part, row in BENCHMARKS.items()
 def bench(
     part: Annotated[str, typer.Argument(help=PART_HELP)],
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures as JSON; - for stdout.")
+        Path | None, typer.Option("--json", help="Also write the results as JSON; - for stdout.")
     ] = None,
     device: Annotated[
         DeviceChoice, typer.Option(help="Device to measure on; auto uses a CUDA device if there is one.")
     ] = DeviceChoice.AUTO,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds per comparison; by default, chosen by the benchmark.")
+        int | None, typer.Option(min=1, help="Rounds per comparison, such as 5; by default, chosen by the benchmark.")
     ] = None,
 ) -> None:
     """Compare a part of Meshwright with an alternative; both sides alternate in one run."""
@@ -67,4 +68,4 @@ def _say(text: str) -> None:
 def _show(lines: list[str], stream: TextIO) -> None:
     for line in lines:
         style = "green" if "✓" in line else "red" if "✗" in line else None
-        print(paint(line, style, stream) if style else line, file=stream)
+        show(paint(line, style, stream) if style else line, stream)

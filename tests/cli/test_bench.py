@@ -18,8 +18,8 @@ def invoke(*words):
 
 
 def test_where_they_are_installed_a_mistyped_option_is_refused():
-    done = invoke("train", "--ruonds", "3")
-    assert done.exit_code == 2 and "--ruonds" in done.output
+    error = invoke("train", "--ruonds", "3").exception
+    assert error.what == "unknown option --ruonds" and error.fix == "--rounds" and error.exit_code == 2
 
 
 @pytest.mark.parametrize("words", [[], ["train"], ["train", "--rounds", "3", "--json", "-"]])

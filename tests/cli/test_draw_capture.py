@@ -61,7 +61,7 @@ def test_the_docs_show_what_the_command_prints(draws, tmp_path):
         (("1f1b", *SIZE, "--layers", "x"), "--layers x"),
         (("1f1b", *SIZE, "--layers", "2,3"), "layers_per_chunk = (2, 3)"),
         (("1f1b", *SIZE, "--rank", 4), "rank 4 of a table with 4 rows"),
-        (("1f1b", *SIZE, "--mode", "all"), "all is not a mode"),
+        (("1f1b", *SIZE, "--mode", "all"), "'all' is not one of"),
         (("1f1b", *SIZE, "-o", "a.gif"), "a.gif"),
         (("1f1b",), "needs the number of stages"),
     ],

@@ -44,18 +44,10 @@ def test_version(here):
     assert here("--version").stdout == f"meshwright {version('meshwright')}\n"
 
 
-@pytest.mark.parametrize("words", [["--no-such"], ["no-such"], ["run", "--stpes", "5"], ["checkpoint", "no-such"]])
-def test_wrong_usage_is_bad_input(here, words):
-    done = here(*words)
-    assert done.returncode == 2 and words[-1] in done.stderr + " ".join(words)
-    assert "Traceback" not in done.stderr and "\x1b" not in done.stderr
-
-
 def test_presets_are_listed(here):
     lines = here("presets").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == preset_names()
-    assert "70.6 B parameters" in next(line for line in lines if line.startswith("llama3-70b"))
-    assert max(map(len, lines)) < 120
+    assert [line.split()[0] for line in lines] == ["preset", *preset_names()]
+    assert "70.6 B" in next(line for line in lines if line.startswith("llama3-70b"))
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -68,4 +60,5 @@ def test_a_printed_preset_loads_again(here, tmp_path, name):
 
 def test_devices_are_listed(here):
     lines = here("presets", "--devices").stdout.splitlines()
-    assert lines and all("TFLOP/s" in line for line in lines)
+    assert "TFLOP/s" in lines[0] and all(len(line.split()) == 10 for line in lines[2:])
+    assert "10000" in next(line for line in lines if line.startswith("GB200"))

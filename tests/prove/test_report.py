@@ -33,9 +33,10 @@ def test_a_pass():
     reference, layout = sides()
     result = compare(layout, reference)
     lines = render(result)
-    assert lines[-1] == (
-        "loss 3 of 3 steps ✓ · gradients 13 of 13 ≤ 1e-12 ✓ · norm ✓ · parameters after 3 steps ✓ · sample order ✓"
-    )
+    assert lines[-2:] == [
+        "loss 3 of 3 steps ✓ · gradients 13 of 13 ≤ 1e-12 ✓ · norm ✓ ·",
+        "  parameters after 3 steps ✓ · sample order ✓",
+    ]
     assert lines[0].startswith("largest relative error: gradient 0.0e+00")
     report = to_json(result, loss_unit="nats/token")
     assert report["passed"] is True
@@ -113,7 +114,7 @@ def test_consequences_stay_off_the_screen_when_their_cause_is_known():
         scale(layout.parameters, [name], 1.01)
     lines = render(compare(layout, reference))
     assert not any("follows" in line for line in lines)
-    assert "parameters after 3 steps 0 of 13 ✗" in " ".join(lines)
+    assert any("parameters after 3 steps 0 of 13 ✗" in line for line in lines)
 
 
 def big_result(num_causes):

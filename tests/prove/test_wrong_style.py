@@ -63,5 +63,5 @@ def test_a_wrong_style_passes_verify_and_fails_the_proof(gang, tmp_path):
         )
         right, wrong = (prove_with(gang(2).run(body, words, is_wrong), config) for is_wrong in (False, True))
     assert right.passed and not wrong.passed
-    said = "\n".join(render(wrong))
+    said = " ".join(" ".join(render(wrong)).split())
     assert "blocks.0.attention.q_norm.weight" in said and "blocks.0.attention.wq.weight" not in said

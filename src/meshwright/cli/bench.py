@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import typer
 
+from meshwright.cli.usage_errors import Command
 from meshwright.errors import InputError
 
 
@@ -16,7 +17,7 @@ def add_bench(app: typer.Typer) -> None:
     else:
         from meshwright_bench.command import bench as measure
 
-        app.command("bench")(measure)
+        app.command("bench", cls=Command)(measure)
 
 
 def bench(context: typer.Context) -> None:

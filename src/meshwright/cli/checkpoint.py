@@ -12,6 +12,8 @@ import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
 from meshwright.cli.colors import paint
+from meshwright.cli.unknown_words import Commands
+from meshwright.cli.usage_errors import Command
 from meshwright.cli.wrapping import show
 from meshwright.errors import CheckpointError
 from meshwright.units import counted, format_bytes
@@ -19,12 +21,12 @@ from meshwright.units import counted, format_bytes
 if TYPE_CHECKING:
     from meshwright.models.contract.family import OtherWeights
 
-app = typer.Typer(help="List, verify, export and import checkpoints.", no_args_is_help=True)
+app = typer.Typer(cls=Commands, help="List, verify, export and import checkpoints.", no_args_is_help=True)
 
 FOLDER_HELP = "A run folder, a folder of checkpoints, or one checkpoint."
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
     """List checkpoints with step, size and model."""
     for path in _find(folder):
@@ -40,7 +42,7 @@ def ls(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
         show(f"{path}  step {manifest.step} · {size} · {counted(len(manifest.files), 'file')} · {model}")
 
 
-@app.command("verify")
+@app.command("verify", cls=Command)
 def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]) -> None:
     """Check size and hash of every file; exit with 2 and name the file if one is damaged."""
     failed: CheckpointError | None = None
@@ -51,12 +53,12 @@ def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]
             show(f"{paint('✗', 'red', sys.stdout)} {path}  {error.what}")
             failed = error
         else:
-            print(f"{paint('✓', 'green', sys.stdout)} {path}  {counted(len(manifest.files), 'file')} verified")
+            show(f"{paint('✓', 'green', sys.stdout)} {path}  {counted(len(manifest.files), 'file')} verified")
     if failed is not None:
         raise failed
 
 
-@app.command("export")
+@app.command("export", cls=Command)
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder for its newest valid one.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
@@ -66,12 +68,12 @@ def export(
 
     path = _newest_valid(checkpoint)
     _weights_of(path).export(path, out)
-    print(f"{path} → {out}")
+    show(f"{path} → {out}")
     if not (out / TOKENIZER).is_file():
-        print("no tokenizer to export: the weights were imported without one, or trained on bytes or a token file")
+        show("no tokenizer to export: the weights were imported without one, or trained on bytes or a token file")
 
 
-@app.command("import")
+@app.command("import", cls=Command)
 def import_(
     source: Annotated[Path, typer.Argument(help="A folder with safetensors and config.json.")],
     out: Annotated[Path, typer.Argument(help="A new run folder, which gets the checkpoint and a config.toml.")],
@@ -86,15 +88,15 @@ def import_(
     path = _weights_like(source).load(source, out / "checkpoints")
     manifest = read_manifest(path)
     has_tokenizer = write_run(manifest, out, name=source.resolve().name or out.resolve().name)
-    print(f"{source} → {path}")
+    show(f"{source} → {path}")
     if not has_tokenizer:
-        print(
+        show(
             f"no {TOKENIZER} in {source}: data.tokenizer is bytes. Train on a token file, or set data.tokenizer to a "
             "file written by AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
-    print(f"model  {model_arguments(own_keys(manifest.model))}")
+    show(f"model  {model_arguments(own_keys(manifest.model))}")
     start = f"meshwright run {quote(str(out / CONFIG_FILE))} --out {quote(str(out))} --resume auto data.source=…"
-    print(f"train  {start}")
+    show(f"train  {start}", more=" " * 7)
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:
@@ -167,7 +169,7 @@ def _newest_valid(folder: Path) -> Path:
             fix="restore a checkpoint from a backup",
         )
     for bad, reason in skipped:
-        print(f"skipped {bad}: {reason}", file=sys.stderr)
+        show(f"skipped {bad}: {reason}", sys.stderr)
     return path
 
 

@@ -46,7 +46,7 @@ def doctor() -> None:
         mark, style = marks[finding.state]
         show(f"{paint(mark, style, sys.stdout)} {finding.name:<12} {finding.text}", more=" " * 15)
         if finding.fix:
-            print(f"  {'':<12} {finding.fix}")
+            show(f"  {'':<12} {finding.fix}", more=" " * 15)
         is_broken |= finding.state == "missing"
     if is_broken:
         sys.exit(1)

@@ -18,8 +18,9 @@ def show_error(error: MeshwrightError) -> None:
     for label, text in parts:
         if text:
             style = "red" if label == "error" else "bold"
-            line = f"{paint(f'{label:<5}', style, sys.stderr)}  {text}"
-            if label in ("error", "rule"):
-                show(line, file=sys.stderr, more=" " * 7)
-            else:  # paths and commands are copied
-                print(line, file=sys.stderr)
+            for number, line in enumerate(text.splitlines()):
+                shown = f"{paint(f'{label:<5}', style, sys.stderr)}  {line}" if number == 0 else line
+                if label in ("where", "fix"):  # paths and commands are copied
+                    print(shown, file=sys.stderr)
+                else:
+                    show(shown, sys.stderr, more=" " * 7)

@@ -9,17 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.config_arguments import Words, split_words
-from meshwright.cli.unknown_words import ConfigCommand
+from meshwright.cli.unknown_words import Commands, ConfigCommand
+from meshwright.cli.wrapping import show
 
 if TYPE_CHECKING:
     from meshwright.train.launch.scripts.cluster_job import ClusterJob
 
 OUT_OPTION = "command line, -o"
 
-app = typer.Typer(help="Write the script that starts a run on a cluster; nothing is submitted.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Commands,
+    help="Write the script that starts a run on a cluster; nothing is submitted.",
+    no_args_is_help=True,
+)
 
-Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes.")]
-Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node, each with one rank.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes, such as 2.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs per node, such as 8; one rank per GPU.")]
 Name = Annotated[str | None, typer.Option(help="Name of the job and of its folder in runs/; default: the run's name.")]
 Out = Annotated[Path | None, typer.Option("-o", "--out", help="The file to write; default: stdout.")]
 
@@ -32,7 +37,7 @@ def slurm(
     gpus_per_node: Gpus,
     name: Name = None,
     out: Out = None,
-    time: Annotated[str | None, typer.Option(help="Time limit, as of sbatch: 1-00:00:00 is a day.")] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit in sbatch's format, such as 1-00:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition; default: the cluster's.")] = None,
     account: Annotated[str | None, typer.Option(help="Account to charge; default: the user's.")] = None,
 ) -> None:
@@ -110,5 +115,5 @@ def _write(text: str, out: Path | None, job: ClusterJob, command: str | None) ->
         print(text, end="")
         return
     write_output(out, text, where=OUT_OPTION)
-    print(job.summary())
-    print(f"start it with: {command} {shlex.quote(str(out))}" if command else f"{out} has the line of each node")
+    show(job.summary())
+    show(f"start it with: {command} {shlex.quote(str(out))}" if command else f"{out} has one command line per node")

@@ -12,6 +12,7 @@ from meshwright.cli.colors import tolerate
 from meshwright.cli.draw import pipeline
 from meshwright.cli.errors import show_error
 from meshwright.cli.unknown_words import Commands, ConfigCommand
+from meshwright.cli.usage_errors import Command
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -25,9 +26,9 @@ app = typer.Typer(
 app.command(cls=ConfigCommand)(plan.plan)
 app.command(cls=ConfigCommand)(run.run)
 app.command(cls=ConfigCommand)(prove.prove)
-app.command()(report.report)
-app.command()(presets.presets)
-app.command()(doctor.doctor)
+app.command(cls=Command)(report.report)
+app.command(cls=Command)(presets.presets)
+app.command(cls=Command)(doctor.doctor)
 bench.add_bench(app)
 app.add_typer(pipeline.app, name="draw")
 app.add_typer(checkpoint.app, name="checkpoint")

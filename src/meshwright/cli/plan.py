@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshwright.cli.colors import paint
-from meshwright.cli.config_arguments import WORDS_HELP, complete_words, split_words
+from meshwright.cli.config_arguments import complete_words, split_words
+from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.config.schema import RunConfig
     from meshwright.plan.run_plan import RunPlan
 
 STDOUT = Path("-")
+PLAN_HELP = "A preset, a TOML file or a plan file (default: llama-tiny), then section.key=value …"
 JSON_OPTION, OUT_OPTION = "command line, --json", "command line, -o"
 
 
 def plan(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[PRESET|FILE.toml|PLAN.json] [KEY=VALUE]...", help=WORDS_HELP, autocompletion=complete_words
-        ),
+        typer.Argument(metavar="[PRESET|FILE] [KEY=VALUE]...", help=PLAN_HELP, autocompletion=complete_words),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures and the plan as JSON; - for stdout.")
+        Path | None, typer.Option("--json", help="Write memory, traffic and the plan as JSON; - for stdout.")
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the plan, for run --plan FILE.")] = None,
     diff: Annotated[
@@ -61,7 +62,7 @@ def plan(
         from meshwright.cli.plan_page import page
 
         for line in page(name, made, capture=config.capture if config is not None else None):
-            print(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
+            show(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
     if json_path == STDOUT:
         print(figures)
 
@@ -73,7 +74,7 @@ def _words(text: str) -> list[str]:
         raise InputError(
             f"can't parse {text!r}: {error}",
             where="command line, --diff",
-            rule="takes a plan file, or a preset with words in one pair of quotes",
+            rule="takes a plan file, or a preset with overrides in one pair of quotes",
             fix='--diff "llama-tiny mesh.dp_shard=2"',
         ) from None
 
@@ -93,8 +94,8 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
             raise InputError(
                 f"{overrides[0]} together with a plan file",
                 where=where,
-                rule="a plan is complete; words change a preset or a configuration file",
-                fix=f"{source} alone, or the preset and words that it was made from",
+                rule="a plan is complete; overrides change a preset or a configuration file",
+                fix=f"{source} alone, or the preset and overrides that it was made from",
             )
         return source, read_plan(Path(source), where=where), None
     config = load(source, overrides)
@@ -127,5 +128,6 @@ def _show_differences(first: RunPlan, second: RunPlan) -> None:
 
     changes = differences(first, second)
     for change in changes:
-        print(f"{change.path}\n  {change.first}\n  {change.second}")
-    print(f"{len(changes)} fields differ" if len(changes) != 1 else "1 field differs")
+        for line in (change.path, f"  {change.first}", f"  {change.second}"):
+            show(line)
+    print(f"{counted(len(changes), 'field')} differ{'s' * (len(changes) == 1)}")

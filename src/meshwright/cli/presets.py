@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.wrapping import show
 from meshwright.units import format_bytes, format_count
 
 
@@ -28,23 +27,23 @@ def presets(
     elif name is not None:
         print(to_toml(load(name)), end="")
     else:
+        print("preset            parameters        batch  precision  ranks")
         for preset in preset_names():
             config = load(preset)
-            axes, train = config.mesh.axes(), config.train
-            batch = f"{train.global_batch} × {model_facts(config).tokens}"
-            ranks = f"{axes.num_ranks()} ranks ({axes})" if axes.num_ranks() > 1 else str(axes)
-            show(
-                f"{preset:<16} {format_count(model_facts(config).num_params()):>8} parameters · "
-                f"{ranks} · batch {batch} · {train.precision}",
-                more=" " * 20,
-            )
+            axes, train, facts = config.mesh.axes(), config.train, model_facts(config)
+            ranks = f"{axes.num_ranks()} ({axes})" if axes.num_ranks() > 1 else "1"
+            batch = f"{train.global_batch} × {facts.tokens}"
+            print(f"{preset:<16}  {format_count(facts.num_params()):>10}  {batch:>11}  {train.precision:<9}  {ranks}")
 
 
 def _print_devices() -> None:
     from meshwright.cluster.presets import cluster_preset
     from meshwright.cluster.presets import preset_names as cluster_names
 
-    for name in cluster_names():
-        device = cluster_preset(name).device
-        rates = ", ".join(f"{dtype} {rate / 1e12:.4g}" for dtype, rate in device.peak_flops.items())
-        show(f"{name:<10} {format_bytes(device.memory_bytes):>9} · peak TFLOP/s: {rates}", more=" " * 20)
+    devices = {name: cluster_preset(name).device for name in cluster_names()}
+    dtypes = dict.fromkeys(dtype for device in devices.values() for dtype in device.peak_flops)
+    print("device        memory  peak TFLOP/s")
+    print(f"{'':20}" + "".join(f"{dtype:>8}" for dtype in dtypes))
+    for name, device in devices.items():
+        rates = [f"{device.peak_flops[dtype] / 1e12:g}" if dtype in device.peak_flops else "–" for dtype in dtypes]
+        print(f"{name:<10} {format_bytes(device.memory_bytes):>9}" + "".join(f"{rate:>8}" for rate in rates))

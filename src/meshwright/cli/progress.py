@@ -9,7 +9,7 @@ import sys
 import time
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
-from meshwright.cli.wrapping import wrapped
+from meshwright.cli.wrapping import show
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
@@ -148,9 +148,8 @@ class TerminalReporter(Reporter):
         if self._line_is_open:
             sys.stdout.write(CLEAR_LINE)
             self._line_is_open = False
-        columns = shutil.get_terminal_size().columns
-        lines = wrapped(text, columns) if self._is_terminal else [text]
-        print("\n".join(lines), flush=True)
+        show(text)
+        sys.stdout.flush()
 
 
 def _amount(traffic: Traffic, unit: str) -> str:

@@ -72,6 +72,6 @@ def _show(proof: Proof, seconds: float, *, to_stderr: bool) -> None:
     for line in proof.lines:
         mark = line.lstrip()[:1]
         style = "green" if mark == "✓" else "red" if mark == "✗" else None
-        show(paint(line, style, stream) if style else line, file=stream)
+        show(paint(line, style, stream) if style else line, stream)
     verdict = paint("PROVED", "green", stream) if proof else paint("NOT PROVED", "red", stream)
     print(f"{verdict} in {format_duration(seconds)}", file=stream)

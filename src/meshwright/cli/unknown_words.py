@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
+from meshwright.cli.usage_errors import Command, OwnErrors, path_of_command, unknown_option
 from meshwright.errors import InputError
 
 COMMANDS: Mapping[str, str] = {
@@ -30,7 +31,7 @@ COMMANDS: Mapping[str, str] = {
 """Names of commands elsewhere, by ours."""
 
 
-class Commands(TyperGroup):
+class Commands(OwnErrors, TyperGroup):
     """Group of commands that names the one to use for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -40,11 +41,12 @@ class Commands(TyperGroup):
             InputError: there is no such command.
         """
         if args and args[0] not in self.commands and not args[0].startswith("-"):
-            raise _unknown_command(args, [*self.commands])
+            path = path_of_command(ctx.parent, ctx.info_name)
+            raise _unknown_command(args, [*self.commands]) if ctx.parent is None else _unknown_part(args, self, path)
         return super().resolve_command(ctx, args)
 
 
-class ConfigCommand(TyperCommand):
+class ConfigCommand(Command):
     """Command that takes overrides, also as options: `--steps 10` is train.steps=10.
 
     Options with another framework's name become overrides too, which the loader rejects by naming our key.
@@ -63,10 +65,10 @@ class ConfigCommand(TyperCommand):
         rest = super().parse_args(ctx, args)
         words = ctx.params.get("words")
         if words and any(word.startswith("-") for word in words):
-            ctx.params["words"] = self._as_overrides(list(words))
+            ctx.params["words"] = self._as_overrides(list(words), path_of_command(ctx.parent, ctx.info_name))
         return rest
 
-    def _as_overrides(self, words: list[str]) -> list[str]:
+    def _as_overrides(self, words: list[str], path: str) -> list[str]:
         """Return `words` with options as overrides after all others: of our key, or of the name given if it is none."""
         from meshwright.config.source import preset_names
         from meshwright.config.translate import option_named, own_key
@@ -78,7 +80,7 @@ class ConfigCommand(TyperCommand):
                 others.append(word)
                 continue
             if own_key(word.partition("=")[0]) is None:
-                self._check_misspelling(word.partition("=")[0])
+                self._check_misspelling(word.partition("=")[0], path)
             is_value = words and "=" not in words[0] and not words[0].startswith("--")
             if is_value and option_named(word) is None:
                 is_value = words[0] not in preset_names() and not words[0].endswith(".toml")
@@ -88,18 +90,25 @@ class ConfigCommand(TyperCommand):
             options.append(f"{key}={value}" if (key := own_key(name)) else word)
         return others + options
 
-    def _check_misspelling(self, name: str) -> None:
+    def _check_misspelling(self, name: str, path: str) -> None:
         from meshwright.config.translate import find_meaning, option_named
 
         own = [option for parameter in self.params for option in parameter.opts if option.startswith("--")]
         near = difflib.get_close_matches(name, own, n=1, cutoff=0.7)
         if near and find_meaning(name) is None and option_named(name) is None:
-            raise InputError(
-                f"unknown option {name}",
-                where=f"command line, {name}",
-                rule=f"options of meshwright {self.name} are {', '.join(own)}",
-                fix=near[0],
-            )
+            raise unknown_option(name, path, self.params)
+
+
+def _unknown_part(args: list[str], group: TyperGroup, path: str) -> InputError:
+    """Return the error for an unknown command of a group such as `draw`, with the nearest of its own."""
+    word, own = args[0], [*group.commands]
+    near = difflib.get_close_matches(word, own, n=1)
+    return InputError(
+        f"unknown command {word}",
+        where=f"command line, {word}",
+        rule=f"commands of {path} are {', '.join(own)}",
+        fix=f"{path} {near[0]} {shlex.join(args[1:])}".rstrip() if near else f"{path} --help",
+    )
 
 
 def _unknown_command(args: list[str], own: list[str]) -> InputError:

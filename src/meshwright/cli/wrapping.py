@@ -35,14 +35,9 @@ def wrapped(text: str, columns: int, *, indent: str = "", more: str = "    ") ->
     yield line.replace(NO_BREAK, " ")
 
 
-def show(text: str, *, file: TextIO | None = None, more: str = "    ") -> None:
-    """Print one line, broken to the width of a terminal; whole elsewhere, for programs that read it.
-
-    Args:
-        text: the line.
-        file: stdout if None.
-        more: put before all lines but the first.
-    """
-    file = sys.stdout if file is None else file
-    lines = wrapped(text, shutil.get_terminal_size().columns, more=more) if is_terminal(file) else [text]
-    print("\n".join(lines), file=file)
+def show(text: str, stream: TextIO | None = None, *, more: str = "    ") -> None:
+    """Print a line; on a terminal, broken between words to its width, with `more` before all lines but the first."""
+    stream = stream or sys.stdout
+    lines = wrapped(text, shutil.get_terminal_size().columns, more=more) if is_terminal(stream) else [text]
+    for line in lines:
+        print(line, file=stream)

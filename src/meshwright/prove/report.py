@@ -18,8 +18,9 @@ from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, StepValue, TensorResult
 
 MAX_LINES = 24
-WIDTH = 110
+WIDTH = 80
 MAX_NAMES = 2
+NO_BREAK = "\u00a0"
 
 
 def to_json(result: ProofResult, *, loss_unit: str) -> dict[str, Any]:
@@ -236,7 +237,7 @@ def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> lis
 
 def render(result: ProofResult) -> list[str]:
     """Render the findings and the summary line as at most one screen of text."""
-    summary = _wrapped(_summary(result), "  ")
+    summary = [line.replace(NO_BREAK, " ") for line in _wrapped(_summary(result), "  ")]
     tail = [line for note in result.notes for line in _wrapped(f"  note    {note}", " " * 10)] + summary
     if result.passed:
         return [*_margins(result), *tail]
@@ -277,7 +278,7 @@ def _wrapped(line: str, indent: str) -> list[str]:
 
 def _summary(result: ProofResult) -> str:
     shown = [check for check in checks(result) if check.name not in SHOWN_ON_FAILURE or not check.ok]
-    return " · ".join(f"{check.label} {'✓' if check.ok else '✗'}" for check in shown)
+    return " · ".join(f"{check.label} {'✓' if check.ok else '✗'}".replace(" ", NO_BREAK) for check in shown)
 
 
 def _margins(result: ProofResult) -> list[str]:

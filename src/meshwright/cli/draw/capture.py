@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.capture.plan import CaptureMode
 from meshwright.cli.colors import paint
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
 from meshwright.cli.wrapping import show
@@ -24,12 +25,12 @@ OFF_TERMINAL_COLUMNS = 100
 
 def capture(
     source: Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP)],
-    stages: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Chunks (stages) per rank.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, such as 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step, such as 8.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Chunks (stages) per rank, such as 2.")] = None,
     rank: Annotated[int, typer.Option(min=0, help="Pipeline rank.")] = 0,
     layers: Annotated[str, typer.Option(help="Layers of each chunk of the rank: 8, or 4,3.")] = "1",
-    mode: Annotated[str, typer.Option(help="slot or per_microbatch.")] = "slot",
+    mode: Annotated[CaptureMode, typer.Option(help="Graphs per slot, or per micro-batch.")] = CaptureMode.SLOT,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan.")] = None,
 ) -> None:
@@ -52,27 +53,27 @@ def capture(
     verify_capture(plan)
     own = [str(len(layers)) for _, layers in plan.chunks]
     shown = counted(schedule.num_microbatches, "micro-batch")
-    facts = f"rank {rank} of {schedule.num_ranks} · {shown} · {' + '.join(own)} layers"
+    facts = f"rank {rank} of {schedule.num_ranks} · {shown} · {' + '.join(own)} layer{'s' * (own != ['1'])}"
     show(f"{paint(schedule.kind, 'bold', sys.stdout)} · {facts}")
     print(slot_text(plan, columns=shutil.get_terminal_size((OFF_TERMINAL_COLUMNS, 24)).columns))
     each = sum(event.layer is not None for event in plan.events)
     num_slots = sum(plan.num_slots(stage) for stage, _ in plan.slots)
-    graphs = f"{len(plan.graphs)} · {num_slots} slots · {plan.num_pools} memory pool{'s' * (plan.num_pools > 1)}"
+    parts = [str(len(plan.graphs)), counted(num_slots, "slot"), counted(plan.num_pools, "memory pool")]
     if len(plan.graphs) < each:
-        graphs += f" · {each} if each micro-batch had its own"
-    memory = f"{len(plan.buffers)} of a layer's size, {len(apart.buffers)} if none shared memory"
-    print(f"graphs          {graphs}\nstatic tensors  {memory}")
+        parts.append(f"{each} if each micro-batch had its own")
+    show(f"graphs          {' · '.join(parts)}", more=" " * 16)
+    show(f"static tensors  {len(plan.buffers)} of a layer's size, {len(apart.buffers)} if none shared memory")
     if json is not None:
         write_output(json, plan.to_json() + "\n", where=str(json))
-        print(f"plan            {json}")
+        show(f"plan            {json}")
     if out is not None:
         draw_capture(
             plan, out, title=f"{schedule.kind}: slots of CUDA graphs\n{facts} · {counted(len(plan.graphs), 'graph')}"
         )
-        print(f"figure          {out}")
+        show(f"figure          {out}")
 
 
-def _plan(schedule: Schedule, rank: int, layers: str, mode: str, *, reuse: bool) -> CapturePlan:
+def _plan(schedule: Schedule, rank: int, layers: str, mode: CaptureMode, *, reuse: bool) -> CapturePlan:
     from meshwright.capture import LayerSignature, TensorSignature, plan_capture
 
     stream = TensorSignature((1,))

@@ -49,13 +49,13 @@ def drift(
     result = measure_drift(config, num_steps=steps)
     _say("")
     for label, curve in (("with the sum", result.synced), ("without it", result.unsynced)):
-        show(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, result)}")
+        show(f"{paint(label.ljust(12), 'bold', sys.stdout)}  {_summary(curve, result)}", more=" " * 14)
     if out is not None:
         from meshwright.prove.drift.draw import draw_drift
 
         title = f"Replicas of shared parameters with and without summed gradients\n{facts}"
         draw_drift(result, out, title=title)
-        print(f"figure    {out}")
+        show(f"figure    {out}")
 
 
 def _summary(curve: DriftCurve, drift: DriftResult) -> str:

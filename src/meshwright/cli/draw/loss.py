@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 MAX_WINDOW = 20
-WINDOW_HELP = f"Steps over which losses are averaged; by default a tenth of the shortest run, at most {MAX_WINDOW}."
+WINDOW_HELP = f"Steps to average losses over, such as 10; by default a tenth of the shortest run, at most {MAX_WINDOW}."
 
 
 def loss(
@@ -43,7 +43,7 @@ def loss(
             show(f"  {_difference(curve, curves[0], window)}")
     if out is not None:
         draw_losses(curves, out, title=_title(curves, window), window=window)
-        print(f"figure    {out}")
+        show(f"figure    {out}")
 
 
 def _own_loss(curve: Curve, window: int) -> str:

@@ -17,6 +17,8 @@ from meshwright.cli.draw.drift import drift
 from meshwright.cli.draw.loss import loss
 from meshwright.cli.draw.reshard import reshard
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
+from meshwright.cli.unknown_words import Commands, ConfigCommand
+from meshwright.cli.usage_errors import Command
 from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.figure import check_figure
@@ -28,32 +30,32 @@ from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
 from meshwright.units import counted
 
-app = typer.Typer(help="Draw schedules, CUDA graphs, redistributions and losses.", no_args_is_help=True)
-app.command("capture")(capture)
-app.command("drift")(drift)
-app.command("loss")(loss)
-app.command("reshard")(reshard)
+app = typer.Typer(cls=Commands, help="Draw schedules, CUDA graphs, redistributions and losses.", no_args_is_help=True)
+app.command("capture", cls=Command)(capture)
+app.command("drift", cls=ConfigCommand)(drift)
+app.command("loss", cls=Command)(loss)
+app.command("reshard", cls=Command)(reshard)
 
 OFF_TERMINAL_COLUMNS = 100
 BOX = re.compile(r"([FBIW])\1*[0-9 ]*|(·)+", re.IGNORECASE)
 STYLES = {"F": "bold", "B": "green", "I": "green", "W": "yellow", "·": "dim"}
 
-Time = Annotated[float, typer.Option(help="Time per stage and micro-batch; a chunk is a stage.")]
+Time = Annotated[float, typer.Option(help="Time per stage and micro-batch; each chunk is a stage.")]
 TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - for stdout.")]
 
 
-@app.command("pipeline")
+@app.command("pipeline", cls=Command)
 def pipeline(
     source: Annotated[str, typer.Argument(metavar="SCHEDULE", help=SCHEDULE_HELP)],
-    stages: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Chunks (stages) per rank.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Pipeline ranks, such as 4.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per step, such as 8.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Chunks (stages) per rank, such as 2.")] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
     table: Annotated[bool, typer.Option("--simulate", help="Print bubble, peak and buffers per rank.")] = False,
     forward: Time = 1.0,
     backward_input: Time = 1.0,
     backward_weight: Time = 1.0,
-    latency: Annotated[float, typer.Option(help="Latency of a transfer between neighbouring stages.")] = 0.0,
+    latency: Annotated[float, typer.Option(help="Latency of a transfer between adjacent stages.")] = 0.0,
     csv: TableFile = None,
     json: TableFile = None,
 ) -> None:
@@ -88,7 +90,7 @@ def pipeline(
             _write(name, text(schedule), screen)
     if out is not None:
         draw(simulation, out, title=title, schedule=schedule)
-        print(f"figure    {out}", file=screen)
+        show(f"figure    {out}", screen)
 
 
 def _costs(times: dict[str, float]) -> Costs:
@@ -128,16 +130,16 @@ def _peak(schedule: Schedule, simulation: Simulation, rank: int) -> float:
 
 def _print_timeline(schedule: Schedule, simulation: Simulation, title: str, screen: TextIO) -> None:
     name, _, facts = title.partition("\n")
-    show(f"{paint(name, 'bold', screen)} · {facts}", file=screen)
+    show(f"{paint(name, 'bold', screen)} · {facts}", screen)
     columns = shutil.get_terminal_size((OFF_TERMINAL_COLUMNS, 24)).columns
     text = text_timeline(simulation.timeline, columns=columns)
     print(BOX.sub(lambda box: paint(box[0], STYLES[box[0][0].upper()], screen), text), file=screen)
     in_span = max(idle.in_span for idle in simulation.idle)
     in_makespan = max(idle.in_makespan for idle in simulation.idle)
-    print(
+    show(
         f"makespan {simulation.makespan:.6g} · idle on the worst rank: {in_span:.6g} within its span, "
         f"{in_makespan:.6g} of the makespan",
-        file=screen,
+        screen,
     )
 
 
@@ -159,4 +161,4 @@ def _write(name: str, text: str, screen: TextIO) -> None:
         print(text.rstrip("\n"))
         return
     write_output(Path(name), text, where=name)
-    print(f"table     {name}", file=screen)
+    show(f"table     {name}", screen)

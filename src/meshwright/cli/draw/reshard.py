@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.wrapping import show
 from meshwright.errors import LayoutError, MeshwrightError
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ def reshard(
         words = {r"dtype='(\w+)'": r"--dtype \1", r"memory_cap_bytes=(\d+)": r"--memory-cap \1"}
         option = {"dtype": "--dtype", "memory_cap_bytes": "--memory-cap"}.get(error.where, error.where)
         raise _located(error, f"{COMMAND_LINE}, {option}", words) from None
-    print(planned.to_json() if json else explain_plan(planned))
+    if json:
+        print(planned.to_json())
+    else:
+        for line in explain_plan(planned).splitlines():
+            show(line)
     if out is not None:
         draw_plan(planned, str(out))
         if not json:
-            print(f"figure    {out}")
+            show(f"figure    {out}")
 
 
 def _located(error: MeshwrightError, where: str, words: dict[str, str]) -> LayoutError:

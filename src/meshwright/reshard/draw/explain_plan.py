@@ -6,10 +6,13 @@ from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step
 from meshwright.units import format_bytes
 
-MAX_LAYOUT = 28
-"""Maximum width of a layout's name, chosen to keep table lines within 110 columns."""
+MAX_LAYOUT, MIN_LAYOUT = 28, 12
+"""Maximum width of a layout's name; tables that are too wide truncate it to no less than the minimum."""
+COLUMNS = 80
+"""Width of a table's lines."""
 
 HEAD = ("step", "kind", "axes", "layout after", "received", "sent", "time", "live")
+LAYOUT = HEAD.index("layout after")
 LEFT = (False, True, True, True, False, False, False, False)
 
 
@@ -22,6 +25,9 @@ def explain_plan(plan: ReshardPlan) -> str:
         return f"{describe_plan(plan)}: every rank has its shard already, nothing has to move"
     rows = [HEAD, *(_row(number, step) for number, step in enumerate(plan.steps, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    excess = max(0, sum(widths) + 2 * (len(HEAD) - 1) - COLUMNS)
+    widths[LAYOUT] = max(min(MIN_LAYOUT, widths[LAYOUT]), widths[LAYOUT] - excess)
+    rows = [(*row[:LAYOUT], _shortened(row[LAYOUT], widths[LAYOUT]), *row[LAYOUT + 1 :]) for row in rows]
     lines = [
         "  ".join(
             cell.ljust(width) if left else cell.rjust(width)
@@ -45,8 +51,11 @@ def describe_tensor(plan: ReshardPlan) -> str:
 
 def short_name(layout: Layout) -> str:
     """Return a layout's name, truncated to `MAX_LAYOUT` characters."""
-    name = str(layout)
-    return name if len(name) <= MAX_LAYOUT else name[: MAX_LAYOUT - 1] + "…"
+    return _shortened(str(layout), MAX_LAYOUT)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def format_time(time_us: float) -> str:

@@ -12,11 +12,13 @@ export MASTER_ADDR MASTER_PORT
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}}
 
-# One task per GPU; tasks left 60 s after the first has ended wait for ranks that are gone, and are killed.
+# One task per GPU. Tasks still running 60 s after the first has ended wait for
+# ranks that are gone, and are killed.
 srun --label --wait=60 meshwright {arguments}
 status=$?
 
-# {stopped}: stopped as requested, by the time limit or a preemption, with a checkpoint. Errors are not tried again.
+# {stopped}: stopped as requested, by the time limit or a preemption, with a checkpoint.
+# Errors are not retried.
 if [ "$status" -eq {stopped} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
