@@ -96,6 +96,20 @@ def forgets(rank, world_size, words):
     return {one.purposes: (one.counted.total(), one.predicted.total()) for one in facts.sent}
 
 
+def stops(rank, world_size, words):
+    """What was measured of a run that stops before the last step that it would measure."""
+    _, step = make_job(rank, world_size, words)
+    step.measure(frozenset({2, 9}), base_bytes=0)
+    step(1)
+    step(2)
+    return step.measurement.gather()
+
+
+def test_a_run_that_stops_early_has_times_but_no_counts(gang, corpus):
+    for facts in gang(2).run(stops, ["mesh.dp_shard=2", *corpus]):
+        assert facts.steps == (2,) and facts.sent is None and facts.parts[0].compute > 0
+
+
 def test_a_gather_that_is_not_planned_is_seen(gang, corpus):
     for found in gang(2).run(forgets, ["mesh.dp_shard=2", *corpus]):
         counted, predicted = found[("weights",)]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class RankFacts:
     memory: dict[str, int]
     """Bytes by type: fields of the predicted memory that can be measured, `base` and `peak`."""
     sent: dict[Sent, int] | None
-    """Bytes sent in the last measured step, for `count_purposes`; None if they can't be counted."""
+    """Bytes sent in the last measured step, for `count_purposes`; None if they weren't counted."""
     compressed: LinkBytes | None
     cost_s: float
     """CPU time that measuring took."""
@@ -89,13 +89,13 @@ class _Step:
         self.timed: list[TimedOperation] = []
         self.marks: dict[str, Reading] = {}
         self.sent = SentBytes()
-        self._counts = counts
+        self.counts = counts
         self._data = ZERO
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the collectives of the context, if this step does."""
-        with count_collectives() if self._counts else nullcontext(SentBytes()) as found:
+        with count_collectives() if self.counts else nullcontext(SentBytes()) as found:
             yield
         self.sent.update(found)
         self.sent.cost_s += found.cost_s
@@ -127,7 +127,6 @@ class RunMeasurement:
         """
         self._job, self._executor, self._steps = job, executor, steps
         self._is_cuda = job.device.type == "cuda"
-        self._clock = ThreadClock()
         self._base_bytes = base_bytes
         self._current: _Step | None = None
         self._parts: dict[int, RawParts] = {}
@@ -198,7 +197,6 @@ class RunMeasurement:
 
     def gather(self) -> RunFacts | None:
         """Exchange what was measured; all ranks call this after the last step. None if no step was measured."""
-        self._clock.close()
         last, coordinate = self._last, self._job.axes.coordinate(self._job.context.rank)
         if last is None:
             return None
@@ -209,11 +207,16 @@ class RunMeasurement:
             parts=tuple(self._parts.values()),
             spans=tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans),
             memory={**self._memory, "base": self._base_bytes, "peak": peak_bytes(self._job.device)},
-            sent=None if self._job.config.train.compile else dict(last.sent),
+            sent=dict(last.sent) if last.counts else None,
             compressed=self._compressed,
             cost_s=self._cost_s,
         )
         return _combine(self._job, all_gather_object(mine), tuple(self._parts))
+
+    @cached_property
+    def _clock(self) -> ThreadClock:
+        """Clock of the thread that runs the steps."""
+        return ThreadClock()
 
     def _read(self) -> Reading:
         if not self._is_cuda:

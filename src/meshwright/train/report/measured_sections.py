@@ -119,8 +119,7 @@ def traffic(run: RunData, prefix: str) -> Section | None:
     if found is None or found["sent"] is None:
         rows = [(f"{one.purpose}, {link}", format_bytes(size)) for one in predicted.entries
                 for link, size in _by_link(one.sent).items() if size]  # fmt: skip
-        why = "not counted in compiled code" if found is not None else "not counted"
-        section.paragraph(f"Predicted for rank {predicted.rank}, which sends the most; {why}.")
+        section.paragraph(f"Predicted for rank {predicted.rank}, which sends the most; not counted.")
         return section.table(("purpose", "predicted"), rows)
     section.paragraph(f"Rank {found['sent_by']}, which sends the most; counted in step {found['steps'][-1]}.")
     entries = [
