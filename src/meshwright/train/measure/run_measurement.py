@@ -197,6 +197,7 @@ class RunMeasurement:
 
     def gather(self) -> RunFacts | None:
         """Exchange what was measured; all ranks call this after the last step. None if no step was measured."""
+        self._clock.close()
         last, coordinate = self._last, self._job.axes.coordinate(self._job.context.rank)
         if last is None:
             return None
