@@ -20,7 +20,7 @@ SCHEMES = {"dark": "0", "light": "1"}
 CHECKER = Path(__file__).with_name("checker.js").read_text("utf-8")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-           "--allow-file-access-from-files", "--window-size=2100,1200", "--timeout=30000")  # fmt: skip
+           "--allow-file-access-from-files", "--window-size=2100,1200")  # fmt: skip
 
 
 def faults(pages: Sequence[str], folder: Path, *, scheme: str) -> list[str]:
@@ -33,7 +33,7 @@ def faults(pages: Sequence[str], folder: Path, *, scheme: str) -> list[str]:
     command = [str(BROWSER), *OPTIONS, f"--user-data-dir={folder / 'profile'}",
                f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", "--virtual-time-budget=60000",
                "--dump-dom", (folder / "frames.html").as_uri()]  # fmt: skip
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dom, re.S)[1]))
     assert sorted(found) == sorted(f"page {number}, {width} px" for number, width in frames), "a page didn't answer"
     assert all(one["scheme"] == scheme for one in found.values())
