@@ -28,21 +28,21 @@ Sent = tuple[str, tuple[int, ...]]
 """Operation, which is `all_gather`, `reduce_scatter`, `all_reduce`, `send` or `all_to_all`, and ranks of its group."""
 
 
-class SentBytes(Counter[Sent]):
+class CollectiveBytes(Counter[Sent]):
     """Bytes by operation and group, and the CPU time that counting took."""
 
     cost_s = 0.0
 
 
 @contextmanager
-def count_collectives() -> Iterator[SentBytes]:
+def count_collectives() -> Iterator[CollectiveBytes]:
     """Yield the bytes that this rank sends to each peer in the context, by operation and group; in all-to-alls, where
     peers get different amounts, to all of them.
 
     An all-reduce counts as a reduce-scatter and an all-gather. Each collective counts as what it must send, whatever
     a backend does: gloo's reduce-scatter, for example, is an all-reduce.
     """
-    found = SentBytes()
+    found = CollectiveBytes()
     depth = 0
 
     def counting(op: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,7 +129,7 @@ class TrainConfig(Section):
         None, min_length=1, description="text that the generated text continues; `def ` by default"
     )
     trace: bool = Field(
-        False, description="write the timelines of the last step, predicted and measured, to the run folder"
+        False, description="write the timelines of the last measured step, predicted and measured, to the run folder"
     )
     profile: Names = Field(
         (), description="steps to record with PyTorch's profiler, as numbers and ranges: 10-12 or 5,10-12"

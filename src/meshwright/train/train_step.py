@@ -87,8 +87,8 @@ class TrainStep:
 
     def __call__(self, step: int) -> StepResult:
         """Run step `step`, counted from 1."""
-        eager = self.capture is None or self.capture.is_done  # graphs are captured without interference
-        with self.measurement.step(step, possible=eager and self.label is None):
+        possible = self.capture is None or self.capture.is_done  # graphs are captured without interference
+        with self.measurement.step(step, possible=possible):
             return self.update(step, self.accumulate(step))
 
     def measure(self, steps: frozenset[int], *, base_bytes: int) -> None:

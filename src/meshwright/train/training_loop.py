@@ -15,6 +15,7 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.collectives import barrier
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
+from meshwright.config.profiled_steps import profiled_steps
 from meshwright.config.rules_compression import no_effect_notes
 from meshwright.errors import RunError, StoppedError
 from meshwright.models.contract.task import Task
@@ -101,7 +102,7 @@ class Trainer:
         """Run the steps after `done`, and return the last step's validation."""
         train, validation = self._job.config.train, None
         steps = range(done + 1, train.steps + 1)
-        self._step.measure(measured_steps(done + 1, train.steps), base_bytes=self._base_bytes)
+        self._step.measure(measured_steps(steps, profiled_steps(train)), base_bytes=self._base_bytes)
         with self._stop, self._step.prefetching(steps):
             for step in steps:
                 self._job.context.post("step", step)
@@ -153,10 +154,15 @@ class Trainer:
     def _report_measurement(self) -> None:
         """Exchange and report what all ranks measured, and write the timelines if they were asked for."""
         facts = self._step.measurement.gather()
-        if facts is None or self._job.context.rank != 0:
+        if self._job.context.rank != 0:
+            return
+        if facts is None:
+            if self._job.config.train.trace:
+                self._reporter.note("no timeline: all steps were profiled or captured graphs, or none was left to run")
             return
         timelines = {"predicted": facts.predicted, "measured": facts.measured}
-        self._reporter.measured({**facts.to_json(), "steps_s": self._seconds, "timeline": to_values(timelines)})
+        more = {"plan": hashes(self._job.plan).fingerprint, "steps_s": self._seconds, "timeline": to_values(timelines)}
+        self._reporter.measured({**facts.to_json(), **more})
         if self._job.config.train.trace:
             write_trace(self._folder.path, self._job.schedule, timelines, overlaps=self._step.pipeline.overlaps)
             self._reporter.note(f"timelines of step {facts.steps[-1]}: timeline.svg · timeline.json · trace.json")

@@ -132,8 +132,36 @@ def test_collectives_are_restored_after_an_error(gang):
 
 
 def test_measured_steps_are_spread_and_leave_out_the_first():
-    assert measured_steps(1, 1) == {1}
-    assert measured_steps(1, 3) == {2, 3}
-    assert measured_steps(1, 100) == {20, 40, 60, 80, 100}
-    assert measured_steps(41, 100) == {52, 64, 76, 88, 100}
-    assert all(len(measured_steps(1, last)) <= MEASURED_STEPS for last in range(1, 50))
+    assert measured_steps(range(1, 2)) == {1}
+    assert measured_steps(range(1, 4)) == {2, 3}
+    assert measured_steps(range(1, 102)) == {21, 41, 61, 81, 101}
+    assert measured_steps(range(41, 102)) == {53, 65, 77, 89, 101}
+    assert measured_steps(range(5, 5)) == frozenset()
+    for last in range(2, 50):
+        found = measured_steps(range(1, last + 1))
+        assert 1 <= len(found) <= MEASURED_STEPS and last in found and 1 not in found
+
+
+def test_steps_that_a_rank_profiles_are_measured_on_none():
+    assert measured_steps(range(1, 11), [range(9, 11)]) == {4, 5, 6, 7, 8}
+    assert measured_steps(range(1, 3), [range(2, 3)]) == frozenset()
+
+
+def differs(rank, world_size, words):
+    """What is exchanged if rank 1 could not measure a step, as while its graphs were being captured."""
+    _, step = make_job(rank, world_size, words)
+    step.measure(frozenset({1, 2}), base_bytes=0)
+    for number, possible in ((1, False), (2, rank == 0)):
+        with step.measurement.step(number, possible=possible):
+            step.update(number, step.accumulate(number))
+    nothing = step.measurement.gather()
+    step.measure(frozenset({3, 4}), base_bytes=0)
+    for number, possible in ((3, rank == 0), (4, True)):
+        with step.measurement.step(number, possible=possible):
+            step.update(number, step.accumulate(number))
+    return nothing, step.measurement.gather()
+
+
+def test_ranks_that_measured_other_steps_do_not_wait_for_each_other(gang, corpus):
+    for nothing, some in gang(2).run(differs, ["mesh.dp_shard=2", *corpus]):
+        assert nothing is None and some.steps == (4,) and len(some.parts) == 2

@@ -11,6 +11,7 @@ from meshwright.config.load import load
 from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.simulate import simulate
 from meshwright.pipeline.timeline import to_values
+from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.plan.traffic import predict_traffic
@@ -73,7 +74,8 @@ def _measured(plan, steps):
             for one in traffic.entries]  # fmt: skip
     ranks = range(plan.mesh.num_ranks())
     yield {
-        "event": "measured", "steps": [steps // 2, steps], "cost_s": 0.002, "steps_s": 4.0, "sent_by": traffic.rank,
+        "event": "measured", "plan": hashes(plan).fingerprint,
+        "steps": [steps // 2, steps], "cost_s": 0.002, "steps_s": 4.0, "sent_by": traffic.rank,
         "parts": [asdict(StepParts(0.1, 0.001 * rank, 0.02, 0.03, 0.004, 0.0, 0.001)) for rank in ranks],
         "memory": [memory | {"peak": (400 + rank) << 20} for rank in ranks], "sent": sent,
         "timeline": to_values({"predicted": timeline, "measured": timeline}),

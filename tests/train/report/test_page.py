@@ -109,6 +109,15 @@ def test_the_attempts_of_a_resumed_run_are_listed_and_its_last_end_counts(tmp_pa
     assert "attempt 2 started 2026-11-25 12:00:00+00:00, after step 20" in found and "not ended" in found
 
 
+def test_measurements_of_another_plan_are_not_compared_with_this_one(tmp_path):
+    folder = write_folder(tmp_path / "run", PIPELINE)
+    assert "Mean over 2 measured steps" in read(folder).text
+    other = write_folder(tmp_path / "other", ["llama-tiny", "mesh.dp_shard=4"])
+    (folder / "plan.json").write_text((other / "plan.json").read_text())
+    found = read(folder).text
+    assert "Not measured" in found and "sends the most; not counted" in found
+
+
 def test_runs_are_compared_by_what_differs(tmp_path):
     folders = [write_folder(tmp_path / f"run-{i}", ["llama-tiny", f"train.lr={lr}"], steps=steps)
                for i, (lr, steps) in enumerate([(1e-3, 40), (2e-3, 40), (3e-3, 30)])]  # fmt: skip

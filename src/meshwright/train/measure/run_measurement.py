@@ -8,15 +8,15 @@ on the CPU. Ranks' clocks are aligned by the sum over all ranks that ends each s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from meshwright.comm.collective_count import Sent, SentBytes, count_collectives
+from meshwright.comm.collective_count import CollectiveBytes, Sent, count_collectives
 from meshwright.comm.collectives import all_gather_object
 from meshwright.models.contract.task import Batch
 from meshwright.pipeline.execute import Executor
@@ -33,18 +33,24 @@ from meshwright.train.record.timeline_trace import measured_costs
 MEASURED_STEPS = 5
 
 
-def measured_steps(first: int, last: int) -> frozenset[int]:
-    """Return the steps to measure, evenly spread and with the last one, but not the first, which warms up."""
-    apart = max(1, (last - first + 1) // MEASURED_STEPS)
-    return frozenset(step for i in range(MEASURED_STEPS) if (step := last - i * apart) > first or step == last)
+def measured_steps(steps: range, profiled: Sequence[range] = ()) -> frozenset[int]:
+    """Return the steps to measure, evenly spread up to the last one, without the first, which warms up.
+
+    Args:
+        steps: the steps of the run.
+        profiled: ranges of steps that some rank profiles; none of these is measured, on any rank.
+    """
+    free = [step for step in steps[1:] or steps if not any(step in one for one in profiled)]
+    apart = max(1, len(free) // MEASURED_STEPS)
+    return frozenset(free[::-apart][:MEASURED_STEPS])
 
 
 @dataclass(frozen=True)
-class RankFacts:
-    """What one rank measured."""
+class MeasuredRank:
+    """Measurements of one rank."""
 
-    parts: tuple[RawParts, ...]
-    """Times of the measured steps."""
+    parts: dict[int, RawParts]
+    """Times of the measured steps, by number."""
     spans: tuple[Span, ...]
     """Computations of the last measured step; none on ranks outside the first pipeline."""
     memory: dict[str, int]
@@ -57,8 +63,8 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """What all ranks measured, on every rank."""
+class MeasuredRun:
+    """Measurements of all ranks, on every rank."""
 
     steps: tuple[int, ...]
     parts: tuple[StepParts, ...]
@@ -88,14 +94,14 @@ class _Step:
         self.read = read
         self.timed: list[TimedOperation] = []
         self.marks: dict[str, Reading] = {}
-        self.sent = SentBytes()
+        self.sent = CollectiveBytes()
         self.counts = counts
         self._data = ZERO
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the collectives of the context, if this step does."""
-        with count_collectives() if self.counts else nullcontext(SentBytes()) as found:
+        with count_collectives() if self.counts else nullcontext(CollectiveBytes()) as found:
             yield
         self.sent.update(found)
         self.sent.cost_s += found.cost_s
@@ -166,7 +172,7 @@ class RunMeasurement:
             self._current.timed = executor.run_timed(self._current.read)
         return True
 
-    def counting(self) -> Any:
+    def counting(self) -> AbstractContextManager[None]:
         """Return a context that counts collectives in a measured step."""
         return nullcontext() if self._current is None else self._current.counting()
 
@@ -195,24 +201,31 @@ class RunMeasurement:
         }
         self._cost_s += time.thread_time() - begin
 
-    def gather(self) -> RunFacts | None:
-        """Exchange what was measured; all ranks call this after the last step. None if no step was measured."""
-        self._clock.close()
-        last, coordinate = self._last, self._job.axes.coordinate(self._job.context.rank)
-        if last is None:
+    def gather(self) -> MeasuredRun | None:
+        """Exchange the measurements; all ranks call this after the last step.
+
+        Returns:
+            Measurements of the steps that all ranks measured; None if there is none.
+        """
+        if not self._steps:  # the same on all ranks
             return None
+        self._clock.close()
+        job, last = self._job, self._last
+        coordinate = job.axes.coordinate(job.context.rank)
         is_first = not any(position for axis, position in coordinate.items() if axis != "pp")
-        zero = last.marks["reduced"].wall
-        spans = compute_spans(last.timed, rank=self._job.pipeline_rank) if is_first else []
-        mine = RankFacts(
-            parts=tuple(self._parts.values()),
+        spans = compute_spans(last.timed, rank=job.pipeline_rank) if is_first and last is not None else []
+        zero = last.marks["reduced"].wall if last is not None else 0.0
+        mine = MeasuredRank(
+            parts=self._parts,
             spans=tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans),
-            memory={**self._memory, "base": self._base_bytes, "peak": peak_bytes(self._job.device)},
-            sent=dict(last.sent) if last.counts else None,
+            memory={**self._memory, "base": self._base_bytes, "peak": peak_bytes(job.device)},
+            sent=dict(last.sent) if last is not None and last.counts else None,
             compressed=self._compressed,
             cost_s=self._cost_s,
         )
-        return _combine(self._job, all_gather_object(mine), tuple(self._parts))
+        ranks = all_gather_object(mine)  # also by a rank without measurements: the others wait for it
+        steps = set.intersection(*(set(one.parts) for one in ranks))
+        return _combine(job, ranks, sorted(steps)) if steps else None
 
     @cached_property
     def _clock(self) -> ThreadClock:
@@ -237,7 +250,7 @@ class RunMeasurement:
         return None if sent is None else LinkBytes(sent.inside, sent.between)
 
 
-def _combine(job: Job, ranks: list[RankFacts], steps: tuple[int, ...]) -> RunFacts:
+def _combine(job: Job, ranks: list[MeasuredRank], steps: list[int]) -> MeasuredRun:
     spans = sorted((span for one in ranks for span in one.spans), key=lambda span: (span.rank, span.start))
     zero = min((span.start for span in spans), default=0.0)
     moved = tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans)
@@ -247,12 +260,12 @@ def _combine(job: Job, ranks: list[RankFacts], steps: tuple[int, ...]) -> RunFac
     for rank, one in enumerate(ranks):
         mine = predicted.of_rank(job.plan.mesh.position(rank, "pp"))
         idle = predicted.makespan - sum(span.end - span.start for span in mine)
-        split = [asdict(raw.split(idle)) for raw in one.parts]
+        split = [asdict(one.parts[step].split(idle)) for step in steps]
         parts.append(StepParts(**{name: sum(each[name] for each in split) / len(split) for name in split[0]}))
     sender = predict_traffic(job.plan).rank
     sent, compressed = ranks[sender].sent, ranks[sender].compressed
-    return RunFacts(
-        steps=steps,
+    return MeasuredRun(
+        steps=tuple(steps),
         parts=tuple(parts),
         measured=measured,
         predicted=predicted,

@@ -113,7 +113,7 @@ def _curve(folder: Path, name: str) -> Curve:
     key = keys[0] if keys else LOSS
     lines = [line for line in lines if line[key] is not None]
     if not lines:
-        raise _not_a_run(folder, "no step with a loss")
+        raise not_a_run(folder, "no step with a loss")
     held_out = [line[f"validation_{key}"] for line in lines if line.get(f"validation_{key}") is not None]
     return Curve(
         name=name,
@@ -162,17 +162,18 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return the run's configuration, keyed by dotted path."""
     try:
         if not (folder / "metrics.jsonl").is_file():
-            raise _not_a_run(folder, "no metrics.jsonl")
+            raise not_a_run(folder, "no metrics.jsonl")
         return flatten(tomllib.loads((folder / "config.toml").read_text("utf-8")))
     except (OSError, ValueError) as error:
-        raise _not_a_run(folder, f"no readable config.toml ({error})") from None
+        raise not_a_run(folder, f"no readable config.toml ({error})") from None
 
 
 def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     return any(config.get(key) != configs[0].get(key) for config in configs)
 
 
-def _not_a_run(folder: Path, why: str) -> InputError:
+def not_a_run(folder: Path, why: str) -> InputError:
+    """Return the error that a folder is not that of a run."""
     return InputError(
         f"{folder} is not a run folder: {why}",
         where=str(folder),

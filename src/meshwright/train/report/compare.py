@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshwright.settings.violation import format_value
 from meshwright.train.record.draw_loss_curves import differences
 from meshwright.train.record.loss_curves import Curve, differing_keys, run_names
-from meshwright.train.report.html import Cell, Html, Section, element, text
+from meshwright.train.report.html import Html, Section, element, text
 from meshwright.train.report.run_data import RunData
 from meshwright.train.report.sections import headline
 from meshwright.train.report.svg import Line, chart
@@ -32,7 +32,7 @@ def results(runs: Sequence[RunData]) -> Section:
     for i, (run, label) in enumerate(zip(runs, labels(runs), strict=True), start=1):
         facts = dict(headline(run))
         head, _, differs = label.partition(": ")
-        link = Cell(element("a", text(differs), href=f"#run-{i}"))
+        link = element("a", text(differs), href=f"#run-{i}")
         rows.append((head, link, *(facts.get(name, "–") for name in names), _memory(run)))
     return section.table(("run", "what differs", *names, "peak memory"), rows)
 
@@ -83,7 +83,7 @@ def _differences(named: Sequence[tuple[RunData, str]], key: str) -> Html:
 
 
 def _memory(run: RunData) -> str:
-    found = run.last_event("measured")
+    found = run.measured
     peaks = [memory["peak"] for memory in found["memory"]] if found is not None else []
     if peaks:
         return format_bytes(max(peaks))

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import NewType
 
-Html = NewType("Html", str)
-"""Text that is HTML already; everything else is escaped."""
+
+class Html(str):
+    """Text that is HTML already; everything else is escaped."""
 
 
 def text(value: object) -> Html:
@@ -35,10 +35,9 @@ def slug(words: str) -> str:
 class Section:
     """A section of a page; its identifiers start with `prefix`, so that a page may have those of several runs."""
 
-    def __init__(self, title: str, *, prefix: str = "", level: int = 2) -> None:
+    def __init__(self, title: str, *, prefix: str = "") -> None:
         self.title = title
         self.id = slug(f"{prefix}-{title}")
-        self._level = level
         self._parts: list[Html] = []
         self._anchors: Counter[str] = Counter()
 
@@ -47,9 +46,9 @@ class Section:
         self._parts += parts
         return self
 
-    def paragraph(self, words: str, *, kind: str | None = None) -> Section:
+    def paragraph(self, words: str) -> Section:
         """Append a paragraph of plain text."""
-        return self.add(element("p", text(words), class_=kind))
+        return self.add(element("p", text(words)))
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "") -> Section:
         """Append a table; the first cell of a row heads it and is a link to it. Numbers are aligned right.
@@ -80,16 +79,12 @@ class Section:
 
     def html(self) -> Html:
         """Return the section."""
-        heading = element(f"h{self._level}", element("a", text(self.title), href=f"#{self.id}"))
+        heading = element("h2", element("a", text(self.title), href=f"#{self.id}"))
         return element("section", heading, *self._parts, id=self.id)
 
 
-class Cell(str):
-    """A table cell that is HTML already."""
-
-
 def _cell(value: str) -> Html:
-    return Html(value) if isinstance(value, Cell) else text(value)
+    return value if isinstance(value, Html) else text(value)
 
 
 def _is_number(value: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 
 from meshwright.pipeline.actions import ActionKind
@@ -35,13 +35,15 @@ KINDS = {
     ActionKind.BACKWARD_INPUT: "backward of inputs",
     ActionKind.BACKWARD_WEIGHT: "backward of weights",
 }
-NO_MEASUREMENT = "Not measured: the run has not completed, or its graphs were being captured or profiled."
+NO_MEASUREMENT = (
+    "Not measured: the run has not ended or it failed, or the steps to measure were profiled or captured graphs."
+)
 
 
 def time_of_step(run: RunData, prefix: str) -> Section:
     """Return the section on where a step's time went, and its timeline."""
     section = Section("Where a step's time went", prefix=prefix)
-    found = run.last_event("measured")
+    found = run.measured
     if found is None:
         return section.paragraph(NO_MEASUREMENT)
     ranks = [StepParts(**parts) for parts in found["parts"]]
@@ -59,20 +61,25 @@ def time_of_step(run: RunData, prefix: str) -> Section:
             unit="ms",
         )
     )
+    times = {part: [getattr(parts, name) for parts in ranks] for name, part in PARTS.items()}
+    total = sum(sum(seconds) for seconds in times.values()) or 1.0
     rows = [
-        (PARTS[name], *(f"{1000 * value(getattr(parts, name) for parts in ranks):.3g}" for value in (_mean, min, max)),
-         f"{_mean(getattr(parts, name) for parts in ranks) / (_mean(parts.total() for parts in ranks) or 1):.1%}")
-        for name in PARTS
-    ]  # fmt: skip
+        (
+            part,
+            *(f"{1000 * value(seconds):.3g}" for value in (statistics.fmean, min, max)),
+            f"{sum(seconds) / total:.1%}",
+        )
+        for part, seconds in times.items()
+    ]
     section.table(("part", "mean, ms", "fastest rank, ms", "slowest rank, ms", "share"), rows)
-    if run.config.get("train.device") != "cpu" and (run.last_event("start") or {}).get("device") != "cpu":
+    if (run.last_event("start") or {}).get("device") != "cpu":
         section.paragraph("On a GPU, communication inside blocks counts as forward and backward.")
     return section
 
 
 def timelines(run: RunData, prefix: str) -> Section | None:
     """Return the section with the last measured step's timeline, predicted over measured."""
-    found = run.last_event("measured")
+    found = run.measured
     if found is None:
         return None
     both = from_values(found["timeline"])
@@ -96,7 +103,7 @@ def memory(run: RunData, prefix: str) -> Section | None:
         return None
     predicted = predict_memory(run.plan)
     section = Section("Memory of a rank", prefix=prefix)
-    found = run.last_event("measured")
+    found = run.measured
     if found is None:
         rows = [(_name(name), format_bytes(size)) for name, size in vars(predicted).items() if size]
         section.paragraph("Predicted, of the rank with the most; not measured.")
@@ -113,7 +120,7 @@ def traffic(run: RunData, prefix: str) -> Section | None:
     if run.plan is None:
         return None
     section = Section("Bytes that a rank sends per step", prefix=prefix)
-    predicted, found = predict_traffic(run.plan), run.last_event("measured")
+    predicted, found = predict_traffic(run.plan), run.measured
     if not predicted.entries:
         return section.paragraph("None: there is one rank.")
     if found is None or found["sent"] is None:
@@ -141,32 +148,28 @@ def traffic(run: RunData, prefix: str) -> Section | None:
 
 
 def _memory_rows(predicted: MemoryEstimate, measured: Mapping[str, int]) -> list[tuple[str, str, str, str]]:
-    """Return the types that can be measured, and one row for the others, whose sum is."""
+    """Return a row for each type that can be measured, and one for the others, whose sum is."""
     alone = [field.name for field in fields(predicted) if field.name in measured]
-    others = [field.name for field in fields(predicted) if field.name not in measured and field.name != "libraries"]
-    has_libraries = hasattr(predicted, "libraries")
-    base = [("Python and its libraries", getattr(predicted, "libraries", None), measured["base"])]
-    rows: list[tuple[str, int | None, int]] = [
-        (_name(name), getattr(predicted, name), measured[name]) for name in alone
+    others = [field.name for field in fields(predicted) if field.name not in measured]
+    names = f"{', '.join(map(_name, others[:-1]))} and {_name(others[-1])}"
+    peak = measured["peak"] - measured["base"]
+    rest = peak - sum(measured[name] for name in alone)
+    rows = [
+        *((_name(name), getattr(predicted, name), measured[name]) for name in alone),
+        (names, sum(getattr(predicted, name) for name in others), max(0, rest)),
+        ("total without Python and its libraries", predicted.total(), peak),
     ]
-    rest = measured["peak"] - measured["base"] - sum(measured[name] for name in alone)
-    names = " and ".join(filter(None, (", ".join(map(_name, others[:-1])), _name(others[-1]))))
-    rows.append((names, sum(getattr(predicted, name) for name in others), max(0, rest)))
-    rows = [*base, *rows]
-    peak = measured["peak"] if has_libraries else measured["peak"] - measured["base"]
-    rows.append(("total" if has_libraries else "total without Python and its libraries", predicted.total(), peak))
-    return [(name, "–" if one is None else format_bytes(one), format_bytes(other), _difference(one, other))
-            for name, one, other in rows if one or other]  # fmt: skip
+    libraries = ("Python and its libraries", "not predicted", format_bytes(measured["base"]), "–")
+    return [libraries, *((name, format_bytes(one), format_bytes(other), _difference(one, other))
+                         for name, one, other in rows if one or other)]  # fmt: skip
 
 
 def _name(name: str) -> str:
     return {"errors": "error feedback", "buffers": "receive buffers"}.get(name, name.replace("_", " "))
 
 
-def _difference(predicted: int | None, measured: int) -> str:
+def _difference(predicted: int, measured: int) -> str:
     """Return how far the measured value is from the predicted one."""
-    if predicted is None:
-        return "–"
     if predicted == measured:
         return "0"
     return f"{measured / predicted - 1:+.1%}" if predicted else f"+{format_bytes(measured)}"
@@ -200,7 +203,3 @@ def _shown_ranks(ranks: Sequence[StepParts]) -> list[tuple[str, StepParts]]:
     named.sort(key=lambda one: one[1].compute)
     places = {"fastest": 0, "median": len(named) // 2, "slowest": len(named) - 1}
     return [(f"{word}, {named[place][0]}", named[place][1]) for word, place in places.items()]
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)

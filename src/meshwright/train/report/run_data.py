@@ -16,12 +16,13 @@ from typing import Any
 from meshwright.config.load import load
 from meshwright.config.overlay import flatten
 from meshwright.config.source import preset_names
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import MeshwrightError
 from meshwright.models.contract.loss_unit import unit_of_metric
+from meshwright.plan.compare import hashes
 from meshwright.plan.load_plan import read_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.record.events import read_events
-from meshwright.train.record.loss_curves import loss_key, read_metrics
+from meshwright.train.record.loss_curves import loss_key, not_a_run, read_metrics
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,13 @@ class RunData:
         """Return the events of a kind, in order."""
         return [event for event in self.events if event["event"] == kind]
 
+    @cached_property
+    def measured(self) -> Mapping[str, Any] | None:
+        """Last measurement, unless the run has gone on with another plan since."""
+        found = self.last_event("measured")
+        is_of_plan = found is None or self.plan is None or found["plan"] == hashes(self.plan).fingerprint
+        return found if is_of_plan else None
+
     @property
     def end(self) -> Mapping[str, Any] | None:
         """Event that ended the last attempt; None if it runs, or was killed."""
@@ -100,12 +108,8 @@ def read_run(folder: Path) -> RunData:
         toml = (folder / "config.toml").read_text("utf-8")
         tomllib.loads(toml)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{folder} is not a run folder: no readable config.toml ({getattr(error, 'strerror', None) or error})",
-            where=str(folder),
-            rule="a report is made from the folder of a run, which has config.toml and metrics.jsonl",
-            fix="the folder given to run --out, or printed at the end of a run",
-        ) from None
+        why = getattr(error, "strerror", None) or error
+        raise not_a_run(folder, f"no readable config.toml ({why})") from None
     metrics, plan = folder / "metrics.jsonl", None
     with suppress(MeshwrightError):
         plan = read_plan(folder / "plan.json") if (folder / "plan.json").is_file() else None

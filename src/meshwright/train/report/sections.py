@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import shlex
+import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from meshwright.plan.compare import hashes
 from meshwright.settings.violation import format_value
-from meshwright.train.report.html import Cell, Section, element, text
+from meshwright.train.report.html import Section, element, text
 from meshwright.train.report.run_data import RunData
 from meshwright.train.report.svg import Line, chart, interval
 from meshwright.units import counted, format_bytes, format_count, format_duration
@@ -25,17 +26,14 @@ OUTCOMES = {"complete": "complete", "stopped": "stopped as requested", "failed":
 
 def headline(run: RunData) -> list[tuple[str, str]]:
     """Return the label and the value of the facts that a person looks for first."""
-    steps, unit = len(run.steps), f" {run.unit}" if run.unit else ""
-    facts = [
-        ("outcome", outcome(run)),
-        ("steps", f"{run.steps[-1]['step'] if steps else 0} of {run.config['train.steps']}"),
-    ]
+    unit, last = f" {run.unit}" if run.unit else "", run.steps[-1]["step"] if run.steps else 0
+    facts = [("outcome", outcome(run)), ("steps", f"{last} of {run.config['train.steps']}")]
     if validation := run.series(f"validation_{run.loss}"):
         facts.append(("validation loss", f"{validation[-1][1]:.4f}{unit}"))
     elif losses := run.series(run.loss):
         facts.append(("training loss", f"{losses[-1][1]:.4f}{unit}"))
     if speeds := [speed for _, speed in run.series("tokens_per_s")]:
-        facts.append(("median speed", f"{format_count(sorted(speeds)[len(speeds) // 2])} tokens/s"))
+        facts.append(("median speed", f"{format_count(statistics.median(speeds))} tokens/s"))
     if end := run.end:
         facts.append(("time", format_duration(end["seconds"])))
     return facts
@@ -56,7 +54,7 @@ def what_ran(run: RunData, prefix: str) -> Section:
     start = run.last_event("start") or {}
     if run.end is not None and run.end["message"]:
         section.add(element("pre", text(run.end["message"]), class_="message"))
-    rows: list[tuple[str, object]] = [("repeat it", Cell(element("code", text(_repeat(run)))))]
+    rows: list[tuple[str, object]] = [("repeat it", element("code", text(_repeat(run))))]
     if start:
         rows += [
             ("data", start["corpus"]),
@@ -74,9 +72,9 @@ def what_ran(run: RunData, prefix: str) -> Section:
         section.table(
             ("plan", "value"),
             [
-                ("fingerprint", Cell(element("code", text(found.fingerprint)))),
-                ("model hash", Cell(element("code", text(found.model)))),
-                ("layout hash", Cell(element("code", text(found.layout)))),
+                ("fingerprint", element("code", text(found.fingerprint))),
+                ("model hash", element("code", text(found.model))),
+                ("layout hash", element("code", text(found.layout))),
                 ("schedule", f"{run.plan.schedule.kind}, {counted(run.plan.schedule.num_microbatches, 'micro-batch')}"),
                 ("masters, compute", f"{run.plan.masters}, {run.plan.stages[0].root.compute}"),
             ],

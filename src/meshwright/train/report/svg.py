@@ -65,14 +65,13 @@ def tick_text(value: float, step: float) -> str:
     return f"{value:.{max(0, math.floor(math.log10(abs(value))) + digits)}e}"
 
 
-def chart(lines: Sequence[Line], *, title: str, y: str, x: str = "step", floor: float | None = None) -> Html:
-    """Draw curves.
+def chart(lines: Sequence[Line], *, title: str, y: str, floor: float | None = None) -> Html:
+    """Draw curves over steps.
 
     Args:
         lines: the curves; those without points are left out.
         title: what the figure shows.
         y: what the curves are, with the unit.
-        x: what they are over.
         floor: a value that the vertical axis includes; None to start at the smallest one.
     """
     lines = [line for line in lines if line.points]
@@ -108,7 +107,7 @@ def chart(lines: Sequence[Line], *, title: str, y: str, x: str = "step", floor: 
         element("span", text(y), class_="unit"),
         element("div", *y_labels, class_="ys", aria_hidden="true"),
         _svg(f"{title}: {last}", drawn, HEIGHT, "plot"),
-        element("div", *x_labels, element("span", text(x), class_="axis"), class_="xs", aria_hidden="true"),
+        element("div", *x_labels, element("span", text("step"), class_="axis"), class_="xs", aria_hidden="true"),
         legend=[(f"c{i % NUM_COLORS}", one.name) for i, one in enumerate(lines)] if len(lines) > 1 else [],
     )
 
