@@ -64,7 +64,8 @@ def test_durations_are_right_to_half_a_second(seconds):
 @pytest.mark.parametrize(
     ("number", "noun", "expected"),
     [(1, "rank", "1 rank"), (2, "rank", "2 ranks"), (0, "step", "0 steps"), (3, "micro-batch", "3 micro-batches"),
-     (1, "micro-batch", "1 micro-batch"), (2, "process", "2 processes")],
+     (1, "micro-batch", "1 micro-batch"), (2, "process", "2 processes"), (2, "mesh axis", "2 mesh axes"),
+     (0, "entry", "0 entries"), (2, "query", "2 queries"), (2, "key", "2 keys")],
 )  # fmt: skip
 def test_nouns_agree_with_their_number(number, noun, expected):
     assert counted(number, noun) == expected

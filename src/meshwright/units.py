@@ -15,10 +15,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+PLURALS = {"axis": "axes", "ery": "eries", "try": "tries", "s": "ses", "ch": "ches", "x": "xes", "": "s"}
+"""Ends of nouns in the singular and in the plural, the first that fits first."""
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with a noun in the singular or plural: `1 rank`, `2 ranks`, `3 micro-batches`."""
-    plural = f"{noun}{'es' if noun.endswith(('s', 'ch', 'x')) else 's'}"
-    return f"{number} {noun if number == 1 else plural}"
+    if number == 1:
+        return f"1 {noun}"
+    found = next((ending for ending in PLURALS if noun.endswith(ending)), "")
+    return f"{number} {noun.removesuffix(found)}{PLURALS[found]}"
 
 
 def format_count(count: float) -> str:

@@ -63,9 +63,9 @@ def test_the_engine_arms_run_and_both_engines_do_every_computation(tmp_path, kin
         arms, actions = engine_arms(kind)
         for step in arms.values():
             step()
-    assert set(arms) == {"ours", "torch", "bare", "ours_woven", "bare_woven"}
+    assert set(arms) == {"ours", "torch", "bare", "ours_merged", "bare_merged"}
     least = 2 * on_one_rank(kind).num_stages * NUM_MICROBATCHES
-    assert least <= actions["torch"] and least <= actions["ours"] < actions["ours_woven"]
+    assert least <= actions["torch"] and least <= actions["ours"] < actions["ours_merged"]
 
 
 @pytest.mark.parametrize("forwards_first", [True, False])
@@ -157,11 +157,11 @@ def test_both_engines_run_every_schedule(gang, kind):
 
 
 def test_figures_are_relative_to_the_bare_loop_and_the_ideal():
-    seconds = {"ours": [3e-3], "torch": [5e-3], "bare": [1e-3], "ours_woven": [9e-3], "bare_woven": [1e-3]}
-    actions = {"ours": 100, "torch": 100, "ours_woven": 400}
+    seconds = {"ours": [3e-3], "torch": [5e-3], "bare": [1e-3], "ours_merged": [9e-3], "bare_merged": [1e-3]}
+    actions = {"ours": 100, "torch": 100, "ours_merged": 400}
     figures = {f.name: f.value for f in engine_figures({"1f1b": {"seconds": seconds, "actions": actions}})}
     assert figures == pytest.approx(
-        {"engine.1f1b.ours_us": 20, "engine.1f1b.torch_us": 40, "engine.1f1b.ours_woven_us": 20}
+        {"engine.1f1b.ours_us": 20, "engine.1f1b.torch_us": 40, "engine.1f1b.ours_merged_us": 20}
     )
     kind = {"seconds": {"ours": [1.05], "torch": [1.5]}, "ideal_s": 1.0, "torch_ideal_s": 1.25}
     answer = {"kinds": {"zb-v": kind | {"predicted": [[0.9, 1.0]]}}, "sleep_over_nominal": 0.5}

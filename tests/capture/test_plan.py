@@ -190,7 +190,7 @@ def test_a_plan_is_json_and_its_fingerprint_tells_plans_apart():
     "change, error, words",
     [
         ({"rank": 4}, ScheduleError, "rank 4 of a table with 4 rows"),
-        ({"layers": (1, 2)}, InputError, "for a rank with 1 stages"),
+        ({"layers": (1, 2)}, InputError, "for a rank with 1 stage"),
         ({"layers": -1}, InputError, "at least 0"),
         ({"layers": 2, "signatures": [(LAYER,)]}, InputError, r"signatures for \[1\] layers"),
         ({"mode": "slots"}, InputError, "slots is not a mode"),

@@ -74,7 +74,7 @@ WORDS = ("--mesh", "4,8", "--shape", "16,16")
 @pytest.mark.parametrize(
     ("words", "error", "fix"),
     [
-        ((*WORDS, "S0", "S1 S0"), "'S0' has 1 placements for 2 mesh axes", {"S0": "S0 R"}),
+        ((*WORDS, "S0", "S1 S0"), "'S0' has 1 placement for 2 mesh axes", {"S0": "S0 R"}),
         ((*WORDS, "S0 R", "S0 Q"), "'Q' is not a valid placement", {"S0 Q": "S0 R"}),
         ((*WORDS, "S0 S2", "S1 S0"), "S2 shards dim 2", {"S0 S2": "S0 S1"}),
         ((*WORDS, "S0@1 S0", "S1 S0"), "have positions 1, none", {"S0@1 S0": "S0@1 S0@0"}),

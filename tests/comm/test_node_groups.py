@@ -168,4 +168,4 @@ def test_uneven_nodes_are_told_once_and_wrong_ones_to_all(gang):
     assert [len(lines) for lines, _ in found] == [1, 0, 0, 0]
     assert "ranks 0 … 3 reduce gradients in one stage" in found[0][0][0] and "[0, 0, 0, 1]" in found[0][0][0]
     differ = "ranks were given different nodes"
-    assert [errors for _, errors in found] == [["3 nodes were given for 4 ranks", differ, differ]] * 4
+    assert [errors for _, errors in found] == [["nodes for 3 ranks were given to 4 ranks", differ, differ]] * 4

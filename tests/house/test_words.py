@@ -34,3 +34,12 @@ def test_a_phrase_is_found_in_messages_and_pages(tmp_path, phrase):
 @pytest.mark.parametrize("phrase", FINE)
 def test_the_field_s_words_are_fine(tmp_path, phrase):
     assert not word_breaches(tree_of(tmp_path, f'"""Doc."""\nx = "{phrase}"\n', phrase))
+
+
+@pytest.mark.parametrize(("string", "is_found"), [
+    ('f"{len(x)} ranks"', True), ('f"and {len(x) - 1} more ranks failed"', True), ('f"{len(x)} key/value heads"', True),
+    ('f"{counted(len(x), \'rank\')}"', False), ('f"{n} of {len(x)} ranks"', False), ('f"{len(x)} has"', False),
+    ('f"{4 * 2} ranks"', False),
+])  # fmt: skip
+def test_a_length_before_a_plural_is_found(tmp_path, string, is_found):
+    assert bool(word_breaches(tree_of(tmp_path, f'"""Doc."""\nx = {string}\n'))) is is_found

@@ -5,6 +5,7 @@ Looked for in the whole text of the package's files and of the documentation: me
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -38,10 +39,27 @@ def word_breaches(tree: Tree) -> list[str]:
     pages = {path.relative_to(tree.root).as_posix(): path.read_text("utf-8")
              for pattern in PAGES for path in sorted(tree.root.glob(pattern))}  # fmt: skip
     texts = {module.path: module.text for module in tree.package} | pages
-    return [f"{path}:{line} {what}" for path, text in texts.items() for line, what in _phrases(text)]
+    found = [f"{path}:{line} {what}" for path, text in texts.items() for line, what in _phrases(text)]
+    return found + [f"{module.path}:{line} {what}" for module in tree.package for line, what in _plurals(module.text)]
 
 
 def _phrases(text: str) -> Iterator[tuple[int, str]]:
     for pattern, words in RULES:
         for found in pattern.finditer(text):
             yield text.count("\n", 0, found.start()) + 1, f"says {found[0]!r}: say {words}"
+
+
+PLURAL = re.compile(r" (?:[a-z/-]+ )?[a-z-]{2,}(?<![su])s\b(?<! has)(?<! its)(?<! times)")
+LENGTH = re.compile(r"len\(.*\)(?: [+-] \w+)?")
+
+
+def _plurals(text: str) -> Iterator[tuple[int, str]]:
+    """Lengths before a noun in the plural, which may be 1; `2 of 3 ranks` is fine."""
+    for string in ast.walk(ast.parse(text)):
+        parts = string.values if isinstance(string, ast.JoinedStr) else []
+        for before, number, noun in zip([None, *parts], parts, parts[1:], strict=False):
+            if not isinstance(number, ast.FormattedValue) or not isinstance(noun, ast.Constant):
+                continue
+            is_of = isinstance(before, ast.Constant) and str(before.value).endswith(" of ")
+            if LENGTH.fullmatch(ast.unparse(number.value)) and (found := PLURAL.match(str(noun.value))) and not is_of:
+                yield string.lineno, f"says '{{{ast.unparse(number.value)}}}{found[0]}': say it by units.counted"

@@ -55,7 +55,7 @@ def test_words() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("S0", "1 placements for 2 mesh axes"),
+        ("S0", "1 placement for 2 mesh axes"),
         ("S0 R R", "3 placements"),
         ("S0 Q", "'Q' is not a valid placement"),
         ("S0 S9", "shards dim 9 of a tensor with 2 dims"),
@@ -93,7 +93,7 @@ def test_an_axis_has_one_role() -> None:
     for splits, partial in ((((Split(0),), (Split(0),)), (None,)), (((Split(0),), ()), (Reduction.SUM,))):
         with pytest.raises(LayoutError, match="is repeated"):
             Layout((4, 4), (2,), splits, partial)
-    with pytest.raises(LayoutError, match="axis 1 is repeated or is not one of the mesh.s 1 axes"):
+    with pytest.raises(LayoutError, match="axis 1 is repeated or is not one of the mesh.s 1 axis"):
         Layout((4,), (2,), ((Split(1),),), (None,))
     with pytest.raises(LayoutError, match="splits has 0 entries and partial has 1"):
         Layout((4,), (2,), (), (None,))

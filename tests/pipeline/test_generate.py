@@ -170,7 +170,7 @@ def test_every_kind_has_every_piece_of_work_once(kind, p):
         ({"kind": "1F1B"}, "unknown schedule '1F1B'", "dualpipe-v, v-half, v-min", "1f1b"),
         ({"kind": "1f1b", "num_chunks": 2}, "1f1b with 2 chunks", "1f1b has 1 chunk per rank", "interleaved"),
         ({"kind": "zb-v", "num_chunks": 3}, "zb-v with 3 chunks", "zb-v has 2 chunks per rank", "2,"),
-        ({"kind": "v-half", "num_chunks": 1}, "v-half with 1 chunks", "v-half has 2 chunks per rank", "2,"),
+        ({"kind": "v-half", "num_chunks": 1}, "v-half with 1 chunk", "v-half has 2 chunks per rank", "2,"),
         ({"kind": "dualpipe-v", "num_microbatches": 7}, "7 micro-batches", "two micro-batches per rank", "8 or more"),
         ({"kind": "1f1b", "num_stages": 0}, "0 stages", "at least 1", "1 or more stages"),
         ({"kind": "1f1b", "num_microbatches": 0}, "0 micro-batches", "at least 1", "1 or more micro-batches"),

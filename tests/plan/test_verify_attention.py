@@ -63,7 +63,7 @@ FAULTS = {
     "uneven heads of a tp rank": (CP_TP, attention(num_heads=6, num_kv_heads=2, method=ContextMethod.HEADS), "cp",
                                   "sharded by heads, but cp = 2 does not divide 1 key/value heads of a tp rank"),
     "uneven heads over tp": (PLAIN, attention(num_heads=3, num_kv_heads=3), "tp", "tp shards 3 heads"),
-    "uneven key/value heads over tp": (PLAIN, attention(num_heads=4, num_kv_heads=1), "tp", "tp shards 1 heads"),
+    "uneven key/value heads over tp": (PLAIN, attention(num_heads=4, num_kv_heads=1), "tp", "tp shards 1 head of"),
     "unshared heads": (PLAIN, attention(num_heads=4, num_kv_heads=3), None, "4 heads of 32 elements for 3 key/value"),
     "no heads": (CP, attention(num_kv_heads=0), None, "for 0 key/value heads"),
     "a block without attention": (CP, without_attention, "cp", "block has no attention"),

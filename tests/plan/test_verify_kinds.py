@@ -83,7 +83,7 @@ FAULTS = {
         lambda p: with_parameter(p, NORM, stored_dim=1),
         NORM,
         None,
-        "is stored sharded along dim 1, but has 1 dims",
+        "is stored sharded along dim 1, but has 1 dim",
     ),
     "rows that tp does not divide": (
         TIED,

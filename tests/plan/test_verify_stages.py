@@ -100,7 +100,7 @@ FAULTS = {
         lambda p: with_stage(p, 1, kinds=p.stages[1].kinds[1:]),
         None,
         None,
-        "stage 1 lists 1 kinds for 2 layers",
+        "stage 1 lists 1 kind for 2 layers",
     ),
     "an end forgotten": (
         TIED,

@@ -177,7 +177,7 @@ def _difference(result: Any, sample: Sample) -> str:
     """Describe the difference between a result and that of plain tensors; empty if none."""
     found, expected = tree_leaves(result), tree_leaves(sample.expected)
     if len(found) != len(expected):
-        return f"{len(found)} results, expected {len(expected)}"
+        return f"results: {len(found)}, expected {len(expected)}"
     for one, other in zip(found, expected, strict=True):
         if isinstance(other, Tensor) and not sample.is_defined:
             if not isinstance(one, Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):

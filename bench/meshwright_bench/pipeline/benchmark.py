@@ -16,8 +16,9 @@ from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import refuse_cuda
 from meshwright_bench.pipeline.cases import (
     BARE,
-    BARE_WOVEN,
+    BARE_MERGED,
     ENGINE_AT_MOST_US,
+    MERGED,
     MIDDLE,
     NUM_MICROBATCHES,
     NUM_RANKS,
@@ -25,7 +26,6 @@ from meshwright_bench.pipeline.cases import (
     SLOTS_MICROBATCHES,
     THEIRS,
     WAIT_AT_MOST,
-    WOVEN,
     EngineTask,
     MemoryTask,
     WaitTask,
@@ -35,7 +35,7 @@ from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 
 NOTES = (
     "engine: time per computation beyond a hand-written loop of plain autograd, all stages in one process; "
-    "woven: the rows of all 4 ranks merged into one process",
+    "merged: the rows of all 4 ranks in one process",
     "wait: 4 gloo processes, 8 micro-batches, each F, I and W sleeps 16 ms; time over the simulated makespan",
     "memory: F-then-B, 4 ranks, 8 micro-batches, rank 1, in stage inputs (units); turn: when the first backward "
     "begins; held: maximum when a computation begins; peak: maximum at any time",
@@ -69,7 +69,7 @@ def engine_figures(answer: Mapping[str, RawResult]) -> list[Figure]:
         seconds, actions = timed["seconds"], timed["actions"]
         for arm, bare, target in (
             (OURS, BARE, ENGINE_AT_MOST_US),
-            (WOVEN, BARE_WOVEN, ENGINE_AT_MOST_US),
+            (MERGED, BARE_MERGED, ENGINE_AT_MOST_US),
             (THEIRS, BARE, None),
         ):
             extra = [(own - plain) / actions[arm] * 1e6 for own, plain in zip(seconds[arm], seconds[bare], strict=True)]

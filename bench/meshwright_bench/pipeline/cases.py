@@ -10,7 +10,7 @@ from meshwright.pipeline.generate import generate
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import simulate
 
-OURS, THEIRS, BARE, WOVEN, BARE_WOVEN = "ours", "torch", "bare", "ours_woven", "bare_woven"
+OURS, THEIRS, BARE, MERGED, BARE_MERGED = "ours", "torch", "bare", "ours_merged", "bare_merged"
 """Sides of a comparison: Meshwright, `torch.distributed.pipelining`, a hand-written loop; see `merge_ranks`."""
 
 NUM_RANKS = 4
@@ -70,7 +70,7 @@ def merge_ranks(schedule: Schedule) -> Schedule:
     """Merge the rows of all ranks into the row of one rank, in the order of their simulated start times."""
     spans = simulate(schedule, Costs.uniform()).timeline.spans
     row = tuple(span.action for span in sorted(spans, key=lambda span: (span.start, span.rank)))
-    return Schedule(f"{schedule.kind}, woven", schedule.num_microbatches, (0,) * schedule.num_stages, (row,))
+    return Schedule(f"{schedule.kind}, merged", schedule.num_microbatches, (0,) * schedule.num_stages, (row,))
 
 
 def on_one_rank(kind: str) -> Schedule:

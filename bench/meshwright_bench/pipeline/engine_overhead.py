@@ -21,12 +21,12 @@ from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import alternate
 from meshwright_bench.pipeline.cases import (
     BARE,
-    BARE_WOVEN,
+    BARE_MERGED,
     ENGINE_STAGES,
+    MERGED,
     NUM_MICROBATCHES,
     OURS,
     THEIRS,
-    WOVEN,
     EngineTask,
     merge_ranks,
     on_four_ranks,
@@ -78,11 +78,11 @@ def engine_arms(kind: str) -> tuple[dict[str, Callable[[], object]], dict[str, i
         OURS: _ours(one_rank, batch),
         THEIRS: theirs.step,
         BARE: bare_loop(_modules(one_rank), batch, forwards_first=kind == "f-then-b"),
-        WOVEN: _ours(all_ranks, batch),
-        BARE_WOVEN: bare_loop(_modules(all_ranks), batch, forwards_first=kind == "f-then-b"),
+        MERGED: _ours(all_ranks, batch),
+        BARE_MERGED: bare_loop(_modules(all_ranks), batch, forwards_first=kind == "f-then-b"),
     }
     table = theirs.table(kind) or one_rank
-    return arms, {OURS: _count(one_rank), THEIRS: _count(table), WOVEN: _count(all_ranks)}
+    return arms, {OURS: _count(one_rank), THEIRS: _count(table), MERGED: _count(all_ranks)}
 
 
 def bare_loop(modules: Sequence[nn.Module], batch: Tensor, *, forwards_first: bool) -> Callable[[], object]:

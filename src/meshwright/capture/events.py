@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, NO_MICROBATCH, Action, ActionKind
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.units import counted
 
 K = ActionKind
 
@@ -52,7 +53,7 @@ def row_events(schedule: Schedule, rank: int, num_layers: Mapping[int, int]) -> 
     """
     if not 0 <= rank < schedule.num_ranks:
         raise ScheduleError(
-            f"rank {rank} of a table with {schedule.num_ranks} rows",
+            f"rank {rank} of a table with {counted(schedule.num_ranks, 'row')}",
             where="plan_capture, rank",
             rule="a plan is made for a rank of the table",
             fix=f"use a rank from 0 to {schedule.num_ranks - 1}",

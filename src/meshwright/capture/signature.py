@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.errors import InputError
+from meshwright.units import counted
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -103,7 +104,7 @@ def chunks_of(
     counts = [layers_per_chunk] * len(stages) if isinstance(layers_per_chunk, int) else list(layers_per_chunk)
     if len(counts) != len(stages) or min(counts, default=0) < 0:
         raise InputError(
-            f"layers_per_chunk = {tuple(counts)} for a rank with {len(stages)} stages",
+            f"layers_per_chunk = {tuple(counts)} for a rank with {counted(len(stages), 'stage')}",
             where="plan_capture, layers_per_chunk",
             rule="one number of layers, at least 0, for each stage of the rank",
             fix=f"layers_per_chunk={(1,) * len(stages)}",

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.checkpoint.durable_files import FileEntry, hash_file
 from meshwright.errors import CheckpointError
+from meshwright.units import counted
 
 __all__ = [
     "FileEntry",
@@ -252,7 +253,7 @@ def size_problem(file: Path, entry: FileEntry) -> str:
     if num_bytes < entry.num_bytes:
         return f"is truncated: {num_bytes} of {entry.num_bytes} bytes"
     if num_bytes > entry.num_bytes:
-        return f"is too long: {num_bytes} bytes instead of {entry.num_bytes}"
+        return f"is too long: {counted(num_bytes, 'byte')} instead of {entry.num_bytes}"
     return ""
 
 

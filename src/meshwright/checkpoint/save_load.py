@@ -27,6 +27,7 @@ from meshwright.checkpoint.safetensors_file import TensorToWrite
 from meshwright.checkpoint.writer import SafetensorsWriter, SaveRequest
 from meshwright.comm import collectives
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.units import counted
 
 
 def save(
@@ -191,6 +192,6 @@ def _first_error(failure: CheckpointException) -> BaseException:
     first = ours[0]
     others = {error.what for error in ours[1:]} - {first.what}
     if others:
-        what = f"{first.what} (and {len(others)} more ranks failed)"
+        what = f"{first.what} (and {counted(len(others), 'more rank')} failed)"
         return type(first)(what, where=first.where, rule=first.rule, fix=first.fix)
     return first

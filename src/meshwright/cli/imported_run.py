@@ -16,6 +16,7 @@ from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.contract.family import find_family
 from meshwright.train.run_folder import IMPORTED
+from meshwright.units import counted
 
 CONFIG_FILE = "config.toml"
 FINE_TUNING_LR = 2e-5
@@ -81,5 +82,5 @@ def _configuration(manifest: Manifest, kept: Mapping[str, bytes], folder: Path, 
     values: dict[str, Any] = {"name": name, "model": own_keys(manifest.model), "train": train}
     if TOKENIZER in kept:
         values["data"] = {"tokenizer": str(folder / TOKENIZER)}
-    limit = f", for at most {context} tokens" if context else ""
+    limit = f", for at most {counted(context, 'token')}" if context else ""
     return f"# Imported from Hugging Face's format{limit}.\n{values_to_toml(values)}"

@@ -74,7 +74,7 @@ def _batch(plan: RunPlan) -> Iterator[str]:
         (
             f"{' × '.join(used)} = {counted(plan.mesh.num_ranks(), 'rank')}" if used else "one rank",
             f"batch {batch.global_batch} × {batch.tokens} tokens",
-            f"{batch.num_microbatches} × {batch.samples} samples per rank",
+            f"{batch.num_microbatches} × {counted(batch.samples, 'sample')} per rank",
             f"{compute}{kept}",
             f"schedule {plan.schedule.kind}",
         )
@@ -210,7 +210,9 @@ def _times(one: Collective, *, recomputed: bool) -> int:
 def _sums(plan: RunPlan) -> Iterator[str]:
     who = {"ours": "by Meshwright", "fsdp": "by FSDP2", "dtensor": "by DTensor"}
     for one in plan.sums:
-        yield from _item(one.op, f"over {_axes(one.axes)}", f"{len(one.parameters)} distinct parameters", who[one.by])
+        yield from _item(
+            one.op, f"over {_axes(one.axes)}", counted(len(one.parameters), "distinct parameter"), who[one.by]
+        )
     stages = Counter(tuple(stage for stage, _ in sites) for _, sites in plan.shared)
     for held, count in stages.items():
         where = f"stages {held[0]} and {held[1]}" if len(held) == 2 else counted(len(held), "stage")

@@ -40,7 +40,7 @@ class TerminalReporter(Reporter):
         """Print a summary of the plan: the model, its layout and its traffic."""
         self._steps, self._unit = start.steps, start.unit
         where = start.device if start.backend is None else f"{start.device}, {start.backend}"
-        processes = "1 process" if start.num_ranks == 1 else f"{start.num_ranks} processes"
+        processes = counted(start.num_ranks, "process")
         mesh = processes if start.num_ranks == 1 else f"mesh {start.mesh} = {processes}"
         name = paint(start.name, "bold", sys.stdout)
         self._print(f"{name} · {format_count(start.num_params)} parameters · {start.corpus}")

@@ -143,11 +143,11 @@ def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) 
         return "x is a 0-dim tensor and has no rows"
     for name, splits in (("send_splits", send), ("recv_splits", recv)):
         if len(splits) != num_ranks:
-            return f"{name} = {splits} has {len(splits)} entries for {counted(num_ranks, 'rank')}"
+            return f"{name} = {splits} has {counted(len(splits), 'entry')} for {counted(num_ranks, 'rank')}"
         if any(rows < 0 for rows in splits):
             return f"{name} = {splits} has a negative number"
     if sum(send) != x.shape[0]:
-        return f"send_splits = {send} sum to {sum(send)}, but x has {x.shape[0]} rows"
+        return f"send_splits = {send} sum to {sum(send)}, but x has {counted(x.shape[0], 'row')}"
     if num_ranks == 1 and send != recv:
         return f"send_splits = {send} and recv_splits = {recv} differ with world size 1"
     return ""
@@ -175,7 +175,8 @@ def _check_all_ranks(
                 "pass x with the same dtype, row shape and requires_grad on every rank",
             )
     mismatches = [
-        f"rank {ranks[a]} sends {per_rank[a][3][b]} rows to rank {ranks[b]}, which expects {per_rank[b][4][a]}"
+        f"rank {ranks[a]} sends {counted(per_rank[a][3][b], 'row')} to rank {ranks[b]}, "
+        f"which expects {per_rank[b][4][a]}"
         for a in range(len(ranks)) for b in range(len(ranks)) if per_rank[a][3][b] != per_rank[b][4][a]
     ]  # fmt: skip
     if mismatches:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from meshwright.comm.collective_log import track_collective
 from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
+from meshwright.units import counted
 
 T = TypeVar("T")
 
@@ -142,10 +143,10 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
     num_ranks = world_size(group)
     if x.shape[0] % num_ranks:
         raise LayoutError(
-            f"{x.shape[0]} rows are not divisible by {num_ranks} ranks",
+            f"{counted(x.shape[0], 'row')} are not divisible by {counted(num_ranks, 'rank')}",
             where="reduce_scatter_sum",
             rule="every rank gets the same number of rows",
-            fix=f"pad x to {-(-x.shape[0] // num_ranks) * num_ranks} rows",
+            fix=f"pad x to {counted(-(-x.shape[0] // num_ranks) * num_ranks, 'row')}",
         )
     out = x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
     if num_ranks == 1:

@@ -22,6 +22,7 @@ from meshwright.comm.private import shard_group
 from meshwright.errors import LayoutError
 from meshwright.log import get_logger
 from meshwright.mesh.process_groups import new_group
+from meshwright.units import counted
 
 _log = get_logger(__name__)
 
@@ -119,7 +120,8 @@ def _nodes(hosts: Sequence[str], configured: Sequence[list[int] | None]) -> Rank
     if nodes is None:
         return node_numbers(hosts)
     if len(nodes) != len(hosts):
-        raise _error(f"{len(nodes)} nodes were given for {len(hosts)} ranks", f"pass {len(hosts)} nodes, or None")
+        what = f"nodes for {counted(len(nodes), 'rank')} were given to {counted(len(hosts), 'rank')}"
+        raise _error(what, "pass one node per rank, or None")
     return tuple(nodes)
 
 

@@ -13,6 +13,7 @@ from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.nn.float8.recipe import SIZE_UNIT
 from meshwright.settings.nearby_sizes import round_up
 from meshwright.settings.violation import Fix, Violation, format_value
+from meshwright.units import counted
 
 OFF: Fix = {"float8.recipe": "none"}
 CURRENT: Fix = {"float8.recipe": "current"}
@@ -131,7 +132,7 @@ def _sizes(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
     samples = train.global_batch // parts
     tokens = samples * facts.tokens // axes.cp
     if tokens % SIZE_UNIT:
-        what = f"a micro-batch of a rank has {samples} × {facts.tokens // axes.cp} tokens"
+        what = f"a micro-batch of a rank has {samples} × {counted(facts.tokens // axes.cp, 'token')}"
         rule = f"the weight gradient's float8 product takes a multiple of {SIZE_UNIT} tokens"
         more: Fix = {"train.global_batch": round_up(train.global_batch, SIZE_UNIT * parts)}
         yield Violation(LayoutError, what, "train.global_batch", rule, [more, OFF])

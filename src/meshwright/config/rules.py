@@ -174,7 +174,7 @@ def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
         yield Violation(LayoutError, what, key, f"{rule}, but this model's blocks need the full sequence", fixes)
     elif edge.shape[edge.sequence_dim] % tp:
         size = edge.shape[edge.sequence_dim]
-        what = f"{key} with mesh.tp = {tp}, which does not divide {size} tokens of the {edge.name}"
+        what = f"{key} with mesh.tp = {tp}, which does not divide {counted(size, 'token')} of the {edge.name}"
         yield Violation(LayoutError, what, key, "each tp rank has the same number of tokens of a sample", fixes)
 
 

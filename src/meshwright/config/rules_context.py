@@ -11,6 +11,7 @@ from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.settings.nearby_sizes import by_distance, divisors
 from meshwright.settings.violation import Fix, Violation
+from meshwright.units import counted
 
 KEY, METHOD = "mesh.cp", "mesh.cp_method"
 
@@ -67,7 +68,7 @@ def _tokens(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
         product = f"cp × tp = {mesh.cp} × {tp}, with mesh.sequence_parallel" if tp > 1 else f"cp = {mesh.cp}"
         yield Violation(
             LayoutError,
-            f"{product} does not divide {tokens} tokens of a sample",
+            f"{product} does not divide {counted(tokens, 'token')} of a sample",
             KEY,
             "every cp rank holds the same number of tokens of a sample",
             [

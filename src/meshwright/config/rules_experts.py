@@ -40,7 +40,7 @@ def expert_violations(config: RunConfig) -> Iterator[Violation]:
         if count % ep:
             yield Violation(
                 LayoutError,
-                f"mesh.ep = {ep} does not divide {count} experts",
+                f"mesh.ep = {ep} does not divide {counted(count, 'expert')}",
                 KEY,
                 "every ep rank holds the same number of experts of a layer",
                 sizes,

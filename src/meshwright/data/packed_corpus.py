@@ -7,6 +7,7 @@ from dataclasses import replace
 from meshwright.data.packed_windows import PackedSplits, open_packed
 from meshwright.data.text_corpus import Corpus
 from meshwright.errors import DataError
+from meshwright.units import counted
 
 
 def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple_of: int = 1) -> Corpus:
@@ -47,7 +48,7 @@ def _check(corpus: Corpus, num_train: int, num_validation: int, *, seq_len: int,
         return
     largest = fewest // multiple_of * multiple_of
     raise DataError(
-        f"train.seq_len = {seq_len} is longer than the {name} split, whose documents have {fewest} targets",
+        f"train.seq_len = {seq_len} is longer than the {name} split, whose documents have {counted(fewest, 'target')}",
         where=f"train.seq_len; data.source, {corpus.source}",
         rule="with data.packing = documents, the training and validation splits each fill at least one sample; each "
         "token of a document but the first is a target",

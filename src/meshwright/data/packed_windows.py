@@ -20,7 +20,7 @@ from meshwright.data import cache_file
 from meshwright.data.document_ends import SplitDocuments
 from meshwright.data.packing import BUCKET_PIECES, PIECE, buckets, pack, ranges, split_documents
 from meshwright.log import get_logger
-from meshwright.units import format_count
+from meshwright.units import counted, format_count
 
 Int64Array = NDArray[np.int64]
 Tokens = NDArray[np.integer]
@@ -53,7 +53,7 @@ class IndexMetadata:
 
     def __post_init__(self) -> None:
         if self.payload_bytes != self.num_pieces * PIECE.itemsize + (self.num_windows + 1) * _FIRST.itemsize:
-            raise ValueError(f"payload of {self.payload_bytes} bytes does not fit {self.num_pieces} pieces")
+            raise ValueError(f"payload of {counted(self.payload_bytes, 'byte')} does not fit {self.num_pieces} pieces")
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import DataError, LayoutError
+from meshwright.units import counted
 
 MAX_WINDOWS = 2**40
 MAX_SEED = 2**64 - 1
@@ -49,7 +50,7 @@ class WindowOrder:
     def __post_init__(self) -> None:
         if not 1 <= self.num_windows <= MAX_WINDOWS:
             raise DataError(
-                f"the corpus has {self.num_windows} windows",
+                f"the corpus has {counted(self.num_windows, 'window')}",
                 where="data.source",
                 rule="a corpus has 1 … 2**40 windows",
                 fix="a smaller train.seq_len" if self.num_windows < 1 else "a larger train.seq_len",
@@ -99,7 +100,7 @@ def microbatch_samples(
     total_microbatches = data_parallel * num_microbatches
     if global_batch < 1 or global_batch % total_microbatches:
         raise LayoutError(
-            f"train.global_batch = {global_batch} is not divisible into {total_microbatches} micro-batches",
+            f"train.global_batch = {global_batch} is not divisible into {counted(total_microbatches, 'micro-batch')}",
             where="train.global_batch",
             rule=f"it is a multiple of data-parallel ranks × num_microbatches = {data_parallel} × {num_microbatches}",
             fix=f"train.global_batch={max(1, math.ceil(global_batch / total_microbatches)) * total_microbatches}",

@@ -152,7 +152,7 @@ def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None
         return
     largest = (len(shortest) - 1) // multiple_of * multiple_of
     raise DataError(
-        f"train.seq_len = {seq_len} is longer than the {name} split, which has {len(shortest)} tokens",
+        f"train.seq_len = {seq_len} is longer than the {name} split, which has {counted(len(shortest), 'token')}",
         where=f"train.seq_len; data.source, {corpus.source}",
         rule="the training and validation splits each hold at least one sample of seq_len + 1 tokens",
         fix=f"train.seq_len={largest}, or a larger data.source" if largest > 0 else "a larger data.source",

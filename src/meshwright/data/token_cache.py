@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.units import counted
+
 _END = np.dtype("<u8")
 
 
@@ -51,7 +53,7 @@ class CorpusMetadata:
     def __post_init__(self) -> None:
         tokens = (self.num_train + self.num_validation) * np.dtype(self.dtype).itemsize
         if self.payload_bytes - self._bytes_of_ends not in (0, tokens):
-            raise ValueError(f"payload of {self.payload_bytes} bytes, where tokens have {tokens}")
+            raise ValueError(f"payload of {counted(self.payload_bytes, 'byte')}, where tokens have {tokens}")
 
     @property
     def has_documents(self) -> bool:

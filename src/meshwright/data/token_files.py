@@ -25,7 +25,7 @@ from meshwright.data.text_documents import nearest_existing_directory, similar_f
 from meshwright.data.token_cache import CorpusMetadata
 from meshwright.errors import DataError
 from meshwright.log import get_logger
-from meshwright.units import format_bytes
+from meshwright.units import counted, format_bytes
 
 Tokens = NDArray[np.integer]
 
@@ -66,7 +66,7 @@ def open_token_file(
         raise unreadable_file(path, source, error) from None
     if len(tokens) < 2:
         rule = "a corpus has at least one training and one validation token"
-        raise _malformed(path, f"it holds {len(tokens)} tokens", rule)
+        raise _malformed(path, f"it holds {counted(len(tokens), 'token')}", rule)
     identity = f"{_FORMAT} {path} {status.st_size} {status.st_mtime_ns} {tokens.dtype.str}"
     if separator is not None:
         identity += f" separator {separator}"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 
 from meshwright.errors import LayoutError
+from meshwright.units import counted
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Axes:
         """
         if not 0 <= rank < self.num_ranks():
             raise LayoutError(
-                f"rank {rank} is not on a mesh of {self.num_ranks()} ranks",
+                f"rank {rank} is not on a mesh of {counted(self.num_ranks(), 'rank')}",
                 rule="ranks count from 0",
                 fix=f"use ranks 0 … {self.num_ranks() - 1}",
             )

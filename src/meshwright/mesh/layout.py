@@ -22,6 +22,7 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout_text import parse
 from meshwright.mesh.reduction import Reduction
 from meshwright.mesh.shard_intervals import Intervals, Ints, Split, overlap, shard_intervals
+from meshwright.units import counted
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.splits) != len(self.shape) or len(self.partial) != len(self.axis_sizes):
             raise LayoutError(
-                f"splits has {len(self.splits)} entries and partial has {len(self.partial)}, for a tensor with "
-                f"{len(self.shape)} dims on a mesh with {len(self.axis_sizes)} axes",
+                f"splits has {counted(len(self.splits), 'entry')} and partial has {len(self.partial)}, for a tensor of "
+                f"shape {self.shape} on a mesh with {counted(len(self.axis_sizes), 'axis')}",
                 rule="splits has one entry per tensor dim, partial has one per mesh axis",
                 fix="build the layout with Layout.parse",
             )
@@ -56,7 +57,7 @@ class Layout:
         for axis in used:
             if not 0 <= axis < len(self.axis_sizes) or used.count(axis) > 1:
                 raise LayoutError(
-                    f"axis {axis} is repeated or is not one of the mesh's {len(self.axis_sizes)} axes",
+                    f"axis {axis} is repeated or is not one of the mesh's {counted(len(self.axis_sizes), 'axis')}",
                     rule="a mesh axis shards one tensor dim, is partial, or is replicated",
                     fix="use each mesh axis at most once",
                 )

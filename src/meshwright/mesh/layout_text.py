@@ -15,6 +15,7 @@ from meshwright.mesh.layout_suggest import suggest_layouts
 from meshwright.mesh.layout_validate import normalize_shard_order, normalize_sizes
 from meshwright.mesh.reduction import Reduction
 from meshwright.mesh.shard_intervals import Split
+from meshwright.units import counted
 
 _N = r"[0-9]{1,9}"
 _SHARD = re.compile(
@@ -70,15 +71,15 @@ def _read(text: Any, axis_sizes: _Sizes, shape: _Sizes, order: _Order, make: Mak
             f"layout is a {type(text).__name__}, not a string: {text!r}",
             where="text",
             rule=f"a layout is written as {_EXAMPLE}",
-            fix=f"a string of {len(axis_sizes)} placements, each {_choice(shape)}",
+            fix=f"a string of {counted(len(axis_sizes), 'placement')}, each {_choice(shape)}",
         )
     words = text.replace(",", " ").split()
     if len(words) != len(axis_sizes):
         raise LayoutError(
-            f"{text!r} has {len(words)} placements for {len(axis_sizes)} mesh axes",
+            f"{text!r} has {counted(len(words), 'placement')} for {counted(len(axis_sizes), 'mesh axis')}",
             where=text or "text",
             rule="a layout has one placement per mesh axis",
-            fix=f"{len(axis_sizes)} placements, each {_choice(shape)}",
+            fix=f"{counted(len(axis_sizes), 'placement')}, each {_choice(shape)}",
         )
     partial: list[Reduction | None] = [None] * len(words)
     shards: list[_ParsedShard] = []
@@ -112,7 +113,7 @@ def _parse_shard(axis: int, word: str, match: re.Match[str], shape: tuple[int, .
     if not 0 <= dim < len(shape):
         special_fixes = {0: "R, for a 0-d tensor", 1: "S0, for a 1-d tensor"}
         raise LayoutError(
-            f"{word} shards dim {signed_dim} of a tensor with {len(shape)} dims",
+            f"{word} shards dim {signed_dim} of a tensor with {counted(len(shape), 'dim')}",
             where=word,
             rule="dims are numbered from 0",
             fix=special_fixes.get(len(shape)) or _shard_choices(shape),

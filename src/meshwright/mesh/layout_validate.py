@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from meshwright.errors import LayoutError
+from meshwright.units import counted
 
 ORDER_FIX = "no shard_order, or a mapping from dims to mesh axes in shard order, e.g. {0: (1, 0)}"
 
@@ -48,7 +49,7 @@ def normalize_shard_order(order: Any, num_dims: int) -> dict[int, tuple[int, ...
     for dim, axes in _pairs(order):
         if not -num_dims <= dim < num_dims:
             raise _invalid_order(
-                f"shard_order names dim {dim} of a tensor with {num_dims} dims",
+                f"shard_order names dim {dim} of a tensor with {counted(num_dims, 'dim')}",
                 "dims are numbered from 0, or backwards from -1",
                 f"shard_order without dim {dim}",
             )

@@ -13,6 +13,7 @@ from meshwright.comm.collectives import all_gather_object
 from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import local_box
 from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.units import counted
 
 RULE = "every copy of a shared parameter has the same key, shape, dtype, requires_grad and shard layout"
 Properties = dict[str, str]
@@ -120,14 +121,14 @@ def _check_stage_ranks(
     """Check that each rank is in exactly one pipeline, and holds the stages that `stage_ranks` assigns to it."""
     if sorted(rank for pipeline in pipelines for rank in pipeline) != list(range(len(held))):
         raise LayoutError(
-            f"pipelines {[list(pipeline) for pipeline in pipelines]} don't match a run of {len(held)} ranks",
+            f"pipelines {[list(pipeline) for pipeline in pipelines]} don't match a run of {counted(len(held), 'rank')}",
             where="pipelines",
             rule="each rank of the run is in exactly one pipeline",
             fix="use pipelines_on(mesh), with a mesh of all ranks",
         )
     for key, stage in ((p.key, stage) for p in shared for stage in p.stages()):
         if stage >= len(stage_ranks):
-            raise _misplaced(key, stage, f"there are {len(stage_ranks)} stages")
+            raise _misplaced(key, stage, f"there are {counted(len(stage_ranks), 'stage')}")
         for rank in (pipeline[stage_ranks[stage]] for pipeline in pipelines):
             if stage not in held[rank]:
                 raise _misplaced(key, stage, f"rank {rank} has {sorted(held[rank])}")

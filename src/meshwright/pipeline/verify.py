@@ -16,6 +16,7 @@ from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.verify_buffers import check_buffers
 from meshwright.pipeline.verify_deadlock import check_no_deadlock
 from meshwright.pipeline.verify_error import ActionLocation, before, violation
+from meshwright.units import counted
 
 K = ActionKind
 ActionLocations = Mapping[tuple[ActionKind, int, int], ActionLocation]
@@ -55,12 +56,12 @@ def verify(schedule: Schedule, *, trains: bool = True, shared: Sequence[Sequence
 
 def _check_numbers(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1:
-        what = f"the table has {schedule.num_microbatches} micro-batches"
+        what = f"the table has {counted(schedule.num_microbatches, 'micro-batch')}"
         raise ScheduleError(what, rule="num_microbatches must be at least 1", fix="num_microbatches=1")
     for stage, rank in enumerate(schedule.stage_ranks):
         if not 0 <= rank < schedule.num_ranks:
             raise ScheduleError(
-                f"stage {stage} is on rank {rank} of a table with {schedule.num_ranks} rows",
+                f"stage {stage} is on rank {rank} of a table with {counted(schedule.num_ranks, 'row')}",
                 where=f"stage_ranks[{stage}]",
                 rule="a table has one row per rank, and each stage is on one of these ranks",
                 fix=f"use a rank from 0 to {schedule.num_ranks - 1}, or add a row for rank {rank}",
@@ -71,7 +72,7 @@ def _check_numbers(schedule: Schedule) -> None:
                 f"rank {rank} has no stage",
                 where=f"rank {rank}",
                 rule="a table has one row per rank, and each rank has at least one stage",
-                fix=f"use a table for {len(set(schedule.stage_ranks))} ranks",
+                fix=f"use a table for {counted(len(set(schedule.stage_ranks)), 'rank')}",
             )
 
 
@@ -194,7 +195,7 @@ def _check_forwards(schedule: Schedule, locations: ActionLocations) -> None:
 def _missing(schedule: Schedule, stage: int, microbatch: int, rule: str) -> ScheduleError:
     rank = schedule.stage_ranks[stage]
     name = f"{stage}F{microbatch}"
-    where = f"rank {rank}, not at any of its {len(schedule.actions[rank])} positions"
+    where = f"rank {rank}, not at any of its {counted(len(schedule.actions[rank]), 'position')}"
     return ScheduleError(f"{name} is missing", where=where, rule=rule, fix=f"add {name} on rank {rank}")
 
 

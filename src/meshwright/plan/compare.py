@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.serialize import canonical, encode
+from meshwright.units import counted
 
 HASH_DIGITS = 16
 MAX_VALUE_CHARS = 60
@@ -160,7 +161,9 @@ def _diff_actions(first: list[str], second: list[str], path: str) -> Iterator[Di
         rows = [rows[rank].split() if rank < len(rows) else None for rows in (first, second)]
         one, two = rows
         if one is None or two is None:
-            yield Difference(f"{path}[{rank}]", *(MISSING if row is None else f"{len(row)} actions" for row in rows))
+            yield Difference(
+                f"{path}[{rank}]", *(MISSING if row is None else counted(len(row), "action") for row in rows)
+            )
         elif one != two:
             same = next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
             cells = (row[same] if same < len(row) else "the end of the row" for row in (one, two))

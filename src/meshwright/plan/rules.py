@@ -180,7 +180,7 @@ def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
     if len(layers_per_stage) != stages:
         yield Violation(
             LayoutError,
-            f"{what} has {len(layers_per_stage)} entries for {counted(stages, 'stage')}",
+            f"{what} has {counted(len(layers_per_stage), 'entry')} for {counted(stages, 'stage')}",
             "pipeline.layers_per_stage",
             "there must be one entry per stage (mesh.pp × chunks), in order",
             fixes,

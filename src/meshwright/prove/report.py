@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, StepValue, TensorResult
+from meshwright.units import counted
 
 MAX_LINES = 24
 WIDTH = 80
@@ -249,7 +250,7 @@ def render(result: ProofResult) -> list[str]:
         entry = list(_entry(group))
         left = len(causes) - at
         if lines and len(lines) + len(entry) + len(tail) + (left > 1) > MAX_LINES:
-            lines.append(f"… {left} more finding{'s' if left > 1 else ''}: see the JSON")
+            lines.append(f"… {counted(left, 'more finding')}: see the JSON")
             break
         lines += entry
     return lines + tail

@@ -40,6 +40,7 @@ from meshwright.plan.serialize import from_json
 from meshwright.settings.violation import format_fix
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.run_folder_lock import hold_folder
+from meshwright.units import counted
 
 AUTO = "auto"
 RUNS = Path("runs")
@@ -190,7 +191,7 @@ def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
         if not changes:
             return []
         what = f"which has {changes[0].first} for {changes[0].path}, where this one has {changes[0].second}"
-        what += f", and {len(changes) - 1} more differences" if changes[1:] else ""
+        what += f", and {counted(len(changes) - 1, 'more difference')}" if changes[1:] else ""
     names = (f"plan-to-{done:08d}{suffix}.json" for suffix in chain([""], (f"-{number}" for number in count(2))))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(kept)

@@ -43,6 +43,7 @@ from meshwright.train.record.timeline_trace import write_trace
 from meshwright.train.run_folder import RunFolder, files_to_carry, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
 from meshwright.train.validation_loss import validate
+from meshwright.units import counted
 
 LOSS, EXPERT_LOAD = "loss.png", "expert-load.png"
 
@@ -312,7 +313,7 @@ class Trainer:
         if not train.validation_samples:
             return None
         self._job.context.post("validating", step)
-        self._reporter.waiting(f"validating on {train.validation_samples} held-out samples")
+        self._reporter.waiting(f"validating on {counted(train.validation_samples, 'held-out sample')}")
         loss = validate(self._step.pipeline, self._task)
         found = self._task.after_validation(self._forward, step, self._folder.path)
         validation = Validation(

@@ -15,7 +15,7 @@ CASES = [
     (["model.top_k=9"], "model.top_k = 9 is more than model.num_experts = 8", "model.top_k"),
     (
         ["model.num_groups=4", "model.top_k=3"],
-        "model.top_k = 3 is more than the 2 experts of model.top_groups = 1 groups",
+        "model.top_k = 3 is more than the 2 experts of model.top_groups = 1",
         "model.top_k",
     ),
     (["model.num_groups=3"], "model.num_groups = 3 does not divide model.num_experts = 8", "model.num_groups"),

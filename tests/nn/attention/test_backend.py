@@ -75,4 +75,4 @@ def test_auto_prefers(request_, backend):
 def test_heads_that_do_not_divide_are_nobodys():
     with pytest.raises(ConfigError) as error:
         choose_backend(Backend.AUTO, replace(CUDA, num_heads=3, num_kv_heads=2))
-    assert "2 key/value heads do not divide 3" in error.value.what
+    assert "num_kv_heads = 2 does not divide num_heads = 3" in error.value.what

@@ -33,6 +33,7 @@ from meshwright.capture.verify import verify_capture
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
+from meshwright.units import counted
 
 
 class BackendKind(StrEnum):
@@ -198,8 +199,8 @@ def _check_fit(layers: Layers, plan: CapturePlan) -> None:
         pairs = zip(own, expected, strict=False)
         if len(own) != len(expected) or not all(_fits(one, due, at) for at, (one, due) in enumerate(pairs)):
             raise CaptureError(
-                f"the layers of stage {stage} are not those of the plan: {len(own)} and {len(expected)} layers, or "
-                "layers of other shapes",
+                f"the layers of stage {stage} are not those of the plan: {counted(len(own), 'layer')} instead of "
+                f"{len(expected)}, or layers of other shapes",
                 where="capture, layers",
                 rule="a plan is run with the layers that it was made for",
                 fix="signatures=[[one.observed.signature(one.device) for one in own] for own in layers.values()]",

@@ -11,6 +11,7 @@ import typer
 
 from meshwright.cli.colors import paint
 from meshwright.cli.wrapping import show
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from meshwright.train.record.loss_curves import Curve
@@ -75,4 +76,4 @@ def _title(curves: Sequence[Curve], window: int) -> str:
     common = " at common steps" if len({curve.steps for curve in curves}) > 1 else ""
     mean = f", mean of {window} steps" if window > 1 else ""
     below = f"difference relative to the first run{common}{mean}"
-    return f"Losses of {len(curves)} runs\nabove: loss{unit}; below: {below}"
+    return f"Losses of {counted(len(curves), 'run')}\nabove: loss{unit}; below: {below}"

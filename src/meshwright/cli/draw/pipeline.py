@@ -117,7 +117,7 @@ def _title(schedule: Schedule, simulation: Simulation) -> str:
     """Return a two-line title: the name, then the size and costs."""
     parts = [counted(schedule.num_ranks, "rank"), counted(schedule.num_microbatches, "micro-batch")]
     if schedule.num_chunks > 1:
-        parts.append(f"{schedule.num_chunks} chunks")
+        parts.append(counted(schedule.num_chunks, "chunk"))
     peak = max(_peak(schedule, simulation, rank) for rank in range(schedule.num_ranks))
     parts += [f"bubble {simulation.bubble():.1%}", f"peak {peak:.4g} micro-batches"]
     return f"{schedule.kind}\n{' · '.join(parts)}"

@@ -19,6 +19,7 @@ from meshwright.comm.compression.error_feedback import BETA
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import RunError
 from meshwright.log import get_logger
+from meshwright.units import counted
 
 _log = get_logger(__name__)
 
@@ -40,7 +41,7 @@ class ErrorLayout:
     def describe(self) -> str:
         """Return a description of the layout for messages."""
         of = f", shards {list(self.shards)}" if self.shards else ""
-        return f"{self.num_blocks} blocks of {self.num_elements} elements{of}"
+        return f"{counted(self.num_blocks, 'block')} of {counted(self.num_elements, 'element')}{of}"
 
 
 class ErrorState:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from meshwright.errors import CheckpointError
+from meshwright.units import counted
 
 Model = Mapping[str, Any]
 """Our description of a model."""
@@ -100,7 +101,7 @@ def check_no_window(model: Model, *, where: str) -> None:
     """
     if (window := model.get("window")) is not None:
         raise CheckpointError(
-            f"the model has a sliding window of {window} tokens (model.window)",
+            f"the model has a sliding window of {counted(window, 'token')} (model.window)",
             where=where,
             rule="only models without a sliding window can be exported to Hugging Face's format",
             fix="export a checkpoint of a model without model.window",

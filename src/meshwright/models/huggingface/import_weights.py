@@ -24,6 +24,7 @@ from meshwright.models.huggingface.export_weights import PREFIX
 from meshwright.models.huggingface.json_fields import CONFIG, read_object
 from meshwright.models.huggingface.kept_files import read_kept
 from meshwright.models.huggingface.weight_files import open_weights
+from meshwright.units import counted
 
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of weights that can be imported."""
@@ -84,7 +85,7 @@ def _check_weights(
 def _check_count(repeated: Repeated, model: Model, num_tensors: int, where: str) -> None:
     if model[repeated.ours] > num_tensors:
         raise CheckpointError(
-            f"{CONFIG} has {repeated.key} = {model[repeated.ours]}, but there are {num_tensors} tensors",
+            f"{CONFIG} has {repeated.key} = {model[repeated.ours]}, but there are {counted(num_tensors, 'tensor')}",
             where=where,
             rule=f"every {repeated.noun} has its own tensors",
             fix=FIX,

@@ -17,6 +17,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, Model
 from meshwright.models.huggingface.decoder_config import DEFAULT_MAX_SEQ_LEN
 from meshwright.models.huggingface.json_fields import CONFIG
+from meshwright.units import counted
 
 KEPT = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 CONTEXT = "max_position_embeddings"
@@ -140,7 +141,7 @@ def _check_vocabulary(content: bytes, vocab_size: int, path: Path) -> None:
     token, last = max(ids.items(), key=lambda item: item[1], default=("", -1))
     if last >= vocab_size:
         raise CheckpointError(
-            f"{path.name} has the token {token!r} with id {last}, but the model has {vocab_size} embeddings",
+            f"{path.name} has the token {token!r} with id {last}, but the model has {counted(vocab_size, 'embedding')}",
             where=str(path),
             rule=f"ids of tokens are below vocab_size = {vocab_size}; the vocabulary may be padded, but not cut",
             fix=f"use the tokenizer of these weights, or model.resize_token_embeddings({last + 1}) in transformers",

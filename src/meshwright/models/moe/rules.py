@@ -10,6 +10,7 @@ from meshwright.models.decoder.rules import violations as decoder_violations
 from meshwright.models.moe.config import MoeConfig
 from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
+from meshwright.units import counted
 
 
 def violations(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
@@ -67,7 +68,7 @@ def _routing(model: MoeConfig) -> Iterator[Violation]:
         enough = -(-top_k * groups // experts)
         yield Violation(
             ConfigError,
-            f"model.top_k = {top_k} is more than the {reach} experts of model.top_groups = {top_groups} groups",
+            f"model.top_k = {top_k} is more than the {counted(reach, 'expert')} of model.top_groups = {top_groups}",
             "model.top_k",
             "a token's experts come from its groups",
             [{"model.top_k": reach}, {"model.top_groups": enough}],

@@ -12,6 +12,7 @@ from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
+from meshwright.units import counted
 
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
 """Preset to suggest for each image `data.source`."""
@@ -86,7 +87,7 @@ def _check_prompt(prompt: str, f: RunFacts) -> None:
         num_tokens = len(open_tokenizer(f.data.tokenizer).encode(prompt))
         if 0 < num_tokens <= seq_len:
             return
-        what = f"train.sample_prompt has {num_tokens} tokens, but train.seq_len = {seq_len}"
+        what = f"train.sample_prompt has {counted(num_tokens, 'token')}, but train.seq_len = {seq_len}"
         rule, fix = "a prompt fits into one sample", f"a shorter prompt, or train.seq_len={num_tokens}"
         if num_tokens == 0:
             what = f"train.sample_prompt = {prompt!r} can't be tokenized"

@@ -19,6 +19,7 @@ from meshwright.nn.attention.backends.cpu_blocks import block_attention
 from meshwright.nn.attention.backends.reference import reference_attention
 from meshwright.nn.attention.backends.sdpa import sdpa_attention
 from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.units import counted
 
 
 def attention(
@@ -127,7 +128,7 @@ def _check_shapes(q_bsnh: Tensor, k_btmh: Tensor, mask: AttentionMask) -> None:
     if not samples_fit or (mask.num_queries, mask.num_keys) != (q_bsnh.shape[1], k_btmh.shape[1]):
         raise LayoutError(
             f"a mask of {mask.num_samples} × {mask.num_queries} queries and {mask.num_keys} keys for "
-            f"{q_bsnh.shape[0]} × {q_bsnh.shape[1]} queries and {k_btmh.shape[1]} keys",
+            f"{q_bsnh.shape[0]} × {counted(q_bsnh.shape[1], 'query')} and {counted(k_btmh.shape[1], 'key')}",
             rule="a mask has the shapes of its queries and keys; documents are given for each sample of the batch",
             fix="prepare the mask for this micro-batch; for a part of the keys or queries, use AttentionMask.at",
         )

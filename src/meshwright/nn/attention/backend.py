@@ -73,7 +73,7 @@ class AttentionRequest:
 def refusal(backend: Backend, request: AttentionRequest) -> str:
     """Return why a backend does not support a request; empty if it does."""
     if request.num_heads % request.num_kv_heads:
-        return f"{request.num_kv_heads} key/value heads do not divide {request.num_heads} query heads"
+        return f"num_kv_heads = {request.num_kv_heads} does not divide num_heads = {request.num_heads}"
     if request.dropout_p and backend is not Backend.REFERENCE:
         return "has no dropout of attention weights"
     return _REFUSALS[backend](request)

@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.errors import LayoutError
 from meshwright.nn.attention.mask_spec import Interval, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
+from meshwright.units import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ def _num_samples(spec: MaskSpec, queries: Shard, keys: Shard) -> int:
     if len(counts) > 1:
         documents = "no" if spec.documents is None else len(spec.documents)
         raise LayoutError(
-            f"queries of {len(queries)} samples, keys of {len(keys)}, documents of {documents}",
+            f"queries of {counted(len(queries), 'sample')}, keys of {len(keys)}, documents of {documents}",
             rule="queries, keys and documents describe the same samples, or are a single entry for all",
             fix="pass an entry per sample, or one for all",
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.errors import LayoutError
 from meshwright.nn.attention.token_indices import shard_indices
 from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.units import counted
 
 
 def token_rows(layout: TokenLayout, *, device: torch.device | str = "cpu") -> Tensor:
@@ -30,7 +31,7 @@ def token_rows(layout: TokenLayout, *, device: torch.device | str = "cpu") -> Te
     part, num_parts = layout.stream
     if layout.num_tokens % num_parts:
         raise LayoutError(
-            f"{layout.num_tokens} tokens of a sample don't divide into {num_parts} equal parts",
+            f"{counted(layout.num_tokens, 'token')} of a sample don't divide into {num_parts} equal parts",
             rule="sequence parallel divides a rank's tokens equally",
             fix=f"choose a train.seq_len that cp · {num_parts} divides",
         )

@@ -14,6 +14,7 @@ from meshwright.pipeline.generate.dualpipe_v import dualpipe_v
 from meshwright.pipeline.generate.gpipe_and_1f1b import f_then_b, interleaved, one_f_one_b, zb_h1
 from meshwright.pipeline.generate.zero_bubble_v import v_half, v_min, zb_v
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.units import counted
 
 
 class ScheduleKind(Enum):
@@ -76,7 +77,7 @@ def generate(
     required = 2 if chosen in V_SHAPED else 1
     if chosen is not ScheduleKind.INTERLEAVED and chunks != required:
         raise ScheduleError(
-            f"{chosen.value} with {chunks} chunks",
+            f"{chosen.value} with {counted(chunks, 'chunk')}",
             rule=f"{chosen.value} has {required} {'chunk' if required == 1 else 'chunks'} per rank",
             fix=f"use {required}, or the schedule interleaved",
         )

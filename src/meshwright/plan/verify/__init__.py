@@ -27,6 +27,7 @@ from meshwright.plan.verify.mesh import mesh_faults
 from meshwright.plan.verify.names import name_faults
 from meshwright.plan.verify.shared_parameters import shared_faults
 from meshwright.plan.verify.stages import stage_faults
+from meshwright.units import counted
 
 CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (mesh_faults,),
@@ -71,5 +72,5 @@ def verify(plan: RunPlan, *, where: str = "plan") -> None:
     if not found:
         return
     first, more = found[0], len(found) - 1
-    what = f"{first.what}; and {more} more fault{'s' if more > 1 else ''}" if more else first.what
+    what = f"{first.what}; and {counted(more, 'more fault')}" if more else first.what
     raise first.error(what, where=f"{where}, {first.where()}", rule=first.rule, fix=first.fix)

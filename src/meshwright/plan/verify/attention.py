@@ -9,6 +9,7 @@ from meshwright.plan.context.layers import attention_dims
 from meshwright.plan.context.method import ContextMethod, why_no_heads
 from meshwright.plan.run_plan import Kind, RunPlan
 from meshwright.plan.verify.error import Fault, join_names
+from meshwright.units import counted
 
 
 def attention_faults(plan: RunPlan) -> Iterator[Fault]:
@@ -54,12 +55,12 @@ def _heads(plan: RunPlan, kind: Kind, layer: AttentionLayer) -> Iterator[Fault]:
     field, tp = f"kinds[{kind.name}].attention", plan.mesh.view("tp")
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
     if min(heads, kv_heads, layer.head_dim) < 1 or heads % kv_heads:
-        what = f"{kind.name} has {heads} heads of {layer.head_dim} elements for {kv_heads} key/value heads"
+        what = f"{kind.name} has {counted(heads, 'head')} of {layer.head_dim} elements for {kv_heads} key/value heads"
         yield Fault(what, "equally many query heads share each key/value head", f"{field}.num_kv_heads")
         return
     for name, number in (("num_heads", heads), ("num_kv_heads", kv_heads)):
         if number % plan.mesh.size(*tp):
-            what = f"tp shards {number} heads of {kind.name} over {plan.mesh.size(*tp)} ranks"
+            what = f"tp shards {counted(number, 'head')} of {kind.name} over {plan.mesh.size(*tp)} ranks"
             yield Fault(what, "tp ranks have equally many heads", f"{field}.{name}", axis=tp[0])
             return
     dims = attention_dims(layer, plan.mesh, plan.edge.dtype)

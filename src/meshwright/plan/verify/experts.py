@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from meshwright.plan.block_layers import ExpertLayer
 from meshwright.plan.run_plan import Kind, RunPlan, Shard
 from meshwright.plan.verify.error import Fault, join_names, qualified_name
+from meshwright.units import counted
 
 
 def expert_faults(plan: RunPlan) -> Iterator[Fault]:
@@ -41,7 +42,7 @@ def _layer(plan: RunPlan, kind: Kind, layer: ExpertLayer) -> Iterator[Fault]:
             what = f"{name} is sharded along {has}"
             yield Fault(what, rule, f"kinds[{kind.name}].parameters[{parameter.name}].used", parameter=name, axis=axis)
     for unit in kind.units if ep else ():
-        if unit.num_secondary() is not None:
-            what = f"unit {unit.name} of {kind.name} keeps secondary shards over {unit.num_secondary()} ranks"
+        if (few := unit.num_secondary()) is not None:
+            what = f"unit {unit.name} of {kind.name} keeps secondary shards over {counted(few, 'rank')}"
             rule = "with ep, experts and other parameters are stored on different ranks, without secondary shards"
             yield Fault(what, rule, f"kinds[{kind.name}].units[{unit.name}].freed", axis=axis)

@@ -9,6 +9,7 @@ from meshwright.nn.float8.recipe import SIZE_UNIT, Float8Recipe
 from meshwright.plan.block_layers import Float8Layers
 from meshwright.plan.run_plan import Kind, RunPlan
 from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
+from meshwright.units import counted
 
 MATRIX = "matrix"
 """Role of a linear layer's weight."""
@@ -29,7 +30,7 @@ def float8_faults(plan: RunPlan) -> Iterator[Fault]:
                 yield Fault(what, rule, f"kinds[{kind.name}].float8.history")
     tokens = plan.batch.samples * plan.rank_tokens
     if tokens % SIZE_UNIT and any(kind.float8 is not None for kind in plan.kinds):
-        what = f"a micro-batch of a rank has {tokens} tokens"
+        what = f"a micro-batch of a rank has {counted(tokens, 'token')}"
         yield Fault(what, f"float8 layers take a multiple of {SIZE_UNIT} tokens", "batch")
 
 
@@ -49,7 +50,7 @@ def _layers(kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
 def _recipe(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
     field, recipe = f"kinds[{kind.name}].float8", float8.recipe
     if (float8.history > 0) is not (recipe is Float8Recipe.DELAYED) or float8.history < 0:
-        what = f"{recipe} scaling of {kind.name} with an amax history of {float8.history} steps"
+        what = f"{recipe} scaling of {kind.name} with an amax history of {counted(float8.history, 'step')}"
         yield Fault(what, "delayed scaling looks back on at least one step, other scaling on none", f"{field}.history")
     if recipe is Float8Recipe.TORCHAO and float8.cached:
         what = f"cached weights of torchao's layers in {kind.name}"

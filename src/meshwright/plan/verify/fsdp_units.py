@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.verify.error import Fault, join_names, qualified_name
+from meshwright.units import counted
 
 ONE_UNIT = "each parameter is in exactly one unit: the innermost one that wraps its module, or its stage's root"
 
@@ -42,7 +43,7 @@ def units_of(stage: Stage, kind: Kind, parameter: Parameter) -> list[Unit]:
 def _membership(kind: Kind, parameter: Parameter, stage: Stage, number: int) -> Iterator[Fault]:
     name, units = qualified_name(kind, parameter), units_of(stage, kind, parameter)
     if len(units) != 1:
-        listed = f"{len(units)} units: {join_names(unit.name for unit in units)}" if units else "no unit"
+        listed = f"{counted(len(units), 'unit')}: {join_names(unit.name for unit in units)}" if units else "no unit"
         yield Fault(f"{name} is in {listed}", ONE_UNIT, "units", parameter=name, stages=(number,))
         return
     wraps = [(len(module), unit) for unit in kind.units for module in unit.modules if _is_below(parameter.name, module)]
@@ -95,7 +96,7 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: list[Parameter], *stag
             yield Fault(what, f"axes are listed in mesh order: {join_names(view)}", f"{field}.sharded", stages=stages)
     size, few = mesh.size(*unit.sharded), unit.num_secondary()
     if few is not None and not (1 < few < size and size % few == 0):
-        what = f"unit {unit.name} has secondary shards over {few} of {size} ranks"
+        what = f"unit {unit.name} has secondary shards over {few} of {counted(size, 'rank')}"
         rule = "secondary shards split the ranks that shard a unit into two or more equal groups"
         yield Fault(what, rule, f"{field}.freed", axis=(*unit.sharded, "")[0] or None, stages=stages)
     if not unit.in_backward and any(member.role != "embedding" for member in members):

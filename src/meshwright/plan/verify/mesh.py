@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.run_plan import FORMAT, RunPlan
 from meshwright.plan.verify.error import Fault, format_count, join_names
+from meshwright.units import counted
 
 VIEWS = ("batch", "replicas", "fsdp", "cp", "tp", "ep")
 
@@ -26,9 +27,9 @@ def mesh_faults(plan: RunPlan) -> Iterator[Fault]:
         yield Fault(f"the axes are {join_names(names)}", rule, "mesh.atoms", axis="pp")
     yield from _views(plan.mesh, names)
     if isinstance(plan.mesh.nodes, int):
-        right, has = plan.mesh.nodes > 0, f"{plan.mesh.nodes} ranks on a node"
+        right, has = plan.mesh.nodes > 0, f"{counted(plan.mesh.nodes, 'rank')} on a node"
     else:
-        right, has = len(plan.mesh.nodes) == plan.mesh.num_ranks(), f"nodes of {len(plan.mesh.nodes)} ranks"
+        right, has = len(plan.mesh.nodes) == plan.mesh.num_ranks(), f"nodes of {counted(len(plan.mesh.nodes), 'rank')}"
     if not right:
         ranks = plan.mesh.num_ranks()
         yield Fault(f"{has}, on a mesh of {ranks}", "each rank is on a node", "mesh.nodes")

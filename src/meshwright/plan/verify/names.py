@@ -10,6 +10,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import BYTES, Edge, Kind, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.verify.error import Fault, join_names, qualified_name
+from meshwright.units import counted
 
 FLOATS = ("float32", "bfloat16", "float64", "float16")
 WIDE = ("float32", "float64")
@@ -87,7 +88,7 @@ def _parameter(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Faul
         return
     for dim, what in ((parameter.stored_dim, "stored"), *((shard.dim, "used") for shard in parameter.used)):
         if not 0 <= dim < dims:
-            what = f"{name} is {what} sharded along dim {dim}, but has {dims} dims"
+            what = f"{name} is {what} sharded along dim {dim}, but has {counted(dims, 'dim')}"
             yield Fault(what, "a sharded dim must exist", field, parameter=name)
     for shard in parameter.used:
         yield from _atoms(plan, shard.axes, f"{field}.used", of=name)
@@ -132,7 +133,7 @@ def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[Fault]:
     yield from _atoms(plan, tuple(axis for shard in edge.shards for axis in shard.axes), f"{field}.shards")
     for shard in edge.shards:
         if not 0 <= shard.dim < len(edge.shape):
-            what = f"{edge.name} is sharded along dim {shard.dim}, but has {len(edge.shape)} dims"
+            what = f"{edge.name} is sharded along dim {shard.dim}, but has {counted(len(edge.shape), 'dim')}"
             yield Fault(what, "a sharded dim must exist", f"{field}.shards")
 
 

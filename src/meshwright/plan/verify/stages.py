@@ -34,7 +34,7 @@ def _layers(plan: RunPlan) -> Iterator[Fault]:
             rule = "stages cover all layers once, in order"
             yield Fault(what, rule, f"stages[{number}].layers", stages=(number,))
         if len(stage.kinds) != stop - first:
-            what = f"stage {number} lists {len(stage.kinds)} kinds for {counted(stop - first, 'layer')}"
+            what = f"stage {number} lists {counted(len(stage.kinds), 'kind')} for {counted(stop - first, 'layer')}"
             yield Fault(what, "each layer has a kind", f"stages[{number}].kinds", stages=(number,))
         start = stop
 

@@ -115,10 +115,14 @@ def _series(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
         ("samples", [len(values) for values in layout.samples]),
     ):
         if len(by_rank) != num_ranks:
-            yield f"{what} of {counted(len(by_rank), 'rank')}", f"the layout has {num_ranks} ranks ({layout.axes})"
+            yield (
+                f"{what} of {counted(len(by_rank), 'rank')}",
+                f"the layout has {counted(num_ranks, 'rank')} ({layout.axes})",
+            )
         off = [rank for rank, length in enumerate(by_rank) if length != num_steps]
         if off:
-            yield (f"{what} of {by_rank[off[0]]} steps on {rank_words(off)}", f"the reference has {num_steps} steps")
+            steps = counted(by_rank[off[0]], "step")
+            yield (f"{what} of {steps} on {rank_words(off)}", f"the reference has {counted(num_steps, 'step')}")
 
 
 def _batches(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
@@ -126,7 +130,7 @@ def _batches(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:
     for step, batch in enumerate(reference.samples, 1):
         if not batch or len(batch) % num_contributions:
             yield (
-                f"the batch of step {step} has {len(batch)} samples",
+                f"the batch of step {step} has {counted(len(batch), 'sample')}",
                 f"data-parallel ranks × micro-batches ({num_contributions}) must divide the batch",
             )
             return

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from meshwright.prove.compare.result import FaultKind, ProofResult, TensorResult
 from meshwright.prove.stage_placement import StagePlacement
+from meshwright.units import counted
 
 
 def notes_on(result: ProofResult, stages: StagePlacement | None = None) -> tuple[str, ...]:
@@ -25,7 +26,8 @@ def _notes(result: ProofResult, stages: StagePlacement | None) -> Iterator[str]:
     rounded = [tensor for tensor in tensors if tensor.ok and not tensor.replicas_equal]
     if rounded:
         most = max(tensor.max_replica_difference for tensor in rounded)
-        yield f"replicas of {len(rounded)} tensors are equal only within rounding (differ by up to {most:.1e})"
+        equal = counted(len(rounded), "tensor")
+        yield f"replicas of {equal} are equal only within rounding (differ by up to {most:.1e})"
 
 
 def _backward_break(gradients: list[tuple[str, TensorResult]], stages: StagePlacement | None) -> Iterator[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.tensor_shards import coordinates
+from meshwright.units import counted
 
 MAX_LISTED = 8
 EVERYWHERE = "on every rank"
@@ -26,7 +27,7 @@ def rank_words(ranks: Iterable[int]) -> str:
         return f"rank {found[0]}"
     if len(found) <= MAX_LISTED:
         return "ranks " + join_words([str(rank) for rank in found])
-    return f"{len(found)} ranks ({found[0]}, {found[1]}, {found[2]}, … {found[-1]})"
+    return f"{counted(len(found), 'rank')} ({found[0]}, {found[1]}, {found[2]}, … {found[-1]})"
 
 
 def index_words(indices: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import MAX_LISTED, index_words, join_words, rank_words
+from meshwright.units import counted
 
 
 def diagnose_samples(
@@ -63,9 +64,8 @@ def _classify(
             cause = f"the sampler is {steps} {'behind' if offset < 0 else 'ahead'}"
             return FaultKind.OUT_OF_STEP, f"{symptom} (its samples of step {other + 1})", cause
     if len(found) != len(expected):
-        symptom = (
-            f"read {len(found)} samples ({index_words(found)}) instead of {len(expected)} ({index_words(expected)})"
-        )
+        read = f"{counted(len(found), 'sample')} ({index_words(found)})"
+        symptom = f"read {read} instead of {len(expected)} ({index_words(expected)})"
         is_whole_batch = found == batch
         return (
             FaultKind.SAMPLES,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan
-from meshwright.units import format_bytes
+from meshwright.units import counted, format_bytes
 
 MAX_RANKS = 32
 """Maximum number of ranks listed individually."""
@@ -27,7 +27,7 @@ def explain_transfer(plan: TransferPlan) -> str:
         line += f" {format_bytes(received):>10} {len(plan.receives(rank)):>5}"
         lines.append(line + ("  keeps its local elements" if plan.has_local_copy(rank) else ""))
     if len(by_rank) > MAX_RANKS:
-        lines.append(f"{'…':>6} and {len(by_rank) - MAX_RANKS} more ranks")
+        lines.append(f"{'…':>6} and {counted(len(by_rank) - MAX_RANKS, 'more rank')}")
     lines += [
         "",
         f"messages        {len(plan.moves)}",

@@ -27,6 +27,7 @@ from meshwright.reshard.dtensor.placements import (
 )
 from meshwright.reshard.dtensor.redistribute_local import dtype_name
 from meshwright.reshard.dtensor.redistribute_on_mesh import redistribute_on_mesh
+from meshwright.units import counted
 
 
 def redistribute_across(
@@ -69,7 +70,7 @@ def redistribute_across(
         )
     if len(placements) != mesh.ndim:
         raise LayoutError(
-            f"{len(placements)} placements for a mesh of {mesh.ndim} axes",
+            f"{counted(len(placements), 'placement')} for a mesh of {counted(mesh.ndim, 'axis')}",
             where="redistribute_across, placements",
             rule="one placement for each mesh axis",
             fix="pass a placement for each axis of the destination mesh",

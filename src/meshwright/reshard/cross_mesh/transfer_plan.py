@@ -24,6 +24,7 @@ from meshwright.mesh.layout import Layout, overlap_numels
 from meshwright.mesh.shard_intervals import Ints, Split
 from meshwright.reshard.planner.steps import check_one_tensor, dtype_bytes, layout_from, read_plan
 from meshwright.reshard.run.shard_exchange import IndexRun, intersect_runs
+from meshwright.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,5 +330,5 @@ def _check_ranks(name: str, layout: Layout, ranks: Sequence[int]) -> None:
             f"{name}_ranks = {list(ranks)} for a mesh of {' × '.join(map(str, layout.axis_sizes)) or 'one rank'}",
             where="plan_transfer",
             rule="one global rank for each rank of the mesh, without duplicates",
-            fix=f"pass {layout.num_ranks()} different ranks",
+            fix=f"pass {counted(layout.num_ranks(), 'different rank')}",
         )

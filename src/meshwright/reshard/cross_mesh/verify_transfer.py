@@ -11,6 +11,7 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan
 from meshwright.reshard.planner.steps import dtype_bytes
+from meshwright.units import counted
 
 SLACK = 1.1
 """Maximum ratio of the elements a rank sends to its even share."""
@@ -45,7 +46,8 @@ def _check_layouts(plan: TransferPlan) -> None:
     for layout, ranks in ((plan.start, plan.src_ranks), (plan.dst, plan.dst_ranks)):
         if layout.num_ranks() != len(ranks) or len(set(ranks)) != len(ranks):
             raise _error(
-                f"{len(ranks)} ranks for a mesh of {layout.num_ranks()}", "one distinct rank per mesh position"
+                f"{counted(len(ranks), 'rank')} for a mesh of {layout.num_ranks()}",
+                "one distinct rank per mesh position",
             )
 
 
@@ -107,7 +109,7 @@ def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
         for rank in ranks:
             if sent[rank] > SLACK * share:
                 raise _error(
-                    f"rank {rank} sends {sent[rank]} elements, where {len(ranks)} ranks could send {share} each",
+                    f"rank {rank} sends {sent[rank]} elements, where each rank could send {share}",
                     "ranks that hold the same shard send the same amount, to within 10 %",
                 )
         largest = max(largest, share)

@@ -23,6 +23,7 @@ from meshwright.reshard.dtensor.private import (
     make_dtensor,
     spec_of,
 )
+from meshwright.units import counted
 
 ShardOrder = Mapping[int, Sequence[int]] | Iterable[tuple[int, Sequence[int]]]
 """Mapping of tensor dims to the mesh axes that shard them, in shard order."""
@@ -112,7 +113,7 @@ def _normalize_dim(dim: int, num_dims: int, name: str, axis: int) -> int:
     """Return a dim as a non-negative index."""
     if not -num_dims <= dim < num_dims:
         raise LayoutError(
-            f"{name} on mesh axis {axis} shards dim {dim} of a tensor with {num_dims} dims",
+            f"{name} on mesh axis {axis} shards dim {dim} of a tensor with {counted(num_dims, 'dim')}",
             where="placements",
             rule="dims range from -num_dims to num_dims - 1",
             fix=f"a dim from 0 to {num_dims - 1}" if num_dims else "Replicate(), for a scalar",

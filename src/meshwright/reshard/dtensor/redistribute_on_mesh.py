@@ -12,6 +12,7 @@ from meshwright.errors import LayoutError
 from meshwright.reshard.dtensor import private
 from meshwright.reshard.dtensor.placements import FullShardOrder, ShardOrder, full_shard_order, normalize_placements
 from meshwright.reshard.dtensor.redistribute_local import redistribute_detached
+from meshwright.units import counted
 
 
 def redistribute_on_mesh(
@@ -24,7 +25,7 @@ def redistribute_on_mesh(
     """Redistribute `x` on its own mesh; see `redistribute`."""
     if len(placements) != x.device_mesh.ndim:
         raise LayoutError(
-            f"{len(placements)} placements for a mesh of {x.device_mesh.ndim} axes",
+            f"{counted(len(placements), 'placement')} for a mesh of {counted(x.device_mesh.ndim, 'axis')}",
             where="redistribute, placements",
             rule="one placement for each mesh axis",
             fix=f"{[*placements, *[Replicate()] * x.device_mesh.ndim][: x.device_mesh.ndim]}",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from meshwright.cluster.presets import cluster_preset
 from meshwright.cluster.spec import Cluster, Link
 from meshwright.errors import LayoutError
+from meshwright.units import counted
 
 DEFAULT_CLUSTER = "H100"
 """Cluster that provides the default link: its intra-node link, used for all axes."""
@@ -42,7 +43,7 @@ class Topology:
         """Raise `LayoutError` unless there is one link per mesh axis."""
         if len(self.links) != len(axis_sizes):
             raise LayoutError(
-                f"a topology of {len(self.links)} links for a mesh of {len(axis_sizes)} axes",
+                f"a topology of {counted(len(self.links), 'link')} for a mesh of {counted(len(axis_sizes), 'axis')}",
                 where="topology",
                 rule="one link for each mesh axis",
                 fix=f"Topology.of(cluster, {list(axis_sizes)})",

@@ -15,6 +15,7 @@ from meshwright.reshard.planner.search import min_live_bytes, search
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, check_one_tensor, dtype_bytes
 from meshwright.reshard.planner.validate import check_arguments, validate_memory_cap
 from meshwright.reshard.planner.volumes import clear_tables, exchange_volume, lower_bound, numels
+from meshwright.units import counted
 
 _PLANS: OnceCache[ReshardPlan] = OnceCache(capacity=4096)
 
@@ -93,7 +94,7 @@ def _steps(problem: Problem) -> list[Step]:
     cap, least = problem.memory_cap_bytes, min_live_bytes(problem)
     if cap is not None and cap < least:
         raise LayoutError(
-            f"no plan from {problem.src} to {problem.dst} fits in {cap} bytes",
+            f"no plan from {problem.src} to {problem.dst} fits in {counted(cap, 'byte')}",
             where="memory_cap_bytes",
             rule="source, staging buffers and result are live at the same time",
             fix=f"memory_cap_bytes={least} or more",

@@ -20,6 +20,7 @@ from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
 from meshwright.reshard.verify.error import step_error
 from meshwright.reshard.verify.exchange_counts import Counts, edges_of, held_segments
 from meshwright.reshard.verify.step_kinds import reduced_axes
+from meshwright.units import counted
 
 MAX_VALUES = 2**19
 """Maximum number of simulated values; larger plans are not simulated."""
@@ -72,7 +73,9 @@ def _simulate(number: int, step: Step, values: Counts, edges: Sequence[Ints]) ->
     if (wrong := np.argwhere((due > 0) & (num_held != num_values))).size:
         rank, box = wrong[0]
         what = f"finds box {box} of rank {rank} {num_held[rank, box]:.0f} times among its senders"
-        raise step_error(number, step, what, rule=f"each element has {num_values} senders", fix="use other layouts")
+        raise step_error(
+            number, step, what, rule=f"each element has {counted(num_values, 'sender')}", fix="use other layouts"
+        )
     return (is_sender @ values.reshape(len(values), -1)).reshape(values.shape) * due[:, :, None]
 
 

@@ -19,6 +19,7 @@ from meshwright.reshard.verify.error import step_error
 from meshwright.reshard.verify.exchange_counts import ExchangeCounts, count_exchange, live_elements, lower_bound_bytes
 from meshwright.reshard.verify.step_kinds import check_axes, check_complete, check_kind, check_partial
 from meshwright.reshard.verify.step_values import check_values
+from meshwright.units import counted
 
 COUNTED = "stated numbers equal counted numbers"
 
@@ -75,7 +76,7 @@ def _check_chain(plan: ReshardPlan) -> None:
     if not plan.dst.same_as(at):
         raise LayoutError(
             f"the plan ends with {at}, which is not its destination {plan.dst}",
-            where=f"{len(plan.steps)} steps of {plan.src} → {plan.dst}",
+            where=f"{counted(len(plan.steps), 'step')} of {plan.src} → {plan.dst}",
             rule="the last step ends with the plan's destination",
             fix=f"add a step from {at} to {plan.dst}",
         )
@@ -96,7 +97,7 @@ def _check_costs(number: int, step: Step, counts: ExchangeCounts, plan: ReshardP
             what = f"says that a rank {name} {stated} bytes, but the maximum over ranks is {actual}"
             raise step_error(number, step, what, rule=COUNTED, fix=f"{actual} bytes")
     if step.rounds < 1:
-        what = f"is split over {step.rounds} collectives"
+        what = f"is split over {counted(step.rounds, 'collective')}"
         raise step_error(number, step, what, rule="an exchange takes at least one collective", fix="rounds=1")
     if not math.isfinite(step.time_us) or step.time_us < 0:
         what = f"takes {step.time_us} µs"
@@ -128,7 +129,7 @@ def _check_totals(plan: ReshardPlan, *, sent: int, received: int) -> None:
 def _total_error(plan: ReshardPlan, name: str, stated: str, actual: str) -> LayoutError:
     return LayoutError(
         f"the plan's {name} is {stated}, but its steps give {actual}",
-        where=f"{name}, {len(plan.steps)} steps of {plan.src} → {plan.dst}",
+        where=f"{name}, {counted(len(plan.steps), 'step')} of {plan.src} → {plan.dst}",
         rule=COUNTED,
         fix=f"{name}={actual}",
     )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.cluster.host import num_cores
+from meshwright.units import counted
 
 VARIABLE = "OMP_NUM_THREADS"
 LOOK_S = 0.1
@@ -73,7 +74,8 @@ def advice(chosen: int | None, *, num_ranks: int, others: BusyCores) -> str | No
     if threads * num_ranks <= cores - busy + 0.5:
         return None
     return (
-        f"other programs use {busy:.1f} of {cores} cores: {threads} threads per rank may be slow; "
+        f"other programs use {busy:.1f} of {counted(cores, 'core')}: "
+        f"{counted(threads, 'thread')} per rank may be slow; "
         f"train.threads={max(1, int((cores - busy) // num_ranks))} may be faster"
     )
 

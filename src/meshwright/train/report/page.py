@@ -13,6 +13,7 @@ from meshwright.errors import InputError
 from meshwright.train.report import compare, measured_sections, sections
 from meshwright.train.report.html import Html, Section, element, text
 from meshwright.train.report.run_data import RunData, read_run
+from meshwright.units import counted
 
 SECTIONS: tuple[Callable[[RunData, str], Section | None], ...] = (
     sections.what_ran,
@@ -55,7 +56,7 @@ def report(folders: Sequence[Path]) -> str:
         links = Html(links + element("li", element("a", text(f"Run {i}"), href=f"#run-{i}")))
         inner = (section.html() for section in _sections(run, f"run-{i}"))
         found.append(element("article", heading, folder, _facts(run), *inner, id=f"run-{i}"))
-    return _document(f"{len(runs)} runs", "compared with the first", Html(""), links, found)
+    return _document(f"{counted(len(runs), 'run')}", "compared with the first", Html(""), links, found)
 
 
 def _sections(run: RunData, prefix: str) -> list[Section]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.train.report.html import Html, element, text
+from meshwright.units import counted
 
 WIDTH, HEIGHT = 1000, 300
 """Size of a plot in its own coordinates."""
@@ -171,7 +172,9 @@ def timeline(groups: Sequence[tuple[str, Sequence[Lane]]], kinds: Sequence[str],
                     used.add(i)
                     drawn.append(element("path", d="".join(_box(*box, end) for box in boxes), class_=f"fill f{i}"))
             busy = sum(stop - start for _, start, stop in lane.spans)
-            name = f"{heading}, {lane.label}: {len(lane.spans)} computations, busy {busy / end:.0%} of the time"
+            name = (
+                f"{heading}, {lane.label}: {counted(len(lane.spans), 'computation')}, busy {busy / end:.0%} of the time"
+            )
             parts += [element("span", text(lane.label), class_="row"), _svg(name, drawn, 14, "lane")]
     marks = ticks(0.0, end, 5)
     labels = _labels(marks, [value / end for value in marks], "left")

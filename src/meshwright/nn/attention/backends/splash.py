@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec
+from meshwright.units import counted
 
 LANES = 128
 """Blocks are multiples of this many tokens."""
@@ -71,7 +72,7 @@ def config_fields(rules: MaskSpec, seq_len: int, *, device: int) -> dict[str, An
     """
     if seq_len % LANES:
         raise LayoutError(
-            f"splash attention on {seq_len} tokens",
+            f"splash attention on {counted(seq_len, 'token')}",
             rule=f"the kernel's blocks are multiples of {LANES} tokens that divide the sequence",
             fix=f"use {-(-seq_len // LANES) * LANES} tokens, or the reference backend",
         )
