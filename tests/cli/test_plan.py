@@ -12,7 +12,7 @@ from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import predict_memory
+from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.serialize import from_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.units import format_bytes
@@ -52,7 +52,7 @@ def test_figures_are_the_library_s(here, tmp_path):
     done = here("plan", "llama-tiny", *words, "--json", "-")
     found, plan = json.loads(done.stdout), make_plan(load("llama-tiny", words))
     memory, traffic = predict_memory(plan), predict_traffic(plan)
-    assert found["memory"] == {**vars(memory), "total": memory.total()}
+    assert found["memory"] == {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(plan)}
     assert found["traffic"].pop("total") == traffic.sent().total()
     assert found["traffic"] == {str(entry.purpose): entry.sent.total() for entry in traffic.entries}
     assert found["fingerprint"] == hashes(plan).fingerprint and found["ranks"] == 4

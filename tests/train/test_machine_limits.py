@@ -9,8 +9,10 @@ import pytest
 from meshwright.errors import LayoutError
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import SHARED, predict_memory, predict_process_memory
 from meshwright.train.launch import launcher, machine_limits
 from meshwright.train.launch.machine_limits import check_machine, check_memory, check_ranks
+from meshwright.train.launch.memory_fixes import needed_bytes
 from meshwright.units import GIB
 from tests.helpers import meshwright, shown_error
 
@@ -54,27 +56,33 @@ def test_far_more_memory_than_there_is(words):
         check_machine(config := load(None, [*words, CPU]), make_plan(config))
 
 
-def test_memory_is_that_of_all_ranks_here():
-    config = load(None, ["mesh.dp_replicate=4"])
-    one = machine_limits.predict_memory(make_plan(config)).total()
-    check_memory(config, make_plan(config), num_ranks=4, num_bytes=4 * one, place="here")
-    check_memory(config, make_plan(config), num_ranks=4, num_bytes=int(2.7 * one), place="here")
-    check_memory(config, make_plan(config), num_ranks=4, num_bytes=None, place="here")
-    with pytest.raises(LayoutError, match="4 ranks would need"):
-        check_memory(config, make_plan(config), num_ranks=4, num_bytes=int(2.6 * one), place="here")
-
-
-@pytest.mark.parametrize("words", [
-    ["train.global_batch=512", "train.seq_len=1024"],
-    ["train.global_batch=128", "train.seq_len=4096", "mesh.dp_shard=2"],
-    ["model.dim=2048", "model.num_layers=32", "model.num_heads=16", "model.ffn_dim=8192"],
-    ["train.global_batch=64", "train.seq_len=8192", "recompute.policy=full"],
+@pytest.mark.parametrize(("on_cpu", "words", "excess"), [
+    (True, [], 1.1), (True, ["train.compile=true"], 1.5), (False, [], 1.5),
 ])  # fmt: skip
-def test_what_is_suggested_fits_by_prediction(words):
-    config, num_bytes = load(None, words), 2 * GIB
+def test_memory_is_that_of_all_ranks_here(on_cpu, words, excess):
+    config = load(None, ["mesh.dp_replicate=4", *words])
+    plan = make_plan(config)
+    # Ranks on a CPU are processes, which share the pages of libraries.
+    needed = 4 * (predict_process_memory(plan) - SHARED) + SHARED if on_cpu else 4 * predict_memory(plan).total()
+    for num_bytes in (needed, int(1.01 * needed / excess), None):
+        check_memory(config, plan, num_ranks=4, num_bytes=num_bytes, on_cpu=on_cpu, place="here")
+    with pytest.raises(LayoutError, match="4 ranks would need"):
+        check_memory(config, plan, num_ranks=4, num_bytes=int(0.99 * needed / excess), on_cpu=on_cpu, place="here")
+
+
+@pytest.mark.parametrize(("words", "num_bytes"), [
+    (["train.global_batch=512", "train.seq_len=1024"], 2 * GIB),
+    (["train.global_batch=128", "train.seq_len=4096", "mesh.dp_shard=2"], 2 * GIB),
+    (["model.dim=2048", "model.num_layers=32", "model.num_heads=16", "model.ffn_dim=8192"], 4 * GIB),
+    (["train.global_batch=64", "train.seq_len=8192", "recompute.policy=full"], 2 * GIB),
+])  # fmt: skip
+def test_what_is_suggested_fits_by_prediction(words, num_bytes):
+    config = load(None, words)
     num_ranks = config.mesh.axes().num_ranks()
     with pytest.raises(LayoutError) as caught:
-        check_memory(config, make_plan(config), num_ranks=num_ranks, num_bytes=num_bytes, place="here", what="hosts")
+        check_memory(
+            config, make_plan(config), num_ranks=num_ranks, num_bytes=num_bytes, on_cpu=True, place="here", what="hosts"
+        )
     fixes = caught.value.fix.split(" or ")
     assert fixes and "a smaller" not in caught.value.fix
     for fix in fixes:
@@ -82,7 +90,7 @@ def test_what_is_suggested_fits_by_prediction(words):
         times = int(more.removesuffix(" times as many hosts")) if more else 1
         changed = load(None, [*words, *own.split()])
         assert changed.mesh.axes().num_ranks() == num_ranks * times
-        assert num_ranks * machine_limits.predict_memory(make_plan(changed)).total() <= num_bytes
+        assert needed_bytes(make_plan(changed), num_ranks=num_ranks, on_cpu=True) <= num_bytes
 
 
 def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):

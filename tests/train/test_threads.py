@@ -7,7 +7,8 @@ import os
 import pytest
 
 from meshwright.train.launch import threads
-from meshwright.train.launch.threads import BusyCores, advice, exported, threads_per_rank
+from meshwright.train.launch.rank_environment import NO_THREAD_CACHE, TUNABLES, rank_environment
+from meshwright.train.launch.threads import BusyCores, advice, threads_per_rank
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +34,25 @@ def test_the_configuration_comes_before_the_environment_and_that_before_the_core
 
 
 def test_the_environment_is_as_before_once_ranks_have_started(monkeypatch):
-    with exported(3):
-        assert os.environ["OMP_NUM_THREADS"] == "3"
-    assert "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.delenv(TUNABLES, raising=False)
+    with rank_environment(3):
+        assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ[TUNABLES] == NO_THREAD_CACHE
+    assert "OMP_NUM_THREADS" not in os.environ and TUNABLES not in os.environ
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    with pytest.raises(KeyError), exported(3):
+    with pytest.raises(KeyError), rank_environment(3):
         raise KeyError
     assert os.environ["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [
+    ("glibc.malloc.arena_max=1", f"glibc.malloc.arena_max=1:{NO_THREAD_CACHE}"),
+    ("glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"), ("", NO_THREAD_CACHE),
+])  # fmt: skip
+def test_a_thread_cache_that_a_user_chose_stays(monkeypatch, chosen, expected):
+    monkeypatch.setenv(TUNABLES, chosen)
+    with rank_environment(3):
+        assert os.environ[TUNABLES] == expected
+    assert os.environ[TUNABLES] == chosen
 
 
 def stat(path, *rows):

@@ -105,7 +105,7 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
 def _figures(name: str, made: RunPlan) -> dict[str, Any]:
     """Return the JSON output: bytes by type and purpose, the hashes, and the plan itself."""
     from meshwright.plan.compare import hashes
-    from meshwright.plan.memory import predict_memory
+    from meshwright.plan.memory import predict_memory, predict_process_memory
     from meshwright.plan.serialize import encode
     from meshwright.plan.traffic import predict_traffic
 
@@ -116,7 +116,7 @@ def _figures(name: str, made: RunPlan) -> dict[str, Any]:
         "model": found.model,
         "layout": found.layout,
         "ranks": made.mesh.num_ranks(),
-        "memory": {**vars(memory), "total": memory.total()},
+        "memory": {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(made)},
         "traffic": {**{str(one.purpose): one.sent.total() for one in traffic.entries}, "total": traffic.sent().total()},
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
         "plan": encode(made),

@@ -14,7 +14,7 @@ from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.expert_traffic import describe_rows
-from meshwright.plan.memory import predict_memory
+from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
@@ -33,6 +33,7 @@ def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> I
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
+    yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
     if capture is not None and capture.scope:
         yield from _capture(plan, capture)
     yield from _traffic(plan, predict_traffic(plan))

@@ -16,6 +16,14 @@ from meshwright.pipeline.simulate import PeakBytes, simulate
 from meshwright.plan.context.kept_bytes import kept_by_context
 from meshwright.plan.error_feedback_memory import feedback_bytes
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
+from meshwright.units import MIB
+
+LIBRARIES = 325 * MIB
+"""Memory of a rank on the CPU without its tensors: Python, PyTorch 2.13 (CPU build), and figures that rank 0 draws."""
+SHARED = 200 * MIB
+"""Pages of libraries that all ranks of a machine share."""
+HOLES = 0.15
+"""Free memory between tensors that glibc's allocator holds, relative to gradients and activations; measured."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,15 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
     peaks = _peaks(plan)
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
     return max((_on_rank(plan, place * size, peak) for place, peak in enumerate(peaks)), key=MemoryEstimate.total)
+
+
+def predict_process_memory(plan: RunPlan) -> int:
+    """Predict the peak resident memory in bytes of the rank with the most on CPUs: libraries, tensors and holes."""
+    memory = predict_memory(plan)
+    # One rank frees tensors in reverse order, which leaves no holes; buffers of collectives are freed in between.
+    # FSDP2 copies gathered blocks out of, and gradients into, flat buffers of the same size.
+    holes = memory.gathered + HOLES * (memory.gradients + memory.activations) if plan.mesh.num_ranks() > 1 else 0
+    return LIBRARIES + memory.total() + int(holes)
 
 
 @lru_cache(maxsize=8)
@@ -92,6 +109,9 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     compute = BYTES[stages[0].root.compute]
     block = max((_gathered_elements(plan, kind) for kind in plan.kinds if kind.is_block), default=0)
     gathered = 2 * (min(2, len(blocks)) * block + _ends(plan)) * compute
+    if plan.batch.num_microbatches > 1:
+        # Gradients are reduced with the last micro-batch; those of all blocks are unsharded until then.
+        gathered += max(0, len(blocks) - 2) * block * BYTES[plan.masters]
     freed = [unit.freed for kind in blocks for unit in kind.units]
     if freed and freed[0] is not True:
         # Other blocks are kept, unsharded or as secondary shards, from forward to backward.

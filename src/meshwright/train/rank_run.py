@@ -20,7 +20,7 @@ from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
 from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import predict_memory
+from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
@@ -90,10 +90,10 @@ def _check_memory(config: RunConfig, plan: RunPlan, context: RankContext, device
     if device.type == "cuda":
         num_bytes = torch.cuda.get_device_properties(device).total_memory
         place = torch.cuda.get_device_name(device)
-        check_memory(config, plan, num_ranks=1, num_bytes=num_bytes, place=place, what="devices")
+        check_memory(config, plan, num_ranks=1, num_bytes=num_bytes, on_cpu=False, place=place, what="devices")
     else:
         ranks, memory = context.local_ranks, host_memory_bytes()
-        check_memory(config, plan, num_ranks=ranks, num_bytes=memory, place="this machine")
+        check_memory(config, plan, num_ranks=ranks, num_bytes=memory, on_cpu=True, place="this machine")
 
 
 def _start(
@@ -104,7 +104,7 @@ def _start(
     device: torch.device,
     folder: RunFolder,
 ) -> Start:
-    axes = config.mesh.axes()
+    axes, tensors = config.mesh.axes(), predict_memory(plan).total()
     return Start(
         name=config.name,
         num_params=model_facts(config).num_params(),
@@ -116,8 +116,8 @@ def _start(
         global_batch=config.train.global_batch,
         seq_len=plan.batch.tokens,
         steps=config.train.steps,
-        # Memory used by Python and PyTorch is measured; the rest is predicted.
-        predicted_bytes=memory_bytes(device) + predict_memory(plan).total(),
+        # On a GPU, what PyTorch holds already is measured; the rest is predicted.
+        predicted_bytes=predict_process_memory(plan) if device.type == "cpu" else memory_bytes(device) + tensors,
         traffic=predict_traffic(plan),
         folder=folder.path,
         unit=task.unit,

@@ -29,7 +29,8 @@ from meshwright.errors import InputError, RunError
 from meshwright.train.launch.failure_report import explain, explain_stopped, server_died, stopped_ranks
 from meshwright.train.launch.machine_limits import check_ranks
 from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
-from meshwright.train.launch.threads import exported, threads_per_rank
+from meshwright.train.launch.rank_environment import rank_environment
+from meshwright.train.launch.threads import threads_per_rank
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ def launch(
             )
         with _Interruptions() as interruptions:
             try:
-                with exported(threads):  # ranks are forked from the server process, which loads OpenMP
+                with rank_environment(threads):  # ranks are forked from the server process, which loads OpenMP
                     _start_server()
                 with _without_main():
                     _start(ranks)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from meshwright.config.rules import repair
 from meshwright.config.schema import RunConfig
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import predict_memory
+from meshwright.plan.memory import SHARED, predict_memory, predict_process_memory
 from meshwright.plan.rules import violations
+from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import Fix, format_fix
 
 MAX_TIMES = 1024
@@ -18,13 +19,21 @@ MAX_MICROBATCHES = 64
 RECOMPUTED: Fix = {"recompute.policy": "full", "recompute.blocks": ()}
 
 
-def memory_fixes(config: RunConfig, *, num_ranks: int, num_bytes: int, what: str) -> list[str]:
+def needed_bytes(plan: RunPlan, *, num_ranks: int, on_cpu: bool) -> int:
+    """Return the predicted memory of some ranks of a plan: of processes on the CPU, else of tensors on a device."""
+    if on_cpu:
+        return num_ranks * (predict_process_memory(plan) - SHARED) + SHARED
+    return num_ranks * predict_memory(plan).total()
+
+
+def memory_fixes(config: RunConfig, *, num_ranks: int, num_bytes: int, on_cpu: bool, what: str) -> list[str]:
     """Return settings with which the predicted memory of some ranks fits, in words, the least change first.
 
     Args:
         config: a run that doesn't fit.
         num_ranks: ranks that share the memory.
         num_bytes: the memory.
+        on_cpu: whether the memory is the CPU's.
         what: what has this memory, in the plural: `machines` or `devices`.
     """
 
@@ -32,8 +41,8 @@ def memory_fixes(config: RunConfig, *, num_ranks: int, num_bytes: int, what: str
         complete = repair(config, None, violations, fix)
         if complete is None or complete.get("train.num_microbatches", 1) > MAX_MICROBATCHES:
             return None
-        total = predict_memory(make_plan(config.with_keys(complete))).total()
-        return complete if num_ranks * total <= num_bytes else None
+        needed = needed_bytes(make_plan(config.with_keys(complete)), num_ranks=num_ranks, on_cpu=on_cpu)
+        return complete if needed <= num_bytes else None
 
     found = []
     if here := next(filter(None, map(fits, _on_the_same_ranks(config))), None):

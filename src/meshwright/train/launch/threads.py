@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.cluster.host import num_cores
@@ -25,20 +23,6 @@ def threads_per_rank(chosen: int | None, *, num_ranks: int) -> int:
         num_ranks: number of ranks on this machine.
     """
     return chosen or _from_environment() or max(1, num_cores() // num_ranks)
-
-
-@contextmanager
-def exported(threads: int) -> Iterator[None]:
-    """Set OMP_NUM_THREADS for processes started in the context; the OpenMP runtime reads it when it is loaded."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(threads)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before
 
 
 class BusyCores:

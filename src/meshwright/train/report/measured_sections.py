@@ -8,7 +8,8 @@ from dataclasses import fields
 
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.timeline import Timeline, from_values
-from meshwright.plan.memory import MemoryEstimate, predict_memory
+from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.train.measure.step_parts import StepParts
 from meshwright.train.report.html import Section
@@ -110,9 +111,9 @@ def memory(run: RunData, prefix: str) -> Section | None:
         return section.table(("type", "predicted"), [*rows, ("total", format_bytes(predicted.total()))])
     rank = max(range(len(found["memory"])), key=lambda rank: found["memory"][rank]["peak"])
     section.paragraph(f"Predicted for the rank with the most, measured on rank {rank}, which held the most.")
-    return section.table(
-        ("type", "predicted", "measured", "difference"), _memory_rows(predicted, found["memory"][rank])
-    )
+    on_cpu = (run.last_event("start") or {}).get("device") == "cpu"
+    compared = _memory_rows(run.plan, found["memory"][rank], on_cpu=on_cpu)
+    return section.table(("type", "predicted", "measured", "difference"), compared)
 
 
 def traffic(run: RunData, prefix: str) -> Section | None:
@@ -147,21 +148,27 @@ def traffic(run: RunData, prefix: str) -> Section | None:
     return section
 
 
-def _memory_rows(predicted: MemoryEstimate, measured: Mapping[str, int]) -> list[tuple[str, str, str, str]]:
+def _memory_rows(plan: RunPlan, measured: Mapping[str, int], *, on_cpu: bool) -> list[tuple[str, str, str, str]]:
     """Return a row for each type that can be measured, and one for the others, whose sum is."""
+    predicted = predict_memory(plan)
     alone = [field.name for field in fields(predicted) if field.name in measured]
-    others = [field.name for field in fields(predicted) if field.name not in measured]
-    names = f"{', '.join(map(_name, others[:-1]))} and {_name(others[-1])}"
-    peak = measured["peak"] - measured["base"]
-    rest = peak - sum(measured[name] for name in alone)
+    others = [_name(field.name) for field in fields(predicted) if field.name not in measured]
+    types = [(_name(name), getattr(predicted, name), measured[name]) for name in alone]
+    base = LIBRARIES if on_cpu else measured["base"]
+    total = predict_process_memory(plan) if on_cpu else base + predicted.total()
+    others += ["holes between tensors"] * on_cpu
     rows = [
-        *((_name(name), getattr(predicted, name), measured[name]) for name in alone),
-        (names, sum(getattr(predicted, name) for name in others), max(0, rest)),
-        ("total without Python and its libraries", predicted.total(), peak),
+        ("Python and its libraries" if on_cpu else "held before the run", base, measured["base"]),
+        *types,
+        (
+            f"{', '.join(others[:-1])} and {others[-1]}",
+            total - base - sum(one for _, one, _ in types),
+            max(0, measured["peak"] - measured["base"] - sum(one for _, _, one in types)),
+        ),
+        ("total", total, measured["peak"]),
     ]
-    libraries = ("Python and its libraries", "not predicted", format_bytes(measured["base"]), "–")
-    return [libraries, *((name, format_bytes(one), format_bytes(other), _difference(one, other))
-                         for name, one, other in rows if one or other)]  # fmt: skip
+    return [(name, format_bytes(one), format_bytes(other), _difference(one, other))
+            for name, one, other in rows if one or other]  # fmt: skip
 
 
 def _name(name: str) -> str:
