@@ -34,7 +34,8 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     gathered: int
-    """Unsharded parameters and gradients of blocks that are gathered at the same time."""
+    """Unsharded parameters and gradients of blocks that are gathered at the same time; with several micro-batches, the
+    gradients of all blocks."""
     activations: int
     """Activations of all micro-batches in flight."""
     buffers: int
