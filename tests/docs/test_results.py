@@ -14,7 +14,7 @@ COMMAND = re.compile(r"^`meshwright bench [\w-]+ .*--json (bench/results/[\w-]+\
 NUMBER = re.compile(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?![\w.])")
 TARGET = re.compile(r"[≤≥=] ?[\d.]+|\([^)]*(?:target|of \d)[^)]*\)")
 UNITS = (1, 100, 1e3, 1e6, 1e-3, 1e-6, 1e-9, 2**-10, 2**-20, 2**-30)
-"""What a table may multiply a figure by: percent, and larger or smaller units."""
+"""Factors between a figure and what a table shows: percent, and larger or smaller units."""
 
 
 def results(text: str) -> dict[str, str]:
@@ -33,7 +33,7 @@ def table_numbers(text: str) -> Iterator[tuple[str, str]]:
 
 
 def is_rounding_of_one(number: str, figures: list[float]) -> bool:
-    """Whether the number is a figure in one of the units, or a ratio's excess over 1 in percent, rounded as shown."""
+    """Return whether the number is a figure in one of the units, or a ratio's excess over 1 in percent, rounded."""
     value, digits = float(number.replace(",", "")), len(number.partition(".")[2])
     shown = [abs(one) for figure in figures for one in (*(figure * unit for unit in UNITS), 100 * (figure - 1))]
     return any(abs(one - value) <= 0.5001 * 10**-digits for one in shown)

@@ -54,7 +54,7 @@ LENGTH = re.compile(r"len\(.*\)(?: [+-] \w+)?")
 
 
 def _plurals(text: str) -> Iterator[tuple[int, str]]:
-    """Lengths before a noun in the plural, which may be 1; `2 of 3 ranks` is fine."""
+    """Yield lengths before a noun in the plural, which may be 1; `2 of 3 ranks` is fine."""
     for string in ast.walk(ast.parse(text)):
         parts = string.values if isinstance(string, ast.JoinedStr) else []
         for before, number, noun in zip([None, *parts], parts, parts[1:], strict=False):

@@ -213,9 +213,11 @@ def test_predicting_needs_no_torch_and_no_time():
 
 @pytest.mark.parametrize(("words", "is_held"), [
     (["mesh.dp_shard=2"], True), (["mesh.dp_shard=2", "mesh.pp=2"], True), (["mesh.tp=2"], False), ([], False),
+    (["mesh.dp_replicate=2"], False), (["mesh.dp_replicate=2", "mesh.dp_shard=2"], True),
 ])  # fmt: skip
 def test_unsharded_gradients_of_all_blocks_are_held_between_micro_batches(words, is_held):
-    """FSDP2 reduces gradients with the last micro-batch, so that those of all blocks are unsharded until then."""
+    """FSDP2 reduces gradients with the last micro-batch, so that those of all blocks are unsharded until then; replicas
+    have no others, which `gradients` counts."""
     more = ["model.num_layers=8", "train.num_microbatches=4"]
     plan = planned(None, [*words, *more])
     blocks = 8 // plan.mesh.size("pp")

@@ -143,7 +143,7 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
     num_ranks = world_size(group)
     if x.shape[0] % num_ranks:
         raise LayoutError(
-            f"{counted(x.shape[0], 'row')} are not divisible by {counted(num_ranks, 'rank')}",
+            f"the number of rows, {x.shape[0]}, is not divisible by {counted(num_ranks, 'rank')}",
             where="reduce_scatter_sum",
             rule="every rank gets the same number of rows",
             fix=f"pad x to {counted(-(-x.shape[0] // num_ranks) * num_ranks, 'row')}",

@@ -148,7 +148,7 @@ def test_steps_that_a_rank_profiles_are_measured_on_none():
 
 
 def differs(rank, world_size, words):
-    """What is exchanged if rank 1 could not measure a step, as while its graphs were being captured."""
+    """Exchange measurements of which rank 1 could not take some, as while its graphs were being captured."""
     _, step = make_job(rank, world_size, words)
     step.measure(frozenset({1, 2}), base_bytes=0)
     for number, possible in ((1, False), (2, rank == 0)):

@@ -8,10 +8,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from meshwright.config.load import load
 from meshwright.errors import InputError
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
 from meshwright.train.report.page import report
 from meshwright.train.report.run_data import read_run
 from meshwright.train.report.svg import MAX_POINTS, Line, chart, downsample, tick_text, ticks
+from meshwright.units import MIB, format_bytes
 from tests.train.report.folders import write_folder
 
 VOID = {"meta", "link", "img"}
@@ -176,3 +180,17 @@ def test_the_log_files_of_ranks_are_in_order(tmp_path):
     for rank in (10, 2):
         (folder / "logs" / f"rank-{rank}.log").write_text("x\n")
     assert [name for name, _ in read_run(folder).logs()] == ["rank-0.log", "rank-2.log", "rank-10.log"]
+
+
+def test_memory_is_compared_by_type_and_adds_up(tmp_path):
+    """Four ranks of which the last holds the most, 403 MiB: 280 before the run, and 16 of tensors that stay."""
+    found, plan = read(write_folder(tmp_path / "run", PIPELINE)).text, make_plan(load(*PIPELINE[:1], PIPELINE[1:]))
+    memory, total = predict_memory(plan), predict_process_memory(plan)
+    stays = memory.parameters + memory.gradients + memory.optimizer + memory.buffers
+    for words in (
+        f"Python and its libraries {format_bytes(LIBRARIES)} 0.27 GiB -13.8%",
+        f"gathered, activations, error feedback and holes between tensors {format_bytes(total - LIBRARIES - stays)} "
+        "0.10 GiB",
+        f"total {format_bytes(total)} 0.39 GiB {403 * MIB / total - 1:+.1%}",
+    ):
+        assert words in found, words

@@ -31,7 +31,7 @@ def token_rows(layout: TokenLayout, *, device: torch.device | str = "cpu") -> Te
     part, num_parts = layout.stream
     if layout.num_tokens % num_parts:
         raise LayoutError(
-            f"{counted(layout.num_tokens, 'token')} of a sample don't divide into {num_parts} equal parts",
+            f"a sample of {counted(layout.num_tokens, 'token')} can't be divided into {num_parts} equal parts",
             rule="sequence parallel divides a rank's tokens equally",
             fix=f"choose a train.seq_len that cp · {num_parts} divides",
         )
