@@ -218,13 +218,11 @@ def test_predicting_needs_no_torch_and_no_time():
 def test_unsharded_gradients_of_all_blocks_are_held_between_micro_batches(words, is_held):
     """FSDP2 reduces gradients with the last micro-batch, so that those of all blocks are unsharded until then; replicas
     have no others, which `gradients` counts."""
-    more = ["model.num_layers=8", "train.num_microbatches=4"]
-    plan = planned(None, [*words, *more])
-    blocks = 8 // plan.mesh.size("pp")
-    [block] = [kind for kind in plan.kinds if kind.is_block]
-    two = planned(None, [*words, f"model.num_layers={2 * plan.mesh.size('pp')}", "train.num_microbatches=4"])
-    found = predict_memory(plan).gathered - predict_memory(two).gathered
-    assert found == (blocks - 2) * block.num_elements * 4 * is_held
+    one, four = (planned(None, [*words, "model.num_layers=8", f"train.num_microbatches={number}"]) for number in (1, 4))
+    [block] = [kind for kind in four.kinds if kind.is_block]
+    others = 8 // four.mesh.size("pp") - 2
+    found = predict_memory(four).gathered - predict_memory(one).gathered
+    assert found == others * block.num_elements * 4 * is_held
 
 
 def test_a_process_on_a_cpu_holds_more_than_tensors():
