@@ -7,12 +7,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.packed_corpus import pack_corpus
 from meshwright.data.text_corpus import open_corpus
 from meshwright.errors import DataError
+from meshwright.units import counted
 
 
 def open_tokens(folder, ids):
@@ -28,6 +29,7 @@ def open_tokens(folder, ids):
 
 
 @settings(max_examples=40)
+@example(ids=[0] * 18 + [1, 0], seq_len=2, tp=1)  # a single target
 @given(ids=st.lists(st.integers(0, 4), min_size=20, max_size=120), seq_len=st.integers(1, 30), tp=st.integers(1, 4))
 def test_the_targets_of_both_splits_are_those_of_their_documents(tmp_path_factory, ids, seq_len, tp):
     folder = tmp_path_factory.mktemp("corpus")
@@ -39,7 +41,7 @@ def test_the_targets_of_both_splits_are_those_of_their_documents(tmp_path_factor
 
     fewest = min(pairs(split).total() for split in (corpus.train, corpus.validation))
     if fewest < seq_len:
-        with pytest.raises(DataError, match=f"have {fewest} targets") as caught:
+        with pytest.raises(DataError, match=f"have {counted(fewest, 'target')}") as caught:
             pack_corpus(corpus, seq_len=seq_len, cache_dir=str(folder), multiple_of=tp)
         found = re.match(r"train\.seq_len=(\d+)", caught.value.fix)
         assert (found is None) == (fewest < tp)
