@@ -196,6 +196,10 @@ def prove(
         launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.describe_action)
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads)
+        if json.loads(spec.result.read_text("utf-8"))["step_to_locate"] is not None:
+            say("the forward differs: looking for the place in a second pass …")
+            launch(locate_body, spec, num_ranks=axes.num_ranks(), threads=threads)
+            launch(locate_compare_body, spec, num_ranks=1, threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
     notes, report = set_aside(config), answer["report"]
@@ -221,6 +225,20 @@ def compare_body(context: RankContext, spec: ProofSpec) -> None:
     from meshwright.prove.driver import compare_with_reference
 
     compare_with_reference(context, spec)
+
+
+def locate_body(context: RankContext, spec: ProofSpec) -> None:
+    """Run one rank of the second pass. Imports torch here to keep the launcher torch-free."""
+    from meshwright.prove.driver import locate_on_ranks
+
+    locate_on_ranks(context, spec)
+
+
+def locate_compare_body(context: RankContext, spec: ProofSpec) -> None:
+    """Compare the second pass with the reference. Imports torch here to keep the launcher torch-free."""
+    from meshwright.prove.driver import locate_with_reference
+
+    locate_with_reference(context, spec)
 
 
 def _check(config: RunConfig) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
@@ -20,11 +22,14 @@ from meshwright.parallel import pipeline_shared_gradients
 from meshwright.parallel.context import ring
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
+from meshwright.prove.locate.layout_pass import record_activations
 from meshwright.prove.record.evidence import ReferenceEvidence
 from meshwright.prove.record.known_variants import context_contributions, known_variants
-from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
+from meshwright.prove.record.layout_run import RankRecord, Tamper, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import as_proof
@@ -116,15 +121,42 @@ def _pictures(source: str, num_frames: int) -> ImageDataset:
     return found
 
 
+def _damage(module: str, table: str, fault: str) -> Tamper | None:
+    return getattr(importlib.import_module(module), table)[fault].tamper if fault else None
+
+
+def _context(rank: int, world_size: int) -> RankContext:
+    return RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+
+
+def locate_on_rank(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    module: str,
+    table: str,
+    fault: str,
+    step: int,
+    data: ImageDataset | None = None,
+) -> dict[int, dict[str, Tensor]]:
+    """Gang body: the second pass of this rank, with the same fault seeded."""
+    context, corpus, plan = _context(rank, world_size), data or open_data(config), make_plan(config)
+    with restored(*REPLACED):
+        tamper = _damage(module, table, fault)
+        return record_activations(config, context, corpus, step=step, plan=plan, tamper=tamper)
+
+
 def record_on_rank(
     rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str, data: ImageDataset | None = None
 ) -> RankRecord:
     """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
-    tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
-    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-    corpus = data or open_data(config)
-    with restored(train_step, pipeline_stages, optimizer, pipeline_shared_gradients, ring, ring.RingAttention, dist):
-        return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=tamper)
+    context, corpus = _context(rank, world_size), data or open_data(config)
+    with restored(*REPLACED):
+        return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=_damage(module, table, fault))
+
+
+REPLACED = (train_step, pipeline_stages, optimizer, pipeline_shared_gradients, ring, ring.RingAttention, dist)
+"""Modules and classes in which faults replace functions."""
 
 
 @contextmanager
@@ -150,20 +182,33 @@ def reference(config: RunConfig) -> ReferenceEvidence:
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     """What the proof concludes from the ranks' records."""
     plan, data = make_plan(config), few_pictures(config) or open_data(config)
+    layout = gather_evidence(config, records)
     return compare(
-        gather_evidence(config, records),
+        layout,
         reference(config),
         variants=known_variants(config, data, plan, num_steps=NUM_STEPS),
         by_context=context_contributions(config, data, plan),
+        branches=diagnose_branches(config, data, layout),
     )
 
 
 def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", fault: str = "") -> ProofResult:
     """The proof of a configuration on a gang, with a fault where one is named; one rank is this process."""
     world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
-    if world_size == 1:
-        return prove_with([record_on_rank(0, 1, config, module, table, fault, pictures)], config)
-    return prove_with(gang(world_size).run(record_on_rank, config, module, table, fault, pictures), config)
+    seeded = (config, module, table, fault)
+
+    def on_ranks(body: Callable[..., Any], *more: Any) -> list[Any]:
+        if world_size == 1:
+            return [body(0, 1, *seeded, *more)]
+        return gang(world_size).run(body, *seeded, *more)
+
+    result = prove_with(on_ranks(record_on_rank, pictures), config)
+    step = step_to_locate(result)
+    if step is None:
+        return result
+    data = pictures or open_data(config)
+    place = find_place(config, data, make_plan(config), on_ranks(locate_on_rank, step, pictures), step=step)
+    return with_place(result, place)
 
 
 def assert_named(result: ProofResult, fault: Fault) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from meshwright.config.facts_for_family import run_facts
 from meshwright.mesh.local_shards import to_local
 from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.prove.record.layout_run import RecordingTask, Tamper
+from meshwright.prove.record.layout_run import Tamper
+from meshwright.prove.record.recording_task import RecordingTask
 from meshwright.train import optimizer as optimizer_module
 from meshwright.train import pipeline_stages as stages_module
 from meshwright.train import train_step as step_module

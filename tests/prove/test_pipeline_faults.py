@@ -15,7 +15,7 @@ from meshwright.prove.report import render
 from meshwright.prove.stage_placement import StagePlacement, stage_placement_of
 from meshwright.testing.gang import GangError, GangPool
 from tests.prove.pipeline_faults import LOUD_FAULTS, PIPELINE_FAULTS
-from tests.prove.proofs import assert_named, prove_with, record_on_rank, small_config
+from tests.prove.proofs import assert_named, proof, prove_with, record_on_rank, small_config
 
 QUICK = {
     "two micro-batches are swapped on the way to stage 1",
@@ -40,11 +40,8 @@ def test_the_quick_ones_are_there() -> None:
 @pytest.mark.parametrize("name", named(PIPELINE_FAULTS))
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = PIPELINE_FAULTS[name]
-    config = small_config(*fault.layout)
-    ranks = gang(config.mesh.axes().num_ranks())
-    records = ranks.run(record_on_rank, config, "tests.prove.pipeline_faults", "PIPELINE_FAULTS", name)
-    result = prove_with(records, config)
-    assert_named(result, fault)
+    found = proof(gang, small_config(*fault.layout), "tests.prove.pipeline_faults", "PIPELINE_FAULTS", name)
+    assert_named(found, fault)
 
 
 @pytest.mark.parametrize("name", named(LOUD_FAULTS))

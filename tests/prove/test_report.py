@@ -35,7 +35,7 @@ def test_a_pass():
     lines = render(result)
     assert lines[-2:] == [
         "loss 3 of 3 steps ✓ · gradients 13 of 13 ≤ 1e-12 ✓ · norm ✓ ·",
-        "  parameters after 3 steps ✓ · sample order ✓",
+        "  parameters after 3 steps ✓ · samples ✓",
     ]
     assert lines[0].startswith("largest relative error: gradient 0.0e+00")
     report = to_json(result, loss_unit="nats/token")
@@ -168,5 +168,5 @@ def test_several_findings_are_told_in_the_order_a_fault_travels():
     scale(layout.gradients, ["norm.weight"], 2.0)
     layout.losses[0][0] = torch.tensor(1.5).item()
     marks = [line for line in render(compare(layout, reference)) if line.startswith("✗")]
-    words = ["sample order", MATRIX, "norm.weight"]
+    words = ["✗ samples", MATRIX, "norm.weight"]
     assert [next(word for word in words if word in mark) for mark in marks[:3]] == words

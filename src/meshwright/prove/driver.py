@@ -6,6 +6,9 @@ Both write to a folder read by `api.prove`; tensors are loaded with `weights_onl
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -16,8 +19,11 @@ from meshwright.mesh.process_groups import process_group
 from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
+from meshwright.prove.locate.layout_pass import record_activations
 from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
@@ -29,28 +35,67 @@ from meshwright.train.launch.rank_context import RankContext
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank of the layout under proof and save its record in the spec's folder."""
-    config, plan = spec.config, spec.plan
+    config = spec.config
+    with rank_group(context, spec):
+        corpus = config.family.open_data(run_facts(config))
+        record = record_rank(config, context, corpus, num_steps=spec.num_steps, plan=spec.plan)
+        torch.save(vars(record), spec.record(context.rank))
+
+
+@contextmanager
+def rank_group(context: RankContext, spec: ProofSpec) -> Iterator[None]:
+    """Hold the process group of a rank of the layout, and name the collective that fails."""
     group = process_group(
         rank=context.rank,
         num_ranks=context.num_ranks,
         device=torch.device("cpu"),
-        timeout_s=config.train.timeout_s,
+        timeout_s=spec.config.train.timeout_s,
         store_path=context.store_path,
-        needed=needs_mesh(plan),
+        needed=needs_mesh(spec.plan),
     )
     with group, name_failed_collective():
-        corpus = config.family.open_data(run_facts(config))
-        record = record_rank(config, context, corpus, num_steps=spec.num_steps, plan=plan)
-        torch.save(vars(record), spec.record(context.rank))
+        yield
 
 
 def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
-    """Compute the reference, compare the ranks' records with it, and save the result in the same folder."""
+    """Compute the reference, compare the ranks' records with it, and save the result in the same folder.
+
+    If a forward goes wrong for an unknown reason, `step_to_locate` is the step for which a second pass is worthwhile.
+    """
     context.post("comparing")
     num_ranks = spec.config.mesh.axes().num_ranks()
     records = [RankRecord(**torch.load(spec.record(rank), weights_only=True)) for rank in range(num_ranks)]
     result = conclude(spec.config, records, num_steps=spec.num_steps, plan=spec.plan)
-    answer = {"report": to_json(result, loss_unit=records[0].loss_unit), "lines": render(result)}
+    _save(spec, result, loss_unit=records[0].loss_unit)
+
+
+def locate_on_ranks(context: RankContext, spec: ProofSpec) -> None:
+    """Train as one rank again, up to the step in which the forward goes wrong, and save its activations."""
+    config, plan = spec.config, spec.plan
+    with rank_group(context, spec):
+        corpus = config.family.open_data(run_facts(config))
+        found = record_activations(config, context, corpus, step=spec.step_to_locate(), plan=plan)
+        torch.save(found, spec.activations(context.rank))
+
+
+def locate_with_reference(context: RankContext, spec: ProofSpec) -> None:
+    """Compare the ranks' activations with the reference, and add the place of the fault to the saved result."""
+    context.post("comparing")
+    config, plan = spec.config, spec.plan
+    ranks = [torch.load(spec.activations(rank), weights_only=True) for rank in range(config.mesh.axes().num_ranks())]
+    data = config.family.open_data(run_facts(config))
+    place = find_place(config, data, plan, ranks, step=spec.step_to_locate())
+    result, loss_unit = pickle.loads(spec.findings.read_bytes())
+    _save(spec, with_place(result, place), loss_unit=loss_unit)
+
+
+def _save(spec: ProofSpec, result: ProofResult, *, loss_unit: str) -> None:
+    spec.findings.write_bytes(pickle.dumps((result, loss_unit)))
+    answer = {
+        "report": to_json(result, loss_unit=loss_unit),
+        "lines": render(result),
+        "step_to_locate": step_to_locate(result),
+    }
     spec.result.write_text(json.dumps(answer), "utf-8")
 
 
@@ -61,9 +106,11 @@ def conclude(
     plan = plan or make_plan(config)
     data = config.family.open_data(run_facts(config))
     reference = compute_reference(config, data, num_steps=num_steps, stages=stage_placement_of(plan))
+    layout = gather_evidence(config, records, plan=plan)
     return compare(
-        gather_evidence(config, records, plan=plan),
+        layout,
         reference,
         variants=known_variants(config, data, plan, num_steps=num_steps),
         by_context=context_contributions(config, data, plan),
+        branches=diagnose_branches(config, data, layout),
     )

@@ -130,7 +130,7 @@ def _tensor(tensor: TensorResult) -> dict[str, Any]:
     }
 
 
-SHOWN_ON_FAILURE = ("replicas", "first", "initial")
+SHOWN_ON_FAILURE = ("branches", "replicas", "first", "initial")
 """Checks listed in the summary line only if they fail."""
 
 
@@ -159,7 +159,8 @@ def checks(result: ProofResult) -> list[ReportCheck]:
         ReportCheck("gradients", f"gradients {right} of {len(gradients)} ≤ {limit}", 0 < right == len(gradients)),
         ReportCheck("grad_norm", "norm" if norms.ok else f"norm {norms.num_right()} of {steps}", norms.ok),
         ReportCheck("parameters", after if final == num else f"{after} {final} of {num}", 0 < final == num),
-        ReportCheck("samples", "sample order", not result.samples),
+        ReportCheck("samples", "samples", not result.samples),
+        ReportCheck("branches", "skipped steps, learning rates, epochs", not result.branches),
     ]
     if copied:
         found.append(ReportCheck("replicas", "replicas", all(tensor.replicas_agree for tensor in copied)))
@@ -208,8 +209,9 @@ class ReportedFinding:
 def reported_findings(result: ProofResult) -> list[ReportedFinding]:
     """Group parameters by diagnosis, causes before consequences."""
     found = [ReportedFinding("evidence", finding) for finding in result.findings]
-    found += [ReportedFinding("sample order", finding) for finding in result.samples]
+    found += [ReportedFinding("samples", finding) for finding in result.samples]
     found += [ReportedFinding("known fault", finding) for finding in result.known]
+    found += [ReportedFinding("other steps", finding) for finding in result.branches]
     for about in TENSOR_KINDS:
         found += _by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
         if about == "gradient":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,19 @@ class ProofSpec:
         """Path of the JSON result, which has a machine-readable `report` and `lines` for the terminal."""
         return self.folder / "result.json"
 
+    @property
+    def findings(self) -> Path:
+        """Path of the result as a Python value, which a second pass completes."""
+        return self.folder / "result.pickle"
+
+    def activations(self, rank: int) -> Path:
+        """Return the path of a rank's activations, recorded by a second pass."""
+        return self.folder / f"activations-{rank}.pt"
+
+    def step_to_locate(self) -> int:
+        """Return the step whose forward goes wrong, from the JSON result."""
+        return int(json.loads(self.result.read_text("utf-8"))["step_to_locate"])
+
 
 def as_proof(config: RunConfig) -> RunConfig:
     """Return the configuration to prove: in float64 on the CPU, without float8, otherwise unchanged.
@@ -55,6 +70,28 @@ def set_aside(config: RunConfig) -> tuple[str, ...]:
     """Return a line for each lossy setting that a proof leaves out, as it does every precision below float64."""
     recipe = config.float8.recipe
     return () if recipe == "none" else (f"float8.recipe={recipe} is set aside: a proof computes in float64",)
+
+
+SMALL_LIMIT = 0.1
+"""Limit of the norm in the last step, as a share of the first norm, if no step before was clipped."""
+
+
+def clip_limit(config: RunConfig, norms: Sequence[float], *, step: int, num_steps: int) -> float:
+    """Return the limit of the gradient's norm in a step of a proof.
+
+    It is the configured one, except in the last step if no gradient was clipped before: clipping that never acts would
+    not be proved.
+
+    Args:
+        config: configuration of the proof.
+        norms: norms of the steps before.
+        step: step, from 1.
+        num_steps: steps of the proof.
+    """
+    limit = config.train.max_grad_norm
+    if step == num_steps > 1 and not any(norm > limit for norm in norms):
+        return SMALL_LIMIT * norms[0]
+    return limit
 
 
 def plan_in_float64(plan: RunPlan) -> RunPlan:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.loss_unit import LossUnit
 
 
@@ -155,3 +156,15 @@ class Reference(Protocol):
 
     def loss(self, model: torch.nn.Module, indices: list[int]) -> Tensor:
         """Return the contribution of the given samples to the batch's mean loss, in float64."""
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """A reference that also tells what a sample is, so that proofs can name wrong data as such."""
+
+    order: WindowOrder
+    """Order in which a run reads its data."""
+
+    def sample(self, index: int) -> Mapping[str, Any]:
+        """Return the `inputs` and `targets` of a sample as tensors without a batch dim, and its conditions by the
+        family's names for them; `documents` are the lengths of a packed sample's documents."""

@@ -44,6 +44,7 @@ class DiTFamily(Family):
 
     sections = {"model": DiTConfig, "diffusion": DiffusionConfig}
     proof = {"model.zero_init": False}
+    conditions = ("timesteps", "labels", "frame rates")
     decides_samples = {"diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout")}
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:

@@ -6,6 +6,8 @@ the loss are implemented independently.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ class ImageReference:
         model = f.section(DiTConfig)
         self._settings, self._null_class = f.section(DiffusionConfig), model.num_classes
         self._num_tokens = model.spec().num_tokens()
-        self._order = WindowOrder(len(dataset.train), f.seed)
+        self.order = WindowOrder(len(dataset.train), f.seed)
         kinds = NoiseSchedule(self._settings.schedule), Prediction(self._settings.prediction)
         self._diffusion = Diffusion(self._settings.num_timesteps, *kinds)
 
@@ -38,17 +40,24 @@ class ImageReference:
         terms = [self._error(model, index) for index in indices]
         return torch.stack(terms).sum() / self._global_batch
 
-    def _error(self, model: nn.Module, index: int) -> Tensor:
+    def sample(self, index: int) -> Mapping[str, Tensor]:
+        """Return the noisy sample [c, f, y, x], its target, timestep, label and frame rate."""
         seed, sample, settings = self._seed, range(index, index + 1), self._settings
-        chosen = int(self._order.windows(sample)[0])
+        chosen = int(self.order.windows(sample)[0])
         clean = torch.from_numpy(self._dataset.train[chosen : chosen + 1]).to(DTYPE) / 127.5 - 1
         timestep = draw_timesteps(seed, sample, settings.num_timesteps)
         noise = draw_noise(seed, sample, clean.shape[1:], DTYPE)
         is_dropped = bool(draw_label_drops(seed, sample, settings.label_dropout))
-        label = self._null_class if is_dropped else int(self._dataset.train_labels[chosen])
-        rate = int(self._dataset.train_fps[chosen])
-        noisy = self._diffusion.add_noise(clean, noise, timestep)
-        layout = TokenLayout(self._num_tokens, samples=(index,))
-        out = model(noisy, timestep, torch.tensor([label]), torch.tensor([rate]), layout)
-        error: Tensor = out - self._diffusion.target(clean, noise, timestep)
+        return {
+            "inputs": self._diffusion.add_noise(clean, noise, timestep)[0],
+            "targets": self._diffusion.target(clean, noise, timestep)[0],
+            "timesteps": timestep[0],
+            "labels": torch.tensor(self._null_class if is_dropped else int(self._dataset.train_labels[chosen])),
+            "frame rates": torch.tensor(int(self._dataset.train_fps[chosen])),
+        }
+
+    def _error(self, model: nn.Module, index: int) -> Tensor:
+        noisy, target, timestep, label, rate = (part[None] for part in self.sample(index).values())
+        out = model(noisy, timestep, label, rate, TokenLayout(self._num_tokens, samples=(index,)))
+        error: Tensor = out - target
         return error.square().mean()

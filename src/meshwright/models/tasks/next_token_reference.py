@@ -5,6 +5,8 @@ Shapes: b batch, t time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from numpy import int64
@@ -22,18 +24,22 @@ class TextReference:
     def __init__(self, f: RunFacts, corpus: Corpus) -> None:
         self._seq_len, self._global_batch, self._tokens = f.seq_len, f.global_batch, corpus.train
         self._drops = f.dropout > 0
-        self._order = WindowOrder((len(corpus.train) - 1) // f.seq_len, f.seed)
+        self.order = WindowOrder((len(corpus.train) - 1) // f.seq_len, f.seed)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
         """Return the contribution of samples `indices` to the mean loss per token of the global batch."""
-        size = self._seq_len
-        rows = []
-        for index in indices:
-            start = int(self._order.windows(range(index, index + 1))[0]) * size
-            rows.append(torch.from_numpy(self._tokens[start : start + size + 1].astype(int64)))
-        tokens = torch.stack(rows)
+        tokens, size = torch.stack([self._window(index) for index in indices]), self._seq_len
         # Dropout is a function of the samples' numbers; a model without it may take tokens alone.
         layout = (TokenLayout(size, samples=tuple(indices)),) if self._drops else ()
         logits = model(tokens[:, :-1], *layout)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
         return loss / (self._global_batch * size)
+
+    def sample(self, index: int) -> Mapping[str, Tensor]:
+        """Return the tokens of a sample and their next tokens, [t] each."""
+        tokens = self._window(index)
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+    def _window(self, index: int) -> Tensor:
+        start = int(self.order.windows(range(index, index + 1))[0]) * self._seq_len
+        return torch.from_numpy(self._tokens[start : start + self._seq_len + 1].astype(int64))

@@ -8,7 +8,8 @@ Models that count or balance the tokens of full samples, padding included, get f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ class PackedTextReference:
     def __init__(self, f: RunFacts, corpus: Corpus) -> None:
         assert corpus.packed is not None, "the corpus is not packed"
         self._global_batch, self._tokens, self._windows = f.global_batch, corpus.train, corpus.packed.train
-        self._order = WindowOrder(self._windows.num_windows, f.seed)
+        self.order = WindowOrder(self._windows.num_windows, f.seed)
         self._seq_len, self._drops = f.seq_len, f.dropout > 0
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
@@ -48,15 +49,21 @@ class PackedTextReference:
             return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
         return documents_loss_sum(model, self._tokens, (span for i in indices for span in self._spans(i))) / num_targets
 
-    def _full_samples(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Return the loss sum of samples with their mask, all in one forward; padding has the id 0."""
-        inputs = torch.zeros(len(indices), self._seq_len, dtype=torch.int64)
+    def sample(self, index: int) -> Mapping[str, Any]:
+        """Return the tokens of a sample and their next tokens, [t] each, and its documents' lengths; padding has the
+        id 0."""
+        inputs = torch.zeros(self._seq_len, dtype=torch.int64)
         targets = torch.full_like(inputs, IGNORED_TARGET)
-        for row, index in enumerate(indices):
-            documents = [_tokens(self._tokens, span) for span in self._spans(index)]
-            filled = sum(len(document) - 1 for document in documents)
-            inputs[row, :filled] = torch.cat([document[:-1] for document in documents])
-            targets[row, :filled] = torch.cat([document[1:] for document in documents])
+        documents = [_tokens(self._tokens, span) for span in self._spans(index)]
+        filled = sum(len(document) - 1 for document in documents)
+        inputs[:filled] = torch.cat([document[:-1] for document in documents])
+        targets[:filled] = torch.cat([document[1:] for document in documents])
+        return {"inputs": inputs, "targets": targets, "documents": self._documents(index)}
+
+    def _full_samples(self, model: nn.Module, indices: list[int]) -> Tensor:
+        """Return the loss sum of samples with their mask, all in one forward."""
+        samples = [self.sample(index) for index in indices]
+        inputs, targets = (torch.stack([sample[part] for sample in samples]) for part in ("inputs", "targets"))
         logits = model(inputs, self._layout(indices))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
 
@@ -71,13 +78,16 @@ class PackedTextReference:
         return torch.stack(losses).sum()
 
     def _layout(self, indices: list[int]) -> TokenLayout:
-        samples = [[length for _, length in self._spans(index)] for index in indices]
-        padding = [self._seq_len - sum(lengths) for lengths in samples]
-        documents = tuple((*lengths, *[rest] * (rest > 0)) for lengths, rest in zip(samples, padding, strict=True))
-        return TokenLayout(self._seq_len, documents, tuple(indices))
+        return TokenLayout(self._seq_len, tuple(self._documents(index) for index in indices), tuple(indices))
+
+    def _documents(self, index: int) -> tuple[int, ...]:
+        """Return the lengths of a sample's documents, and of its padding if there is any."""
+        lengths = [length for _, length in self._spans(index)]
+        rest = self._seq_len - sum(lengths)
+        return (*lengths, *[rest] * (rest > 0))
 
     def _spans(self, index: int) -> list[Span]:
-        return document_spans(self._windows, int(self._order.windows(range(index, index + 1))[0]))
+        return document_spans(self._windows, int(self.order.windows(range(index, index + 1))[0]))
 
 
 def document_spans(windows: PackedWindows, window: int) -> list[Span]:

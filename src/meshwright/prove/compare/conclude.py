@@ -6,7 +6,7 @@ first update, later steps. Findings that follow from an earlier one are marked a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -39,6 +39,7 @@ from meshwright.prove.compare.scalar_verdict import (
 )
 from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import Verdicts, any_wrong, compare_tensors, to_arrays
+from meshwright.prove.diagnose.contents import diagnose_contents
 from meshwright.prove.diagnose.contributions import scale_diagnosis
 from meshwright.prove.diagnose.experts import narrow_to_experts
 from meshwright.prove.diagnose.factors import LayoutCounts, close
@@ -48,6 +49,7 @@ from meshwright.prove.diagnose.phrases import join_words, rank_words, scope_word
 from meshwright.prove.diagnose.pipeline import locate_stages
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.diagnose.shared_parameters import StageContributions
+from meshwright.prove.diagnose.suspect import UNKNOWN
 from meshwright.prove.diagnose.weights import UpdateHistory, diagnose_initial, diagnose_update
 from meshwright.prove.record.evidence import (
     INITIAL,
@@ -81,6 +83,7 @@ def compare(
     later_tolerance: float = 1e-9,
     variants: Variants | None = None,
     by_context: Callable[[], ContextEvidence] | None = None,
+    branches: Sequence[Diagnosis] = (),
 ) -> ProofResult:
     """Compare the ranks' evidence with the single-process reference.
 
@@ -90,6 +93,7 @@ def compare(
         later_tolerance: relative tolerance after that; larger because AdamW divides by small numbers.
         variants: faulty references to compare with if a fault is not recognised.
         by_context: computes the contributions of context-parallel ranks, likewise; None without any such ranks.
+        branches: what is wrong in branches that the compared steps don't take.
     """
     counts = LayoutCounts(layout.axes, layout.num_microbatches, len(reference.samples[0]) if reference.samples else 0)
     sides = _Sides(layout, reference, counts, Tolerances(gradient_tolerance, later_tolerance), DiagnosisContext({}))
@@ -103,8 +107,11 @@ def compare(
     samples = _sample_findings(sides)
     later_wrong = step_1.root_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
     later_wrong = later_wrong or ("copies of shared parameters that differ within a rank" if layout.unequal else "")
-    known = step_1.known or (None if later_wrong else _known_later(sides, step_1.norms, variants))
-    final = _compare_final(sides, step_1, first, later_wrong or ("" if known is None else known.name))
+    known = step_1.known
+    if known is None and not step_1.root_fault and not samples and not layout.unequal and not _is_explained(first):
+        known = _known_later(sides, step_1.norms, variants)
+        first = first if known is None else as_consequences(first, known)
+    final = _compare_final(sides, step_1, first, later_wrong if known is None else known.name)
     update_wrong = bool(later_wrong) or any_wrong(final)
     result = ProofResult(
         axes=layout.axes,
@@ -113,6 +120,7 @@ def compare(
         later_tolerance=later_tolerance,
         num_steps=len(reference.losses),
         findings=audit(layout, reference),
+        branches=tuple(branches),
         samples=samples,
         losses=losses_as_consequence(_compare_losses(sides, update_wrong), known),
         grad_norm=norms_as_consequence(explain_later_norms(step_1.norms, update_wrong=update_wrong), known),
@@ -123,8 +131,12 @@ def compare(
 
 
 def _sample_findings(sides: _Sides, *, num_steps: int | None = None) -> tuple[Diagnosis, ...]:
-    layout, batches = sides.layout, sides.reference.samples[:num_steps]
-    return diagnose_samples(layout.samples, batches, layout.axes, layout.num_microbatches)
+    layout, reference, batches = sides.layout, sides.reference, sides.reference.samples[:num_steps]
+    contents = [steps[:num_steps] for steps in layout.contents]
+    return (
+        *diagnose_samples(layout.samples, batches, layout.axes, layout.num_microbatches),
+        *diagnose_contents(contents, reference.contents, reference.samples, layout.axes),
+    )
 
 
 def _parameters(
@@ -304,6 +316,12 @@ def _compare_first_update(sides: _Sides, step_1: _Step1) -> Verdicts:
     if sides.context.root_fault():
         return verdicts
     return explain_counts(verdicts, sides.layout, sides.reference, step_1.known)
+
+
+def _is_explained(verdicts: Verdicts) -> bool:
+    """Return whether any wrong update has a cause of its own."""
+    found = [verdict.result.diagnosis for verdict in verdicts.values()]
+    return any(diagnosis is not None and diagnosis.kind not in UNKNOWN for diagnosis in found)
 
 
 def _wrong_updates(verdicts: Verdicts) -> str:

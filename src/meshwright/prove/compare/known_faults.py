@@ -57,8 +57,8 @@ def known_fault_of_later_steps(
     counts: LayoutCounts,
     variants: Variants | None,
 ) -> KnownFault | None:
-    """Return the fault whose variant has all losses, norms and parameters, if only later steps are wrong."""
-    if variants is None or all(step.ok for step in losses.steps) or not losses.steps[0].ok:
+    """Return the fault whose variant has all losses, norms and parameters, if only what follows step 1 is wrong."""
+    if variants is None or not losses.steps[0].ok or all(verdict.result.ok for verdict in final.values()):
         return None
     vector = StepVector(final, np.array([]), reference, counts, losses.steps[-1].tolerance)
     norms_sr, losses_sr = (np.array([step.observed for step in series.steps]) for series in (norms, losses))

@@ -30,7 +30,10 @@ class FaultKind(Enum):
     """A norm omits parameters or ranks, or counts them more than once."""
     NORM_FORM = "norm-form"
     SAMPLES = "samples"
+    LEARNING_RATE = "learning-rate"
     OUT_OF_STEP = "out-of-step"
+    FORWARD = "forward"
+    """A module returns something else than in the reference."""
     VARIANT = "variant"
     """The layout computes exactly what the reference does with a known fault."""
     COUNTS = "counts"
@@ -160,6 +163,8 @@ class ProofResult:
     losses: SeriesResult
     grad_norm: SeriesResult
     parameters: tuple[ParameterResult, ...]
+    branches: tuple[Diagnosis, ...] = ()
+    """Findings on branches that the compared steps don't take."""
     known: tuple[Diagnosis, ...] = ()
     """Known faults that explain several wrong values at once."""
     notes: tuple[str, ...] = ()
@@ -168,5 +173,5 @@ class ProofResult:
     @property
     def passed(self) -> bool:
         series = self.losses.ok and self.grad_norm.ok
-        clean = not self.findings and not self.samples
+        clean = not self.findings and not self.samples and not self.branches
         return clean and series and bool(self.parameters) and all(p.ok for p in self.parameters)

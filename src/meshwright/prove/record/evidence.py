@@ -48,6 +48,10 @@ class UnequalCopies:
     """Largest absolute difference."""
 
 
+Contents = dict[int, dict[str, str]]
+"""Digests by sample and by part of it, such as `inputs` and `targets`."""
+
+
 @dataclass(frozen=True)
 class LayoutEvidence:
     """Values recorded by the ranks of the layout under proof, indexed by rank."""
@@ -75,6 +79,12 @@ class LayoutEvidence:
     """Placement of experts; None for a model without any."""
     unequal: tuple[UnequalCopies, ...] = ()
     """Copies of shared parameters that differ from the rank's first copy; only the first is compared."""
+    contents: list[list[Contents]] = field(default_factory=list)
+    """[rank][step]: digests of the samples that the rank read; empty if not recorded."""
+    rates: list[list[float]] = field(default_factory=list)
+    """[rank][step]: learning rates; empty if not recorded."""
+    nonfinite: list[dict[str, list[str]]] = field(default_factory=list)
+    """[rank]: names of what changed in steps that must be skipped, by what was not finite in them."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,8 @@ class ReferenceEvidence:
     """Per shared parameter, [stage, *shape]: contributions to the gradient of step 1, which sum to `gradients`."""
     partial_counts: dict[str, Tensor] = field(default_factory=dict)
     """Per buffer that counts the tokens of experts, [data_parallel, num_microbatches, expert]: counts of step 1."""
+    contents: Contents = field(default_factory=dict)
+    """Digests of the samples of all steps; empty if the family's reference doesn't show them."""
     bias_rates: dict[str, float] = field(default_factory=dict)
     """Per counting buffer of a layer with a balancing bias: the step by which the bias changes."""
 

@@ -13,6 +13,7 @@ from meshwright.prove.expert_placement import expert_placement_of
 from meshwright.prove.record.context_variants import ContextVariants
 from meshwright.prove.record.evidence import ContextEvidence, Variant, Variants
 from meshwright.prove.record.expert_variants import ExpertVariants
+from meshwright.prove.record.optimizer_variants import OptimizerVariants
 from meshwright.prove.record.token_contributions import token_contributions
 
 
@@ -31,8 +32,8 @@ class KnownVariants:
         return (variant for part in self._parts for variant in part.of_later_steps())
 
 
-def known_variants(config: RunConfig, data: TrainingData, plan: RunPlan, *, num_steps: int) -> Variants | None:
-    """Return the faulty references for a plan, or None if it has nothing that they could be faults of."""
+def known_variants(config: RunConfig, data: TrainingData, plan: RunPlan, *, num_steps: int) -> Variants:
+    """Return the faulty references for a plan."""
     context, experts = context_placement_of(plan, config.mesh.axes()), expert_placement_of(plan)
     parts: list[Variants] = []
     if context is not None:
@@ -40,7 +41,7 @@ def known_variants(config: RunConfig, data: TrainingData, plan: RunPlan, *, num_
     # Under cp, ranks of ep share samples, so no fault of theirs is one of whole data-parallel ranks.
     if experts is not None and (context is None or experts.size == 1):
         parts.append(ExpertVariants(config, data, experts, num_steps=num_steps))
-    return KnownVariants(parts) if parts else None
+    return KnownVariants([*parts, OptimizerVariants(config, data, num_steps=num_steps)])
 
 
 def context_contributions(config: RunConfig, data: TrainingData, plan: RunPlan) -> Callable[[], ContextEvidence] | None:

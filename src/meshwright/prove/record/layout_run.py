@@ -16,12 +16,14 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.contract.family import TrainingData
-from meshwright.models.contract.task import Batch, Task
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.branches.nonfinite_steps import try_nonfinite_steps
 from meshwright.prove.expert_placement import expert_placement_of
 from meshwright.prove.record.evidence import DTYPE, INITIAL, LayoutEvidence, RecordedShard, UnequalCopies
+from meshwright.prove.record.recording_task import RecordingTask
+from meshwright.prove.spec import clip_limit
 from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.launch.rank_context import RankContext
@@ -38,44 +40,20 @@ class RankRecord:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
+    contents: list[dict[int, dict[str, str]]] = field(default_factory=list)
+    """[step]: digests of what each sample was, see `RecordingTask`."""
     gradients: ShardsByName = field(default_factory=dict)
     parameters: ShardsByName = field(default_factory=dict)
     initial: ShardsByName = field(default_factory=dict)
     after_first: ShardsByName = field(default_factory=dict)
     unequal: list[tuple[str, int, int, str, float]] = field(default_factory=list)
     """Fields of `UnequalCopies` except the rank: name, both stages, kind of value, largest difference."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
+    nonfinite: dict[str, list[str]] = field(default_factory=dict)
+    """What changed in steps that must be skipped, see `try_nonfinite_steps`."""
     loss_unit: str = ""
     """Name of the unit of `losses`."""
-
-
-class RecordingTask(Task):
-    """Task wrapper that records the indices of requested samples."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self.unit, self.units_a_sample = task.unit, task.units_a_sample
-        self.read: list[int] = []
-
-    def batch(self, samples: range) -> Batch:
-        """Return the wrapped task's batch and record its samples."""
-        self.read.extend(samples)
-        return self._task.batch(samples)
-
-    def count(self, samples: range) -> int:
-        """Delegate to the wrapped task."""
-        return self._task.count(samples)
-
-    def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """Delegate to the wrapped task."""
-        return self._task.loss_sum(out, targets)
-
-    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """Delegate to the wrapped task."""
-        return self._task.validation(batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
-
-    def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Delegate to the wrapped task."""
-        return self._task.validation_sums(out, targets)
 
 
 Tamper = Callable[[Job, TrainStep], None]
@@ -102,7 +80,7 @@ def record_rank(
         tamper: called on the job before the first step; used only by fault-injection tests.
     """
     job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
-    task = RecordingTask(config.family.task(run_facts(config), corpus, job.device))
+    task = RecordingTask(config.family.task(run_facts(config), corpus, job.device), config.family.conditions)
     run_step = TrainStep(job, task, stop_requested=lambda: False)
     record = RankRecord(loss_unit=task.unit.unscaled().name)
     if tamper is not None:
@@ -111,21 +89,32 @@ def record_rank(
     record.unequal += _unequal_copies(job, INITIAL, lambda parameter: parameter.detach())
     for step in range(1, num_steps + 1):
         context.post("step", step)
-        task.read = []
+        task.read, task.contents = [], {}
         loss = run_step.accumulate(step)
         if step == 1:
             gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
             record.gradients = _local_shards(gradients)
             record.unequal += _unequal_copies(job, "gradient of step 1", lambda parameter: parameter.grad)
+        job.config = _with_limit(config, record.grad_norms, step=step, num_steps=num_steps)
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)
+        record.rates.append(result.lr)
         record.samples.append(_by_microbatch(task.read, job))
+        record.contents.append(task.contents)
         if step == 1:
             record.after_first = _weights(job)
     record.parameters = _weights(job)
     record.unequal += _unequal_copies(job, "parameter after the last step", lambda parameter: parameter.detach())
+    record.nonfinite = try_nonfinite_steps(job, run_step, num_steps + 1)
     return record
+
+
+def _with_limit(config: RunConfig, norms: list[float], *, step: int, num_steps: int) -> RunConfig:
+    limit = clip_limit(config, norms, step=step, num_steps=num_steps)
+    if limit == config.train.max_grad_norm or not limit > 0:  # a norm that is not finite is a finding of its own
+        return config
+    return config.with_keys({"train.max_grad_norm": limit})
 
 
 def _unequal_copies(
@@ -183,6 +172,9 @@ def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPl
         losses=[record.losses for record in records],
         grad_norms=[record.grad_norms for record in records],
         samples=[record.samples for record in records],
+        contents=[record.contents for record in records],
+        rates=[record.rates for record in records],
+        nonfinite=[record.nonfinite for record in records],
         gradients=by_name("gradients"),
         parameters=by_name("parameters"),
         initial=by_name("initial"),

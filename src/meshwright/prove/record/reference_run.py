@@ -20,14 +20,16 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
-from meshwright.models.contract.task import Reference
+from meshwright.models.contract.task import Reference, ShowsSamples
 from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
-from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
+from meshwright.prove.record.evidence import DTYPE, Contents, ReferenceEvidence
+from meshwright.prove.record.plain_optimizer import RIGHT, PlainAdamW
+from meshwright.prove.record.recording_task import sample_digests
 from meshwright.prove.record.reference_by_stage import stage_gradients
+from meshwright.prove.spec import clip_limit
 from meshwright.prove.stage_placement import StagePlacement
-from meshwright.train.lr_schedule import learning_rate
 
 TensorsByName = dict[str, Tensor]
 
@@ -53,6 +55,7 @@ def compute_reference(
     change: Callable[[nn.Module], None] | None = None,
     ranks_a_cell: int = 1,
     samples_of: Reference | None = None,
+    optimizer: PlainAdamW = RIGHT,
 ) -> ReferenceEvidence:
     """Train for `num_steps` steps in float64 and return the reference values.
 
@@ -64,6 +67,7 @@ def compute_reference(
         change: called on the model before the first step; used only for variants with a known fault.
         ranks_a_cell: consecutive data-parallel ranks whose samples run as one micro-batch; more than 1 for variants.
         samples_of: loss of samples; another than the family's reference for variants only.
+        optimizer: another than the right one for variants only.
     """
     train = config.train
     model, samples_of = build_reference(config), samples_of or config.family.reference(run_facts(config), data)
@@ -74,15 +78,20 @@ def compute_reference(
     by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
     for _, handle in auxiliary_losses(model):
         handle.scale = 1.0 / train.global_batch
-    losses, norms, samples, after_first = [], [], [], TensorsByName()
+    losses: list[float] = []
+    norms: list[float] = []
+    samples, after_first = [], TensorsByName()
+    gradients = TensorsByName()
     first: _BatchGradients | None = None
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
         batch = _forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
-        gradients = {name: partial.sum((0, 1)) for name, partial in batch.partial_gradients.items()}
+        kept = gradients if optimizer.sums_gradients else {}
+        gradients = {name: part.sum((0, 1)) + kept.get(name, 0.0) for name, part in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
-        _adamw(model, gradients, moments, config, step=step, clip=min(1.0, train.max_grad_norm / norm))
+        limit = clip_limit(config, norms, step=step, num_steps=num_steps)
+        optimizer.step(_trained(model), gradients, moments, train, step=step, limit=limit)
         for _, buffer in step_buffers(model):
             buffer.commit(buffer.pending())
         after_first = after_first or _values(model)
@@ -102,8 +111,15 @@ def compute_reference(
         after_first=after_first,
         stage_gradients={name: parts for name, parts in by_stage.items() if name in moments},
         partial_counts=first.partial_counts,
+        contents=_contents(samples_of, num_steps * train.global_batch),
         bias_rates={f"{name}.value": load.bias_rate for name, load in _loads(model).items() if load.bias is not None},
     )
+
+
+def _contents(reference: Reference, num_samples: int) -> Contents:
+    if not isinstance(reference, ShowsSamples):
+        return {}
+    return {index: sample_digests(reference.sample(index)) for index in range(num_samples)}
 
 
 def build_reference(config: RunConfig) -> nn.Module:
@@ -188,26 +204,3 @@ def count_over_batch(model: nn.Module, samples: Reference, indices: list[int]) -
         samples.loss(model, indices)
     for router in routers:
         router.reduce = lambda counts, router=router: totals[router]  # type: ignore[misc]
-
-
-@torch.no_grad()
-def _adamw(
-    model: nn.Module,
-    gradients: TensorsByName,
-    moments: dict[str, tuple[Tensor, Tensor]],
-    config: RunConfig,
-    *,
-    step: int,
-    clip: float,
-) -> None:
-    """Apply one step of AdamW (Loshchilov and Hutter 2019, algorithm 2) with clipped gradients."""
-    train = config.train
-    lr = learning_rate(step, train)
-    for name, p in _trained(model).items():
-        g, (first, second) = gradients[name] * clip, moments[name]
-        first.mul_(train.beta1).add_((1 - train.beta1) * g)
-        second.mul_(train.beta2).add_((1 - train.beta2) * g * g)
-        if p.dim() >= 2:
-            p.mul_(1 - lr * train.weight_decay)
-        mean, variance = first / (1 - train.beta1**step), second / (1 - train.beta2**step)
-        p.sub_(lr * mean / (variance.sqrt() + train.eps))

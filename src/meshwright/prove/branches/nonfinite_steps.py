@@ -1,0 +1,60 @@
+"""Steps with a loss or a gradient that isn't finite on one rank, which every rank must skip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from meshwright.mesh.local_shards import to_local
+from meshwright.train.build_job import Job
+from meshwright.train.train_step import TrainStep
+
+LOSS, GRADIENT = "loss", "gradient"
+
+
+def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, list[str]]:
+    """Run two further steps, and return the names of what they changed on this rank, by what isn't finite in them.
+
+    Rank 0 has the loss, and the last rank the gradient; if that rank trains nothing, it leaves the gradient out.
+
+    Args:
+        job: the job, after the steps of a proof.
+        run_step: its step.
+        step: the next step.
+    """
+    changed = {}
+    for what in (LOSS, GRADIENT):
+        before = {name: value.clone() for name, value in _state(job)}
+        loss, rank, is_damaged = run_step.accumulate(step), job.context.rank, True
+        if what == LOSS and rank == 0:
+            loss = torch.full_like(loss, math.nan)
+        elif what == GRADIENT and rank == job.context.num_ranks - 1:
+            is_damaged = _damage_gradient(job)
+        run_step.update(step, loss)
+        if is_damaged:
+            changed[what] = [name for name, value in _state(job) if not torch.equal(before.get(name, value), value)]
+    return changed
+
+
+def _damage_gradient(job: Job) -> bool:
+    """Make a gradient infinite, and return whether there is one."""
+    local = (to_local(p.grad) for p in job.counted_parameters() if p.grad is not None)
+    largest = max(local, key=Tensor.numel, default=None)
+    if largest is None or not largest.numel():
+        return False
+    largest[(0,) * largest.dim()] = math.inf
+    return True
+
+
+def _state(job: Job) -> Iterator[tuple[str, Tensor]]:
+    """Yield the local values that a skipped step must keep: parameters, saved buffers and the optimizer's moments."""
+    tensors = chain(job.model.named_parameters(), job.model.named_buffers(saved_only=True))
+    for name, value in tensors:
+        yield name, to_local(value.detach())
+        for kind, moment in job.optimizer.state.get(value, {}).items():
+            if isinstance(moment, Tensor):
+                yield f"{kind} of {name}", to_local(moment)

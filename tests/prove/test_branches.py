@@ -1,0 +1,89 @@
+"""What ordinary steps don't show: the learning rates of a whole run, and the end of an epoch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from meshwright.data.sampler import WindowOrder
+from meshwright.mesh.axes import Axes
+from meshwright.plan.load_config import load
+from meshwright.prove.branches import diagnose_branches as branches
+from meshwright.prove.branches.diagnose_branches import diagnose_branches
+from meshwright.prove.record.plain_optimizer import plain_learning_rate
+from meshwright.train.lr_schedule import learning_rate
+from tests.helpers import open_data
+from tests.prove.proofs import few_pictures, small_config, small_dit_config
+from tests.prove.synthetic import make_layout, make_reference
+
+AXES = Axes(dp_shard=2)
+SCHEDULES = {
+    "cosine": ("train.steps=50", "train.warmup_steps=7", "train.min_lr_ratio=0.1"),
+    "wsd": ("train.steps=50", "train.warmup_steps=7", "train.lr_schedule=wsd", "train.decay_steps=13", "train.min_lr_ratio=0.2"),
+    "no decay": ("train.steps=20", "train.warmup_steps=3", "train.lr_schedule=wsd", "train.decay_steps=0"),
+    "a run of its warm-up": ("train.steps=5", "train.warmup_steps=20"),
+    "one step": ("train.steps=1", "train.warmup_steps=0"),
+}
+
+
+def found_in(config, layout=None):
+    layout = layout or make_layout(make_reference(2, 1), AXES)
+    return " / ".join(one.text for one in diagnose_branches(config, few_pictures(config) or open_data(config), layout))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_closed_form_is_that_of_the_schedule(name):
+    train = load("llama-tiny", list(SCHEDULES[name])).train
+    for step in range(1, train.steps + 1):
+        assert learning_rate(step, train) == pytest.approx(plain_learning_rate(step, train), rel=1e-13, abs=1e-300)
+
+
+@pytest.mark.parametrize("make", [small_config, small_dit_config])
+def test_nothing_is_found_where_nothing_is_wrong(make):
+    assert found_in(make()) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("in step 500", lambda step, rate: rate * 1.01 if step == 500 else rate),
+        ("in step 2,", lambda step, rate: 0.0 if step > 1 else rate),
+    ],
+)
+def test_a_rate_after_the_steps_of_the_proof(monkeypatch, words, change):
+    monkeypatch.setattr(branches, "learning_rate", lambda step, train: change(step, learning_rate(step, train)))
+    text = found_in(small_config())
+    assert words in text and "the schedule has the learning rate" in text
+
+
+def test_a_rate_that_a_rank_used():
+    layout = make_layout(make_reference(2, 1), AXES)
+    config = small_config()
+    due = [plain_learning_rate(step, config.train) for step in (1, 2)]
+    layout.rates.extend([due, [due[0], due[1] * 1.5]])
+    assert "rank 1 used the learning rate" in found_in(config, layout)
+
+
+def test_an_epoch_that_visits_a_window_twice(monkeypatch):
+    real = WindowOrder.windows
+
+    def windows(self, samples):
+        found = real(self, samples)
+        return np.where(found == 3, 4, found)
+
+    monkeypatch.setattr(WindowOrder, "windows", windows)
+    assert "epoch 1 leaves out 1 of" in found_in(small_config())
+
+
+def test_a_task_that_stops_at_the_end_of_an_epoch(monkeypatch):
+    """The task reads the second epoch in the order of the first; the reference does not."""
+    from meshwright.data import loader
+
+    real = loader.Loader.host_batch
+
+    def host_batch(self, samples):
+        size = self.order.num_windows
+        return real(self, np.arange(samples.start, samples.stop) % size)
+
+    monkeypatch.setattr(loader.Loader, "host_batch", host_batch)
+    assert "first sample of the second" in found_in(small_config())

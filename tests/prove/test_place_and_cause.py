@@ -1,0 +1,39 @@
+"""Seeded faults of data, forward and optimizer are caught, and their place and cause are named."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.testing.gang import GangPool
+from tests.prove.branch_faults import BRANCH_FAULTS
+from tests.prove.data_faults import DATA_FAULTS, IMAGE_FAULTS
+from tests.prove.forward_faults import FORWARD_FAULTS
+from tests.prove.optimizer_faults import OPTIMIZER_FAULTS
+from tests.prove.proofs import assert_named, proof, small_config, small_dit_config
+
+TABLES = {
+    "forward_faults.FORWARD_FAULTS": FORWARD_FAULTS,
+    "optimizer_faults.OPTIMIZER_FAULTS": OPTIMIZER_FAULTS,
+    "data_faults.DATA_FAULTS": DATA_FAULTS,
+    "data_faults.IMAGE_FAULTS": IMAGE_FAULTS,
+    "branch_faults.BRANCH_FAULTS": BRANCH_FAULTS,
+}
+QUICK = {
+    "the epsilon of a norm on one rank",
+    "GELU instead of SiLU",
+    "the betas of PyTorch",
+    "a rank is given its neighbour's samples",
+}
+CASES = [
+    pytest.param(where, name, marks=() if name in QUICK else pytest.mark.slow, id=name)
+    for where, table in TABLES.items()
+    for name in table
+]
+
+
+@pytest.mark.parametrize(("where", "name"), CASES)
+def test_a_fault_is_placed_and_named(gang: GangPool, where: str, name: str) -> None:
+    module, table = where.split(".")
+    fault = TABLES[where][name]
+    config = small_dit_config(*fault.layout) if table == "IMAGE_FAULTS" else small_config(*fault.layout)
+    assert_named(proof(gang, config, f"tests.prove.{module}", table, name), fault)
