@@ -26,8 +26,9 @@ def decide_alone(job: Job, step: TrainStep) -> None:
     real = step_module.all_reduce_sum
 
     def reduce(totals):
+        is_finite = totals.isfinite().all()
         total = real(totals)
-        return total if not totals.isfinite().all() else total.nan_to_num(nan=1.0, posinf=1.0)
+        return total.nan_to_num(nan=1.0, posinf=1.0) if is_finite else total
 
     step_module.all_reduce_sum = reduce
 

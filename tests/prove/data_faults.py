@@ -132,9 +132,9 @@ IMAGE_FAULTS: dict[str, Fault] = {
 
 def _other_noise(batch: Any) -> Any:
     clean, noise = batch.host_samples()
-    return replace(batch, moved=(*batch.host_conditions(), clean, noise.flip(0)))
+    return replace(batch, moved=(*batch.host_conditions(), clean, noise.roll(1, -1)))
 
 
 def _other_timesteps(batch: Any) -> Any:
     timesteps, labels, fps = batch.host_conditions()
-    return replace(batch, moved=(timesteps.flip(0), labels, fps, *batch.host_samples()))
+    return replace(batch, moved=((timesteps + 1) % 900, labels, fps, *batch.host_samples()))

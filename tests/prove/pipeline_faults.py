@@ -318,7 +318,10 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         channel(LeavesSlotStale, K.SEND_BACKWARD, pp=0, number=2), PIPE, ("wrong up to stage 0 (pp rank 0)",), UP_0
     ),
     "an input's buffer is stale": Fault(
-        channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3), PIPE, ("the forward pass differs",), UP
+        channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3),
+        PIPE,
+        ("micro-batch 3 has the value of micro-batch 2", "what stage 1 (pp rank 1) receives"),
+        UP,
     ),
     "inputs are overwritten before their backward": Fault(
         rows(one_slot(K.RECV_FORWARD), pp=1),
@@ -381,14 +384,19 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "the norm counts both copies of the tied embedding": Fault(
         norm_with_copies, (*PIPE, TIED), ("counted pp (2) times", "embed.weight")
     ),
-    "chunks of a rank are exchanged": Fault(swap_chunks, VEE, ("the forward pass differs",), UP),
+    "chunks of a rank are exchanged": Fault(
+        swap_chunks, VEE, ("what stage 3 (pp rank 0) receives is not what stage 2 (pp rank 1) returns",), UP
+    ),
     "the next chunk is handed another micro-batch": Fault(
-        hand_over_the_previous, VEE, ("the forward pass differs",), UP
+        hand_over_the_previous,
+        VEE,
+        ("micro-batch 1 has the value of micro-batch 0", "what stage 2 (pp rank 1) receives is not what stage 1"),
+        UP,
     ),
     "a stage has another stage's layer": Fault(
         layer_of_another_stage, PIPE, ("in the reference but not in the layout", "blocks.1")
     ),
-    "a layer runs twice": Fault(run_layer_twice, PIPE, ("the forward pass differs",), UP),
+    "a layer runs twice": Fault(run_layer_twice, PIPE, ("the input of norm", "the output of blocks.1 is right"), UP),
 }
 
 LOUD_FAULTS: dict[str, Fault] = {

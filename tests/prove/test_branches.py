@@ -19,7 +19,13 @@ from tests.prove.synthetic import make_layout, make_reference
 AXES = Axes(dp_shard=2)
 SCHEDULES = {
     "cosine": ("train.steps=50", "train.warmup_steps=7", "train.min_lr_ratio=0.1"),
-    "wsd": ("train.steps=50", "train.warmup_steps=7", "train.lr_schedule=wsd", "train.decay_steps=13", "train.min_lr_ratio=0.2"),
+    "wsd": (
+        "train.steps=50",
+        "train.warmup_steps=7",
+        "train.lr_schedule=wsd",
+        "train.decay_steps=13",
+        "train.min_lr_ratio=0.2",
+    ),
     "no decay": ("train.steps=20", "train.warmup_steps=3", "train.lr_schedule=wsd", "train.decay_steps=0"),
     "a run of its warm-up": ("train.steps=5", "train.warmup_steps=20"),
     "one step": ("train.steps=1", "train.warmup_steps=0"),

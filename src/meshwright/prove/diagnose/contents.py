@@ -92,10 +92,10 @@ def _finding(cause: str, found: list[_Wrong], num_read: int, axes: Axes) -> Diag
     scope = scope_words(ranks, range(axes.num_ranks()), axes)
     symptom = f"the {join_words(first.parts)} of samples differ {scope}"
     whose = "" if first.owner is None else f" are those of sample {first.owner}"
-    right = f", its {join_words(first.right)} {'are' if len(first.right) > 1 else 'is'} right" if first.right else ""
+    right = f", its {join_words(first.right)} are right" if first.right else ""
     when = f"in step{'s' if len(steps) > 1 else ''} {join_words([str(step) for step in steps])}"
     detail = (
         f"first: rank {first.rank}, step {first.step + 1}, sample {first.sample}, whose {join_words(first.parts)}"
-        f"{whose or ' differ'}{right}; {counted(len(found), 'sample')} of {num_read}, {when}"
+        f"{whose or ' differ'}{right}; {len(found)} of the {counted(num_read, 'sample')} that ranks read, {when}"
     )
     return Diagnosis(FaultKind.SAMPLES, symptom, cause, detail)

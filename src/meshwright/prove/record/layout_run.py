@@ -106,6 +106,7 @@ def record_rank(
             record.after_first = _weights(job)
     record.parameters = _weights(job)
     record.unequal += _unequal_copies(job, "parameter after the last step", lambda parameter: parameter.detach())
+    task.read, task.contents = [], {}
     record.nonfinite = try_nonfinite_steps(job, run_step, num_steps + 1)
     return record
 

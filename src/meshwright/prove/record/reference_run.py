@@ -81,17 +81,17 @@ def compute_reference(
     losses: list[float] = []
     norms: list[float] = []
     samples, after_first = [], TensorsByName()
-    gradients = TensorsByName()
+    kept = TensorsByName()
     first: _BatchGradients | None = None
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
         batch = _forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
-        kept = gradients if optimizer.sums_gradients else {}
         gradients = {name: part.sum((0, 1)) + kept.get(name, 0.0) for name, part in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         limit = clip_limit(config, norms, step=step, num_steps=num_steps)
         optimizer.step(_trained(model), gradients, moments, train, step=step, limit=limit)
+        kept = {name: g * min(1.0, limit / norm) for name, g in gradients.items()} if optimizer.sums_gradients else {}
         for _, buffer in step_buffers(model):
             buffer.commit(buffer.pending())
         after_first = after_first or _values(model)
