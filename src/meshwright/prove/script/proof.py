@@ -1,0 +1,110 @@
+"""`meshwright prove script`: runs a script on each layout, compares with the first, and reports. Imports torch late."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.api import Proof, Say
+from meshwright.errors import InputError
+from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
+from meshwright.train.launch.launcher import launch
+from meshwright.train.launch.rank_context import RankContext
+
+NUM_PERTURBED = 2
+"""Further runs of the reference, with weights changed by one rounding unit, that measure tolerances."""
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """All runs of a proof, to be compared in a process of its own."""
+
+    reference: ScriptRun
+    perturbed: tuple[ScriptRun, ...]
+    layouts: tuple[ScriptRun, ...]
+    result: Path
+
+
+def prove_script(
+    script: str | Path,
+    layouts: Sequence[str],
+    *,
+    arguments: Sequence[str] = (),
+    steps: int = 3,
+    timeout_s: float = 300.0,
+    say: Say | None = None,
+) -> Proof:
+    """Prove that a training script, which uses a `Recorder`, computes the same on several layouts.
+
+    Args:
+        script: path of the script.
+        layouts: at least two; each a number of processes, then further arguments of the script. The first is the
+            reference.
+        arguments: arguments of the script on every layout.
+        steps: optimizer steps to compare; the recorder ends the script after them.
+        timeout_s: time limit of each run.
+        say: called with the reason for a long wait.
+
+    Raises:
+        MeshwrightError: the input is invalid, the script failed, recorded too little, or is not deterministic.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise InputError(
+            f"file not found: {path}",
+            where="command line, SCRIPT",
+            rule="the script to prove is a Python file",
+            fix="meshwright prove script train.py …",
+        )
+    choices = [parse_layout(text) for text in layouts]
+    if len(choices) < 2:
+        raise InputError(
+            "a proof needs two layouts" if choices else "no layout was given",
+            where="command line, --layout",
+            rule="the first layout is the reference, with which the others are compared",
+            fix='--layout "1" --layout "2"',
+        )
+    with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as name:
+        folder = Path(name)
+
+        def run(at: int, label: str, perturbation: int = 0) -> ScriptRun:
+            (folder / label).mkdir()
+            found = ScriptRun(
+                path.resolve(), choices[at], tuple(arguments), steps, folder / label, timeout_s, perturbation
+            )
+            (say or _ignore)(
+                f"{path.name}: {found.layout}" + (", with perturbed weights" if perturbation else "") + " …"
+            )
+            launch(run_body, found, num_ranks=found.layout.num_ranks, threads=1)
+            return found
+
+        reference = run(0, "reference")
+        perturbed = tuple(run(0, f"perturbed-{seed}", seed) for seed in range(1, NUM_PERTURBED + 1))
+        others = tuple(run(at, f"layout-{at}") for at in range(1, len(choices)))
+        runs = _Runs(reference, perturbed, others, folder / "result.json")
+        launch(compare_body, runs, num_ranks=1, threads=1)
+        answer = json.loads(runs.result.read_text("utf-8"))
+    (say or _ignore)("")
+    return Proof(answer["report"]["passed"], tuple(answer["lines"]), answer["report"])
+
+
+def run_body(context: RankContext, run: ScriptRun) -> None:
+    """Run the script as one rank. Imports torch here to keep the launcher torch-free."""
+    from meshwright.prove.script.start_ranks import run_rank
+
+    run_rank(context, run)
+
+
+def compare_body(context: RankContext, runs: _Runs) -> None:
+    """Compare all runs. Imports torch here to keep the launcher torch-free."""
+    from meshwright.prove.script.compare_runs import compare_runs
+
+    context.post("comparing")
+    compare_runs(runs.reference, runs.perturbed, runs.layouts, runs.result)
+
+
+def _ignore(text: str) -> None:
+    pass
