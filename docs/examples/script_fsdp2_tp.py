@@ -1,6 +1,6 @@
 """FSDP2 with tensor and sequence parallelism, written with PyTorch only; the lines with `recorder` are for proofs.
 
-meshwright prove script docs/examples/script_fsdp2_tp.py --layout "1" --layout "2" --layout "2 --tp 2" --layout "4 --tp 2"
+meshwright prove script docs/examples/script_fsdp2_tp.py --layout "1 --accumulate 1" --layout "4 --tp 2"
 torchrun --nproc-per-node 4 docs/examples/script_fsdp2_tp.py --tp 2
 """
 
@@ -78,13 +78,13 @@ def local(gradient: Tensor) -> Tensor:
 def reduce_norm_gradients(model: Model, mesh: DeviceMesh) -> None:
     """Sum the gradients of norms over tp: each rank has seen its part of the sequence only."""
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name and parameter.grad is not None:
             dist.all_reduce(local(parameter.grad), group=mesh["tp"].get_group())
 
 
 def global_norm(model: Model) -> Tensor:
     """Return the norm of all gradients; each is on its own mesh."""
-    norms = [p.grad.norm() for p in model.parameters()]
+    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
     return torch.stack([norm.full_tensor() for norm in norms]).norm()
 
 
@@ -126,7 +126,8 @@ def main() -> None:
             recorder.gradients()
             norm = global_norm(model)
             for parameter in model.parameters():
-                parameter.grad.mul_((0.1 / norm).clamp(max=1.0))
+                if parameter.grad is not None:
+                    parameter.grad.mul_((0.1 / norm).clamp(max=1.0))
             optimizer.step()
             recorder.loss(total)
             recorder.norm(norm)

@@ -123,7 +123,7 @@ def factor_cause(
     averaged = _most_plausible([term for term in terms if close(factor, 1.0 / term.size, counts.rounding)])
     if averaged:
         return f"averaged over {_either(averaged)} instead of summed"
-    return _two_terms(factor, [term for term in terms if term.rarity == 1])
+    return _two_terms(factor, [term for term in terms if term.rarity == 1], counts.rounding)
 
 
 def close(value: float, target: float, rounding: float = 0.0) -> bool:

@@ -12,7 +12,7 @@ from meshwright.prove.script.evidence import load_evidence
 from meshwright.prove.script.layout_choice import ScriptRun
 from meshwright.prove.script.report import to_json, to_lines
 from meshwright.prove.script.samples import diagnose_epochs
-from meshwright.prove.script.settings import notes_on_settings
+from meshwright.prove.script.settings import diagnose_optimizer, notes_on_settings
 from meshwright.prove.script.tolerances import measure_tolerances
 
 
@@ -24,10 +24,12 @@ def compare_runs(reference: ScriptRun, perturbed: Sequence[ScriptRun], layouts: 
     """
     expected = load_evidence(reference)
     tolerances = measure_tolerances(expected, [load_evidence(run) for run in perturbed])
-    results = [compare_script(load_evidence(run), expected, tolerances) for run in layouts]
+    found = [load_evidence(run) for run in layouts]
+    results = [compare_script(layout, expected, tolerances) for layout in found]
     epochs = diagnose_epochs(expected)
     own = [] if epochs is None else [ReportedFinding("samples", epochs)]
-    notes = tuple(notes_on_settings(expected))
+    own += diagnose_optimizer(expected)
+    notes = tuple(notes_on_settings(expected, found))
     report = to_json(expected, tolerances, results, own, notes)
     lines = to_lines(expected, tolerances, results, own, notes)
     out.write_text(json.dumps({"report": report, "lines": lines}), "utf-8")

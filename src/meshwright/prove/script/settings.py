@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import join_words, number_words, rank_words
@@ -22,15 +22,27 @@ def diagnose_settings(layout: ScriptEvidence, reference: ScriptEvidence) -> Iter
     yield from _learning_rates(layout, reference)
 
 
-def notes_on_settings(reference: ScriptEvidence) -> Iterator[str]:
-    """Yield remarks on parameters that no layout trains, which comparing layouts can't find."""
-    trainable, optimized = _merged(reference, "trainable"), _merged(reference, "optimized")
-    frozen = [name for name, flag in trainable.items() if not flag]
+def diagnose_optimizer(reference: ScriptEvidence) -> Iterator[ReportedFinding]:
+    """Yield a finding if the optimizer holds other tensors than the model's parameters, whatever the layout."""
+    lost, foreign = _not_optimized(reference), max(record.num_foreign for record in reference.records)
+    if lost and foreign:
+        yield _finding("optimizer", FaultKind.NOT_UPDATED, f"lacks {names_text(lost)}", _foreign_cause(foreign))
+
+
+def notes_on_settings(reference: ScriptEvidence, layouts: Sequence[ScriptEvidence]) -> Iterator[str]:
+    """Yield remarks on what all layouts have in common, where comparing them can't find a fault."""
+    frozen = [name for name, flag in _merged(reference, "trainable").items() if not flag]
     if frozen:
         yield f"frozen on every layout (requires_grad is False): {names_text(frozen)}"
-    lost = [name for name, flag in optimized.items() if not flag and trainable[name]]
+    lost = _not_optimized(reference)
     if lost:
         yield f"not in the optimizer on any layout, so never updated: {names_text(lost)}"
+    micro = reference.microbatches
+    if micro > 1 and all(layout.microbatches == micro for layout in layouts):
+        yield (
+            f"every layout has {micro} micro-batches, so a missing division by their number is not seen: make the "
+            "reference take the batch as one"
+        )
 
 
 def names_text(names: list[str]) -> str:
@@ -72,11 +84,20 @@ def _flags(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[Report
     lost = [name for name, flag in found.items() if not flag and expected.get(name)]
     if lost:
         foreign = max(record.num_foreign for record in layout.records)
-        cause = "not in the optimizer"
-        if foreign:
-            what = counted(foreign, "tensor")
-            cause += f", which holds {what} that the model lacks: it was made before the model was sharded or wrapped"
+        cause = _foreign_cause(foreign) if foreign else "not in the optimizer"
         yield _finding("optimizer", FaultKind.NOT_UPDATED, f"lacks {names_text(lost)}", cause)
+
+
+def _not_optimized(evidence: ScriptEvidence) -> list[str]:
+    trainable = _merged(evidence, "trainable")
+    return [name for name, flag in _merged(evidence, "optimized").items() if not flag and trainable[name]]
+
+
+def _foreign_cause(num_tensors: int) -> str:
+    what = counted(num_tensors, "tensor")
+    return (
+        f"not in the optimizer, which holds {what} that the model lacks: make it after sharding or wrapping the model"
+    )
 
 
 def _tied(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[ReportedFinding]:
