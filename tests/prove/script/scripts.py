@@ -1,0 +1,38 @@
+"""The example scripts, copies of them with a planted fault, and proofs of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.prove.script.proof import prove_script
+
+ROOT = Path(__file__).parents[3]
+FSDP2_TP = ROOT / "docs/examples/script_fsdp2_tp.py"
+PIPELINE = ROOT / "docs/examples/script_pipeline.py"
+ACCELERATE = ROOT / "docs/examples/script_accelerate.py"
+DDP = Path(__file__).with_name("ddp_script.py")
+
+
+def planted(script, folder, *changes):
+    """A copy of a script in `folder` with pieces of its source replaced, each of which it has once."""
+    text = script.read_text("utf-8")
+    for before, after in changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    copy = folder / "train.py"
+    copy.write_text(text, "utf-8")
+    return copy
+
+
+def prove(script, *layouts, arguments=(), steps=3):
+    return prove_script(script, layouts, arguments=arguments, steps=steps, timeout_s=200)
+
+
+def causes(proof):
+    """What a proof says: of each finding that follows from no other, all words."""
+    found = [*proof.report["findings"], *(one for layout in proof.report["layouts"] for one in layout["findings"])]
+    return [
+        " | ".join([one["about"], *one["members"], one["symptom"], one["cause"], one["detail"]])
+        for one in found
+        if not one["is_consequence"]
+    ]
