@@ -13,7 +13,7 @@ LOCAL_NORM = "norm = torch.stack([local(p.grad).norm() for p in model.parameters
 BUILT = "    model = Model()\n    shard(model, mesh)\n"
 SHARDED = "    fully_shard(model, mesh=mesh["
 FROZEN = "    model.blocks[0].up.weight.requires_grad_(mesh['dp'].size() == 1)\n"
-SUMMED = "    shard(model, mesh)\n    for unit in (*model.blocks, model):\n        unit.set_gradient_divide_factor(1.0)\n"
+SUMMED = "    shard(model, mesh)\n    for unit in (*model.blocks, model):\n        unit.set_gradient_divide_factor(1.0)\n        unit.set_force_sum_reduction_for_comms(True)\n"
 
 FAULTS = {
     "accumulation not divided": (
@@ -72,7 +72,7 @@ FAULTS = {
     ),
     "initial weights of each rank": (
         FSDP2_TP, [("    model = Model()\n", "    torch.manual_seed(dist.get_rank())\n    model = Model()\n")], [ONE, "2"],
-        ["initial |", "initial weights differ only on rank 1", "start from different weights"],
+        ["initial |", "initial weights differ on rank 1", "start from different weights"],
     ),
     "summed over data-parallel ranks": (
         FSDP2_TP, [("    shard(model, mesh)\n", SUMMED)], [ONE, "2 --accumulate 1"],

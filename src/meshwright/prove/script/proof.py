@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.api import Proof, Say
-from meshwright.errors import InputError
+from meshwright.errors import InputError, RunError
 from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
 NUM_PERTURBED = 2
 """Further runs of the reference, with weights changed by one rounding unit, that measure tolerances."""
+
+TIMED_OUT = "Timeout ("
+"""What `faulthandler` prints above the stacks of a rank that reached the time limit."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def prove_script(
             (say or _ignore)(
                 f"{path.name}: {found.layout}" + (", with perturbed weights" if perturbation else "") + " …"
             )
-            launch(run_body, found, num_ranks=found.layout.num_ranks, threads=1)
+            _launch(found)
             return found
 
         reference = run(0, "reference")
@@ -89,6 +92,30 @@ def prove_script(
         answer = json.loads(runs.result.read_text("utf-8"))
     (say or _ignore)("")
     return Proof(answer["report"]["passed"], tuple(answer["lines"]), answer["report"])
+
+
+def _launch(run: ScriptRun) -> None:
+    """Run the script on a layout.
+
+    Raises:
+        RunError: a rank failed, or the time limit was reached; then it says where each rank was.
+    """
+    try:
+        launch(run_body, run, num_ranks=run.layout.num_ranks, threads=1)
+    except RunError:
+        places = []
+        for rank in range(run.layout.num_ranks):
+            _, late, stacks = run.printed(rank, num_lines=1000).rpartition(TIMED_OUT)
+            own = [line.strip() for line in stacks.splitlines() if str(run.script) in line]
+            places += [f"rank {rank}: {(own or ['outside the script'])[0]}"] if late else []
+        if not places:
+            raise
+        raise RunError(
+            f"{run.script.name} did not end within {run.timeout_s:g} s on {run.layout}",
+            where="\n       ".join(places),
+            rule="--timeout limits each run; ranks that wait for each other never end",
+            fix="look at where each rank waits; for a slow script, a larger --timeout",
+        ) from None
 
 
 def run_body(context: RankContext, run: ScriptRun) -> None:

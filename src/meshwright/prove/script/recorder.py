@@ -231,7 +231,7 @@ def _number(value: Any, what: str) -> float:
                 fix=f"recorder.{what}(value.full_tensor())",
             )
         value = value.to_local()
-    return float(value)
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 @torch.no_grad()
