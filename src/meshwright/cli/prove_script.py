@@ -31,9 +31,10 @@ def prove_script(
     json_path: JsonPath = None,
 ) -> None:
     """Prove that a training script of yours computes the same on several layouts."""
-    from meshwright.prove.script.proof import prove_script as prove
+    from meshwright import api
 
     def proof() -> Proof:
-        return prove(script, layouts or [], arguments=arguments or [], steps=steps, timeout_s=timeout_s, say=say)
+        given = arguments or []
+        return api.prove_script(script, layouts or [], arguments=given, steps=steps, timeout_s=timeout_s, say=say)
 
     prove_and_show(proof, json_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.prove.script.proof import prove_script
+from meshwright.api import prove_script
 
 ROOT = Path(__file__).parents[3]
 FSDP2_TP = ROOT / "docs/examples/script_fsdp2_tp.py"

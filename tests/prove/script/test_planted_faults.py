@@ -13,7 +13,11 @@ LOCAL_NORM = "norm = torch.stack([local(p.grad).norm() for p in model.parameters
 BUILT = "    model = Model()\n    shard(model, mesh)\n"
 SHARDED = "    fully_shard(model, mesh=mesh["
 FROZEN = "    model.blocks[0].up.weight.requires_grad_(mesh['dp'].size() == 1)\n"
-SUMMED = "    shard(model, mesh)\n    for unit in (*model.blocks, model):\n        unit.set_gradient_divide_factor(1.0)\n        unit.set_force_sum_reduction_for_comms(True)\n"
+SUMMED = """    shard(model, mesh)
+    for unit in (*model.blocks, model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+"""
 
 FAULTS = {
     "accumulation not divided": (
@@ -71,7 +75,8 @@ FAULTS = {
         ["learning rate |", "0.02 in step 1", "multiplied by the number of"],
     ),
     "initial weights of each rank": (
-        FSDP2_TP, [("    model = Model()\n", "    torch.manual_seed(dist.get_rank())\n    model = Model()\n")], [ONE, "2"],
+        FSDP2_TP, [("    model = Model()\n", "    torch.manual_seed(dist.get_rank())\n    model = Model()\n")],
+        [ONE, "2"],
         ["initial |", "initial weights differ on rank 1", "start from different weights"],
     ),
     "summed over data-parallel ranks": (

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from meshwright.api import prove_script
 from meshwright.errors import InputError, MeshwrightError
 from meshwright.prove.script.layout_choice import parse_layout
-from meshwright.prove.script.proof import prove_script
 from tests.prove.script.scripts import DDP, planted, prove
 
 

@@ -118,7 +118,7 @@ def _names(run: _Comparison) -> Iterator[ReportedFinding]:
         ("of another shape", [name for name in found if expected.get(name, found[name]) != found[name]]),
     ):
         if names:
-            cause = "the two sides do not hold the same parameters: a stage that numbers its layers anew needs names="
+            cause = "the two sides do not hold the same parameters: a stage that renumbers its layers needs names="
             yield ReportedFinding("parameters", Diagnosis(FaultKind.EVIDENCE, f"{what}: {names_text(names)}", cause))
 
 

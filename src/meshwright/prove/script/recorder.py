@@ -42,8 +42,8 @@ class Recorder:
     Args:
         model: the model as trained: wrapped, sharded, or the module or modules of this rank's pipeline stages.
         optimizer: the optimizer, or several.
-        names: from a parameter's name on this rank to its name in the whole model, where a pipeline stage numbers its
-            layers anew; names that a mapping lacks stay.
+        names: from a parameter's name on this rank to its name in the whole model, where a pipeline stage renumbers its
+            layers; names that a mapping lacks stay.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError, RunError
 from meshwright.prove.script.layout_choice import FOLDER, PERTURBATION, STEPS, ScriptRun
@@ -68,11 +68,11 @@ def _failure(context: RankContext, run: ScriptRun, what: str, line: str) -> RunE
     )
 
 
-def _meet(context: RankContext, run: ScriptRun) -> dist.TCPStore | None:
+def _meet(context: RankContext, run: ScriptRun) -> TCPStore | None:
     """Set the variables of torchrun; rank 0 opens the store that all ranks use, as torchrun's agent does."""
     port, store = run.folder / "port", None
     if context.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
         temporary = port.with_suffix(".tmp")
         temporary.write_text(str(store.port))
         temporary.rename(port)
@@ -95,7 +95,7 @@ def _meet(context: RankContext, run: ScriptRun) -> dist.TCPStore | None:
     return store
 
 
-def _leave(store: dist.TCPStore | None) -> None:
+def _leave(store: TCPStore | None) -> None:
     """End this process without the destructors of process groups, which may wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
