@@ -17,7 +17,7 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind, SeriesResult, 
 from meshwright.prove.compare.scalar_verdict import explain_first_norm
 from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, compare_tensors
-from meshwright.prove.diagnose.factors import LayoutCounts
+from meshwright.prove.diagnose.factors import LayoutCounts, factor_cause
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
 from meshwright.prove.diagnose.losses import diagnose_loss, diagnose_series
 from meshwright.prove.diagnose.weights import UpdateHistory, diagnose_initial, diagnose_update
@@ -209,7 +209,8 @@ def _scaled(run: _Comparison) -> Iterator[ReportedFinding]:
         symptom = f"scaled by {found[low]:.4g} on rank {low} and {found[high]:.4g} on rank {high}, by {expected}"
         cause = "gradients are clipped by a norm of each rank's own shards: reduce the norm over all ranks"
     else:
-        symptom, cause = f"scaled by {found[low]:.4g}, by {expected}", "clipping with another norm or limit"
+        factor = factor_cause(found[low] / due[0], run.counts("gradients")) if abs(due[0] - 1.0) <= SAME_FACTOR else ""
+        symptom, cause = f"scaled by {found[low]:.4g}, by {expected}", factor or "clipping with another norm or limit"
     yield ReportedFinding("clipping", Diagnosis(FaultKind.NORM_MEMBERS, symptom, cause))
 
 

@@ -30,6 +30,8 @@ class RankRecord:
     norms: list[list[float]] = field(default_factory=list)
     learning_rates: list[list[float]] = field(default_factory=list)
     """[step][parameter group]"""
+    options: list[dict[str, list[float]]] = field(default_factory=list)
+    """Per parameter group: numbers that the optimizer was given, such as betas, except the learning rate."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Full shape of each parameter."""
     initial: ShardsByName = field(default_factory=dict)

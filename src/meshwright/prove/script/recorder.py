@@ -159,6 +159,10 @@ class Recorder:
         record, parameters = self._record, dict(self._parameters())
         held = {id(parameter) for group in self._groups for parameter in group["params"]}
         own = {id(parameter) for parameter in parameters.values()}
+        record.options = [
+            {key: numbers for key, value in group.items() if key != "lr" and (numbers := _numbers(value))}
+            for group in self._groups
+        ]
         tied, sharded = defaultdict(list), set()
         for name, parameter in parameters.items():
             record.shapes[name] = tuple(parameter.shape)
@@ -214,6 +218,12 @@ def _partial_dims(gradient: Tensor | None) -> list[str]:
         return []
     names = zip(_dim_names(gradient), gradient.placements, strict=True)
     return [name for name, placement in names if placement.is_partial()]
+
+
+def _numbers(option: Any) -> list[float]:
+    """Return an optimizer's option as numbers; an empty list if it has none."""
+    values = option if isinstance(option, list | tuple) else [option]
+    return [float(value) for value in values] if all(isinstance(value, bool | int | float) for value in values) else []
 
 
 def _number(value: Any, what: str) -> float:

@@ -20,6 +20,7 @@ def diagnose_settings(layout: ScriptEvidence, reference: ScriptEvidence) -> Iter
     yield from _flags(layout, reference)
     yield from _tied(layout, reference)
     yield from _learning_rates(layout, reference)
+    yield from _options(layout, reference)
 
 
 def diagnose_optimizer(reference: ScriptEvidence) -> Iterator[ReportedFinding]:
@@ -122,6 +123,20 @@ def _learning_rates(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterat
                 detail = f"{number_words(factor)} × the reference, in parameter group {group}"
                 yield _finding("learning rate", FaultKind.STEP_SCALED, symptom, cause, detail)
                 return
+
+
+def _options(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[ReportedFinding]:
+    expected = reference.records[0].options
+    for rank, record in enumerate(layout.records):
+        for group, (options, due) in enumerate(zip(record.options, expected, strict=False)):
+            for key, wanted in due.items():
+                if key in options and options[key] != wanted:
+                    found, right = (
+                        ", ".join(f"{number:g}" for number in numbers) for numbers in (options[key], wanted)
+                    )
+                    symptom = f"{key} is {found} on {rank_words([rank])}, {right} in the reference"
+                    yield _finding("optimizer", FaultKind.STEP_SCALED, symptom, f"another {key}", f"in group {group}")
+                    return
 
 
 def _finding(about: str, kind: FaultKind, symptom: str, cause: str, detail: str = "") -> ReportedFinding:
