@@ -1,7 +1,7 @@
 """Data parallelism with accelerate (the extra `accelerate`); the lines with `recorder` are for proofs.
 
 meshwright prove script docs/examples/script_accelerate.py --layout "1 --accumulate 1" --layout "2"
-accelerate launch --cpu --num-processes 2 docs/examples/script_accelerate.py
+torchrun --nproc-per-node 2 docs/examples/script_accelerate.py
 """
 
 import argparse

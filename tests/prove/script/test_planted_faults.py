@@ -24,6 +24,15 @@ FAULTS = {
         FSDP2_TP, [("            loss = loss / options.accumulate\n", "")], [ONE, "2 --accumulate 4"],
         ["gradient |", "4.000 × the reference", "summed over the 4 micro-batches instead of averaged"],
     ),
+    "gradients cleared between micro-batches": (
+        FSDP2_TP, [("loss.backward()\n", "optimizer.zero_grad()\n            loss.backward()\n")],
+        [ONE, "2 --accumulate 4"],
+        ["gradient |", "only the last micro-batch is present", "accumulation is missing"],
+    ),
+    "another weight decay": (
+        FSDP2_TP, [("lr=1e-2", "lr=1e-2, weight_decay=0.01 * dp_size")], [ONE, "2"],
+        ["optimizer |", "weight_decay is 0.02 on rank 0, 0.01 in the reference"],
+    ),
     "no set_epoch": (
         FSDP2_TP, [("        sampler.set_epoch(epoch)\n", "")], [ONE, "2"],
         ["samples", "step 3 reads the samples of step 1", "set_epoch(epoch) is not called"],

@@ -15,7 +15,7 @@ import torch
 from meshwright.prove.compare.conclude import missing_gradient, narrow_to_axis, with_empty_shards
 from meshwright.prove.compare.result import Diagnosis, FaultKind, SeriesResult, TensorResult
 from meshwright.prove.compare.scalar_verdict import explain_first_norm
-from meshwright.prove.compare.tensor_shards import Array
+from meshwright.prove.compare.tensor_shards import Array, max_difference
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, compare_tensors
 from meshwright.prove.diagnose.factors import LayoutCounts, factor_cause
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
@@ -150,7 +150,29 @@ def _gradients(run: _Comparison, before: str) -> list[ReportedFinding]:
 
     found = narrow_to_axis(_diagnosed(verdicts, cause), counts)
     run.wrong_gradients = {name for name, verdict in found.items() if not verdict.result.ok}
-    return _grouped("gradients", found if before else _copies_not_summed(run, found))
+    if not before:
+        found = _overwritten(run, _copies_not_summed(run, found))
+    return _grouped("gradients", found)
+
+
+def _overwritten(run: _Comparison, verdicts: Verdicts) -> Verdicts:
+    """Recognise gradients of which each micro-batch cleared what the one before had left."""
+    lost, found = run.layout.shards("before_microbatches"), dict(verdicts)
+    for name, verdict in verdicts.items():
+        if verdict.result.ok or not lost.get(name):
+            continue
+        suspect, by_rank = verdict.suspect, {shard.rank: shard.value.double().numpy() for shard in lost[name]}
+        pairs = [(one, by_rank.get(one.rank)) for one in suspect.wrong_shards]
+        if all(
+            left is not None
+            and left.shape == one.value.shape
+            and suspect.matches(one.value + left, one.slice_of(suspect.expected), max_difference(left, 0 * left)[0])
+            for one, left in pairs
+        ):
+            cause = "each micro-batch overwrites the gradient of the previous one: accumulation is missing"
+            symptom = f"only the last micro-batch is present {suspect.scope_text()}"
+            found[name] = verdict.with_diagnosis(Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause))
+    return found
 
 
 def _copies_not_summed(run: _Comparison, verdicts: Verdicts) -> Verdicts:

@@ -36,6 +36,8 @@ class RankRecord:
     """Full shape of each parameter."""
     initial: ShardsByName = field(default_factory=dict)
     gradients: ShardsByName = field(default_factory=dict)
+    before_microbatches: ShardsByName = field(default_factory=dict)
+    """Sum of the gradients at the start of each micro-batch of step 1: what an overwritten gradient has lost."""
     after_first: ShardsByName = field(default_factory=dict)
     parameters: ShardsByName = field(default_factory=dict)
     partial: dict[str, list[str]] = field(default_factory=dict)

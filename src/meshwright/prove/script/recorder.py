@@ -72,9 +72,14 @@ class Recorder:
         Args:
             microbatches: number of micro-batches that a pipeline's schedule splits these samples into.
         """
-        if self._folder:
-            self._record.samples[-1] += hash_rows(values)
-            self._record.microbatches[-1] += microbatches
+        if not self._folder:
+            return
+        if len(self._record.samples) == 1 and self._record.microbatches[-1]:
+            lost = self._record.before_microbatches
+            for name, (offset, value) in self._shards(lambda parameter: parameter.grad).items():
+                lost[name] = offset, value + lost[name][1] if name in lost else value
+        self._record.samples[-1] += hash_rows(values)
+        self._record.microbatches[-1] += microbatches
 
     def loss(self, value: Any) -> None:
         """Record the loss of the step: of the global batch, or of this rank's samples. Several values are averaged."""
