@@ -12,6 +12,20 @@ PIPELINE = ROOT / "docs/examples/script_pipeline.py"
 ACCELERATE = ROOT / "docs/examples/script_accelerate.py"
 DDP = Path(__file__).with_name("ddp_script.py")
 
+BFLOAT16 = [
+    ("import fully_shard\n", """import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as shard_fully
+
+
+def fully_shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_fully(module, mesh=mesh, mp_policy=policy)
+
+
+"""),
+]  # fmt: skip
+"""Changes of the FSDP2 script to mixed precision."""
+
 
 def planted(script, folder, *changes):
     """A copy of a script in `folder` with pieces of its source replaced, each of which it has once."""

@@ -47,6 +47,8 @@ def record(*, seed=0, perturbed=0.0):
         scaled=[0.5],
         eps=torch.finfo(torch.float32).eps,
         dtype="float32",
+        unit=torch.finfo(torch.float32).eps,
+        computed_in="float32",
         **tensors,
     )
 

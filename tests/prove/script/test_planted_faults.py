@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.prove.script.scripts import DDP, FSDP2_TP, PIPELINE, causes, planted, prove
+from tests.prove.script.scripts import BFLOAT16, DDP, FSDP2_TP, PIPELINE, causes, planted, prove
 
 ONE = "1 --accumulate 1"
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
@@ -32,6 +32,14 @@ FAULTS = {
     "another weight decay": (
         FSDP2_TP, [("lr=1e-2", "lr=1e-2, weight_decay=0.01 * dp_size")], [ONE, "2"],
         ["optimizer |", "weight_decay is 0.02 on rank 0, 0.01 in the reference"],
+    ),
+    "accumulation not divided, in bfloat16": (
+        FSDP2_TP, [*BFLOAT16, ("            loss = loss / options.accumulate\n", "")], [ONE, "2 --accumulate 4"],
+        ["gradient |", "4.000 × the reference", "summed over the 4 micro-batches instead of averaged"],
+    ),
+    "norms not reduced over tp, in bfloat16": (
+        FSDP2_TP, [*BFLOAT16, ("            reduce_norm_gradients(model, mesh)\n", "")], [ONE, "2 --tp 2"],
+        ["gradient |", "blocks.1.norm.weight", "the sum over tp is missing: the replicas sum to the reference"],
     ),
     "no set_epoch": (
         FSDP2_TP, [("        sampler.set_epoch(epoch)\n", "")], [ONE, "2"],

@@ -65,7 +65,8 @@ class FitProblem:
 
     def limit(self, size: float) -> float:
         """Return the maximum acceptable residual for values of magnitude `size`."""
-        return min(max(RESIDUAL, self.counts.rounding) * size, PROGRESS * self.error)
+        rounding = self.counts.rounding
+        return min(max(RESIDUAL, rounding) * size, max(PROGRESS, rounding) * self.error)
 
 
 def is_significant(num_spare: int, error: float, residual: float) -> bool:
@@ -134,8 +135,11 @@ def _explains(weights: Array, problem: FitProblem) -> bool:
 
 def simplified(weight: float, rounding: float = 0.0) -> float:
     """Round a fitted weight to the nearest simple fraction if it is close to one."""
-    simple = float(Fraction(weight).limit_denominator(256))
-    return simple if close(weight, simple, rounding) or abs(weight - simple) < CLOSE else weight
+    for largest in (1, 16, 256):
+        simple = float(Fraction(weight).limit_denominator(largest))
+        if close(weight, simple, rounding) or abs(weight - simple) < CLOSE:
+            return simple
+    return weight
 
 
 def _fit_typical(problem: FitProblem) -> Array | None:

@@ -62,7 +62,10 @@ class SuspectNorm:
         left = np.abs(mine - squares).max()
         error = np.abs(mine - self.expected**2).max()
         limit = max(RESIDUAL, self.counts.rounding)
-        return bool(left <= limit * max(float(mine.max()), self.expected**2) and left <= PROGRESS * error)
+        return bool(
+            left <= limit * max(float(mine.max()), self.expected**2)
+            and left <= max(PROGRESS, self.counts.rounding) * error
+        )
 
 
 def suspect_norm(

@@ -32,7 +32,9 @@ from meshwright.prove.script.tolerances import ScriptTolerances, noisy_elements
 ABOUT = {"initial": "initial", "gradients": "gradient", "after_first": "after_first_step", "parameters": "after_steps"}
 """Name of each kind of tensor in reports."""
 SAME_FACTOR = 1e-3
-"""Relative difference of clipping factors that are the same; rounding stays below it in any dtype."""
+"""Relative difference of clipping factors that are the same, if rounding is not coarser."""
+COARSE = 0.05
+"""Largest rounding with which factors are told apart."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class _Comparison:
 
     def counts(self, kind: str) -> LayoutCounts:
         """Return the sizes of the layout, with the rounding of one kind of tensor."""
-        return replace(self._counts, rounding=min(self.tolerances.largest(kind), 1e-3))
+        return replace(self._counts, rounding=min(self.tolerances.usual(kind), COARSE))
 
     def add(self, findings: list[ReportedFinding], fault: str) -> None:
         """Add findings; those after them may follow from `fault`."""
@@ -77,7 +79,7 @@ class _Comparison:
 
     def verdicts(self, kind: str, shards: Shards, expected: dict[str, Array]) -> Verdicts:
         """Compare all tensors of one kind."""
-        known = {name: self.tolerances.tensors[kind].get(name, self.tolerances.largest(kind)) for name in expected}
+        known = {name: self.tolerances.tensors[kind].get(name, self.tolerances.usual(kind)) for name in expected}
         found = compare_tensors(shards, expected, self.counts(kind), known)
         self.result.deviations[kind] = {name: verdict.result for name, verdict in found.items()}
         return found
@@ -199,13 +201,15 @@ def _norm(run: _Comparison) -> Iterator[ReportedFinding]:
     norms = compare_reported(run.layout, run.reference, "norms", run.tolerances.norms)
     if norms.steps[0].ok:
         return
+    if run.fault:
+        yield ReportedFinding("norm", Diagnosis(FaultKind.CONSEQUENCE, "wrong in step 1", f"follows from {run.fault}"))
+        return
     expected = _expected(run, "gradients")
     twice = {name for record in run.reference.records for group in record.tied for name in group[1:]}
     verdicts = run.verdicts("gradients", run.layout.shards("gradients"), expected)
     assemblies = {name: one.suspect.assembly for name, one in verdicts.items() if name not in twice}
     counts = replace(run.counts("gradients"), rounding=max(run.tolerances.norms[0], run.counts("gradients").rounding))
-    wrong = bool(run.fault)
-    found = explain_first_norm(SeriesResult(norms.steps[:1]), assemblies, counts, None, gradients_wrong=wrong)
+    found = explain_first_norm(SeriesResult(norms.steps[:1]), assemblies, counts, None, gradients_wrong=False)
     if found.diagnosis is not None:
         yield ReportedFinding("norm", found.diagnosis)
 
@@ -222,16 +226,17 @@ def _scaled(run: _Comparison) -> Iterator[ReportedFinding]:
     found = {rank: record.scaled[0] for rank, record in enumerate(run.layout.records) if record.scaled}
     if not due or not found or run.wrong_gradients:
         return
-    wrong = {rank: value for rank, value in found.items() if abs(value - due[0]) > SAME_FACTOR * abs(due[0])}
+    same = max(SAME_FACTOR, run.counts("gradients").rounding)
+    wrong = {rank: value for rank, value in found.items() if abs(value - due[0]) > same * abs(due[0])}
     if not wrong:
         return
     low, high = min(found, key=lambda rank: found[rank]), max(found, key=lambda rank: found[rank])
     expected = f"{due[0]:.4g} in the reference, between recorder.gradients() and the optimizer's step"
-    if found[high] - found[low] > SAME_FACTOR * found[high]:
+    if found[high] - found[low] > same * found[high]:
         symptom = f"scaled by {found[low]:.4g} on rank {low} and {found[high]:.4g} on rank {high}, by {expected}"
         cause = "gradients are clipped by a norm of each rank's own shards: reduce the norm over all ranks"
     else:
-        factor = factor_cause(found[low] / due[0], run.counts("gradients")) if abs(due[0] - 1.0) <= SAME_FACTOR else ""
+        factor = factor_cause(found[low] / due[0], run.counts("gradients")) if abs(due[0] - 1.0) <= same else ""
         symptom, cause = f"scaled by {found[low]:.4g}, by {expected}", factor or "clipping with another norm or limit"
     yield ReportedFinding("clipping", Diagnosis(FaultKind.NORM_MEMBERS, symptom, cause))
 

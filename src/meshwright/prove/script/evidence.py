@@ -90,9 +90,16 @@ class ScriptEvidence:
         return max(record.eps for record in self.records)
 
     @property
-    def is_float64(self) -> bool:
-        """Whether all parameters are float64."""
-        return all(record.dtype == "float64" for record in self.records)
+    def unit(self) -> float:
+        """Rounding unit of the parameters or of the forward pass, whichever is larger."""
+        return max(self.eps, *(record.unit for record in self.records))
+
+    @property
+    def dtypes(self) -> str:
+        """Dtype of the parameters, and that of the forward pass where it is coarser."""
+        _, dtype = max((record.eps, record.dtype) for record in self.records)
+        unit, computed_in = max((record.unit, record.computed_in) for record in self.records)
+        return f"{dtype}, computed in {computed_in}" if unit > self.eps else dtype
 
 
 def load_evidence(run: ScriptRun) -> ScriptEvidence:

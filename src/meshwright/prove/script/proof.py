@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import InputError, RunError
-from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
+from meshwright.prove.script.layout_choice import ScriptRun, parse_layout, unit_path
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
@@ -57,15 +57,18 @@ def prove_layouts(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as name:
         folder = Path(name)
 
-        def run(at: int, label: str, seed: int = 0) -> ScriptRun:
+        def run(at: int, label: str, seed: int = 0, unit: float = 0.0) -> ScriptRun:
             (folder / label).mkdir()
-            found = ScriptRun(script.resolve(), choices[at], tuple(arguments), steps, folder / label, timeout_s, seed)
+            path, given = script.resolve(), tuple(arguments)
+            found = ScriptRun(path, choices[at], given, steps, folder / label, timeout_s, seed, unit)
             say(f"{script.name}: {found.layout}" + (", weights changed by rounding" if seed else "") + " …")
             _launch(found)
             return found
 
         reference = run(0, "reference")
-        perturbed = tuple(run(0, f"perturbed-{seed}", seed) for seed in range(1, NUM_PERTURBED + 1))
+        files = [unit_path(reference.folder, rank) for rank in range(reference.layout.num_ranks)]
+        unit = max((float(file.read_text()) for file in files if file.exists()), default=0.0)
+        perturbed = tuple(run(0, f"perturbed-{seed}", seed, unit) for seed in range(1, NUM_PERTURBED + 1))
         others = tuple(run(at, f"layout-{at}") for at in range(1, len(choices)))
         runs = _Runs(reference, perturbed, others, folder / "result.json")
         launch(compare_body, runs, num_ranks=1, threads=1)

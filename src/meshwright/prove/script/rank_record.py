@@ -60,6 +60,10 @@ class RankRecord:
     eps: float = 0.0
     """Rounding unit of the parameters' dtype, the largest of all."""
     dtype: str = ""
+    unit: float = 0.0
+    """Rounding unit of the outputs of modules in step 1, the largest of all."""
+    computed_in: str = ""
+    """Dtype of these outputs."""
 
     def save(self, path: Path) -> None:
         """Save the record; it appears under its name only once it is complete."""
@@ -79,7 +83,7 @@ def hash_rows(values: tuple[Any, ...]) -> list[int]:
     Raises:
         InputError: there are no tensors, or their first dims differ.
     """
-    tensors = list(_tensors(values))
+    tensors = list(tensors_of(values))
     sizes = {len(tensor) for tensor in tensors}
     if len(sizes) != 1:
         raise InputError(
@@ -97,14 +101,14 @@ def hash_rows(values: tuple[Any, ...]) -> list[int]:
     return [int.from_bytes(digest.digest(), "big", signed=True) for digest in digests]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nested batch that have rows."""
     if isinstance(value, Tensor):
         if value.dim():
             yield value
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            yield from _tensors(value[key])
+            yield from tensors_of(value[key])
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_of(item)

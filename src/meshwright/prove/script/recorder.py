@@ -22,8 +22,8 @@ from torch.utils.data import DistributedSampler
 
 from meshwright.errors import InputError
 from meshwright.mesh.local_shards import local_box, to_local
-from meshwright.prove.script.layout_choice import FOLDER, PERTURBATION, STEPS, record_path
-from meshwright.prove.script.rank_record import RankRecord, ShardsByName, hash_rows
+from meshwright.prove.script.layout_choice import FOLDER, SEED, STEPS, UNIT, record_path, unit_path
+from meshwright.prove.script.rank_record import RankRecord, ShardsByName, hash_rows, tensors_of
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a parameter's name that `torch.compile`, activation checkpointing and FSDP add."""
@@ -63,7 +63,11 @@ class Recorder:
         self._record = RankRecord()
         self._describe()
         self._record.initial = self._shards(lambda parameter: parameter)
-        _perturb(dict(self._parameters()), seed=int(os.environ.get(PERTURBATION, "0")))
+        unit, seed = float(os.environ.get(UNIT, "0")), int(os.environ.get(SEED, "0"))
+        _perturb(dict(self._parameters()), seed=seed, unit=unit)
+        self._dtypes: set[torch.dtype] = set()
+        modules = dict.fromkeys(module for model in self._models for module in model.modules())
+        self._hooks = [module.register_forward_hook(self._see_dtypes) for module in modules]
         self._begin_step()
 
     def batch(self, *values: Any, microbatches: int = 1) -> None:
@@ -115,9 +119,16 @@ class Recorder:
         if num_done == 1:
             self._record.after_first = self._shards(lambda parameter: parameter)
             self._record.scaled = self._gradient_factor()
+            for hook in self._hooks:
+                hook.remove()
+            self._record.unit, self._record.computed_in = _coarsest(self._dtypes)
         if num_done >= self._num_steps:
             self._finish(Path(self._folder))
         self._begin_step()
+
+    def _see_dtypes(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._dtypes |= {tensor.dtype for tensor in tensors_of(output)}
 
     def _begin_step(self) -> None:
         record = self._record
@@ -128,9 +139,11 @@ class Recorder:
     def _finish(self, folder: Path) -> None:
         """Save the record and wait for those of the other ranks, which may still need this one's process group."""
         self._record.parameters = self._shards(lambda parameter: parameter)
-        samplers = [one for one in gc.get_objects() if isinstance(one, DistributedSampler)]
+        samplers = [one for one in gc.get_objects() if issubclass(type(one), DistributedSampler)]
         self._record.fixed_samplers = sum(one.shuffle and one.epoch == 0 for one in samplers)
-        self._record.save(record_path(folder, int(os.environ.get("RANK", "0"))))
+        rank = int(os.environ.get("RANK", "0"))
+        unit_path(folder, rank).write_text(str(self._record.unit))
+        self._record.save(record_path(folder, rank))
         missing = [record_path(folder, rank) for rank in range(int(os.environ.get("WORLD_SIZE", "1")))]
         deadline = time.monotonic() + FINISH_S
         while (missing := [path for path in missing if not path.exists()]) and time.monotonic() < deadline:
@@ -185,10 +198,7 @@ class Recorder:
                 }
         record.tied = [names for names in tied.values() if len(names) > 1]
         record.sharded, record.num_foreign = sorted(sharded), len(held - own)
-        dtypes = {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}
-        if dtypes:
-            coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-            record.eps, record.dtype = torch.finfo(coarsest).eps, str(coarsest).removeprefix("torch.")
+        record.eps, record.dtype = _coarsest({parameter.dtype for parameter in parameters.values()})
 
     def _gradient_factor(self) -> list[float]:
         """Return the factor between the recorded gradients and those that the optimizer used, if they are one."""
@@ -200,6 +210,12 @@ class Recorder:
             products += float((before * to_local(parameter.grad.detach()).cpu().double()).sum())
             squares += float((before * before).sum())
         return [products / squares] if squares > 0.0 and products > 0.0 else []
+
+
+def _coarsest(dtypes: set[torch.dtype]) -> tuple[float, str]:
+    """Return the largest rounding unit of some dtypes, and which has it."""
+    found = [(torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")) for dtype in dtypes if dtype.is_floating_point]
+    return max(found, default=(0.0, ""))
 
 
 def mesh_lines(tensor: DTensor) -> dict[str, list[int]]:
@@ -250,7 +266,7 @@ def _number(value: Any, what: str) -> float:
 
 
 @torch.no_grad()
-def _perturb(parameters: dict[str, nn.Parameter], *, seed: int) -> None:
+def _perturb(parameters: dict[str, nn.Parameter], *, seed: int, unit: float) -> None:
     """Change weights by up to one rounding unit, replicas alike, to measure what rounding does to the results."""
     done: set[int] = set()
     for name, parameter in parameters.items():
@@ -261,4 +277,4 @@ def _perturb(parameters: dict[str, nn.Parameter], *, seed: int) -> None:
         text = f"{seed} {name} {local_box(parameter).offset}"
         draw = torch.Generator().manual_seed(zlib.crc32(text.encode()))
         units = torch.randint(-1, 2, local.shape, generator=draw).to(local.device, local.dtype)
-        local.add_(local * units * torch.finfo(local.dtype).eps)
+        local.add_(local * units * max(unit, torch.finfo(local.dtype).eps))

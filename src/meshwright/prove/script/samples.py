@@ -20,7 +20,7 @@ def diagnose_batches(layout: ScriptEvidence, reference: ScriptEvidence) -> Diagn
     found = [batch(layout, step) for step in range(layout.run.num_steps)]
     wrong = [step for step, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
     wrong = [step for step in wrong if _by_content(layout, step) != expected[step]]
-    split = _split_groups(layout, expected[0])
+    split = _split_groups(layout, set().union(*expected))
     if split is not None:
         return split
     if not wrong:
@@ -66,7 +66,7 @@ def _by_content(evidence: ScriptEvidence, step: int) -> Batch:
     return Counter(sample for samples in distinct for sample in samples)
 
 
-def _split_groups(layout: ScriptEvidence, expected: Batch) -> Diagnosis | None:
+def _split_groups(layout: ScriptEvidence, known: set[int]) -> Diagnosis | None:
     """Diagnose ranks of the same data-parallel index, such as those along tp, that read different samples."""
     first: dict[int, int] = {}
     for rank, record in enumerate(layout.records):
@@ -75,7 +75,7 @@ def _split_groups(layout: ScriptEvidence, expected: Batch) -> Diagnosis | None:
         other = first.setdefault(layout.mesh.axes.data_index(rank), rank)
         if record.samples[0] != layout.records[other].samples[0]:
             symptom = f"{rank_words((other, rank))} are not data parallel to each other, but read different samples"
-            if _by_content(layout, 0) == expected:
+            if set(record.samples[0]) <= known:
                 cause = (
                     "the sampler splits over all processes: give it the rank and size of the data-parallel mesh only"
                 )

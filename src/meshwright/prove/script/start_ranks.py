@@ -18,7 +18,7 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError, RunError
-from meshwright.prove.script.layout_choice import FOLDER, PERTURBATION, STEPS, ScriptRun
+from meshwright.prove.script.layout_choice import FOLDER, SEED, STEPS, UNIT, ScriptRun
 from meshwright.prove.script.recorder import RecordingComplete
 from meshwright.train.launch.rank_context import RankContext
 
@@ -37,7 +37,8 @@ def run_rank(context: RankContext, run: ScriptRun) -> None:
     faulthandler.dump_traceback_later(run.timeout_s, exit=True)
     context.post("step", 0)
     store = _meet(context, run)
-    os.environ |= {FOLDER: str(run.folder), STEPS: str(run.num_steps), PERTURBATION: str(run.perturbation)}
+    os.environ |= {FOLDER: str(run.folder), STEPS: str(run.num_steps)}
+    os.environ |= {SEED: str(run.perturbation), UNIT: str(run.unit)}
     sys.argv = [str(run.script), *run.arguments, *run.layout.arguments]
     sys.path.insert(0, str(run.script.parent))
     try:

@@ -18,10 +18,12 @@ from meshwright.prove.compare.tensor_verdict import tensor_scales
 from meshwright.prove.script.evidence import KINDS, ScriptEvidence
 from meshwright.prove.script.losses import reported
 
-MULTIPLE = 16
+MULTIPLE = 8
 """Times the measured deviation that a layout may deviate."""
-FLOOR = 64
+FLOOR = 8
 """Rounding units that any tensor may deviate, relative to its largest element."""
+NOISE = 4
+"""Times its measured deviation below which an element of a gradient is of rounding size."""
 FLOAT64 = {"initial": 1e-12, "gradients": 1e-12, "after_first": 1e-9, "parameters": 1e-9}
 """Smallest tolerances in float64, those of `meshwright prove`."""
 
@@ -38,9 +40,9 @@ class ScriptTolerances:
     note: str
     """What the tolerances are, and why."""
 
-    def largest(self, kind: str) -> float:
-        """Return the largest tolerance of one kind of tensor."""
-        return max(self.tensors[kind].values(), default=0.0)
+    def usual(self, kind: str) -> float:
+        """Return the median tolerance of one kind of tensor."""
+        return median(self.tensors[kind].values()) if self.tensors[kind] else 0.0
 
 
 def measure_tolerances(reference: ScriptEvidence, perturbed: Sequence[ScriptEvidence]) -> ScriptTolerances:
@@ -51,10 +53,11 @@ def measure_tolerances(reference: ScriptEvidence, perturbed: Sequence[ScriptEvid
     """
     for other in perturbed:
         _check_deterministic(reference, other)
-    floor = FLOOR * reference.eps
+    floor, is_float64 = FLOOR * reference.unit, reference.unit == np.finfo(np.float64).eps
     tensors = {}
     for kind in KINDS:
-        least = max(floor, FLOAT64[kind]) if reference.is_float64 else floor
+        least = FLOOR * reference.eps if kind == "initial" else floor
+        least = max(least, FLOAT64[kind]) if is_float64 else least
         measured = (
             _deviations(reference, perturbed, kind) if kind != "initial" else dict.fromkeys(reference.shapes, 0.0)
         )
@@ -62,10 +65,9 @@ def measure_tolerances(reference: ScriptEvidence, perturbed: Sequence[ScriptEvid
         tensors[kind] = {name: max(least, MULTIPLE * max(value, usual)) for name, value in measured.items()}
     losses, norms = (_series(reference, perturbed, name, floor) for name in ("losses", "norms"))
     gradients = tensors["gradients"].values()
-    dtype = reference.records[0].dtype
     note = (
-        f"tolerances for {dtype}: {MULTIPLE} × what one rounding unit in every weight changes in the reference; "
-        f"gradients {min(gradients):.0e} to {max(gradients):.0e}, "
+        f"tolerances for {reference.dtypes}: {MULTIPLE} × what one rounding unit in every weight changes in the "
+        f"reference; gradients {min(gradients):.0e} to {max(gradients):.0e}, "
         f"parameters after the last step up to {max(tensors['parameters'].values()):.0e}"
     )
     return ScriptTolerances(tensors, losses, norms, note)
@@ -95,7 +97,7 @@ def noisy_elements(reference: ScriptEvidence, tolerances: Mapping[str, float]) -
     scales = tensor_scales(gradients)
     found = {}
     for name, value in gradients.items():
-        limit = scales[name] * max(tolerances.get(name, 0.0), FLOOR * reference.eps)
+        limit = scales[name] * max(tolerances.get(name, 0.0) * NOISE / MULTIPLE, FLOOR * reference.unit)
         found[name] = (np.abs(value) <= limit) & (value != 0.0)
     return found
 
@@ -120,7 +122,7 @@ def _check_deterministic(reference: ScriptEvidence, other: ScriptEvidence) -> No
     ):
         differing = "start from different weights"
     else:
-        limit = float(np.sqrt(reference.eps))
+        limit = max(float(np.sqrt(reference.unit)), 64 * reference.unit)
         deviations = _deviations(reference, [other], "gradients")
         sizes = tensor_scales(reference.fulls("gradients"))
         # Gradients that cancel, such as those of a key bias under softmax, consist of rounding.
