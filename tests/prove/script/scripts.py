@@ -26,6 +26,21 @@ def fully_shard(module: nn.Module, mesh: DeviceMesh) -> None:
 ]  # fmt: skip
 """Changes of the FSDP2 script to mixed precision."""
 
+ACCUMULATED = [
+    ("        recorder.loss(loss)\n", ""),
+    ("""        recorder.batch(inputs)
+        loss = (model(inputs) - inputs.roll(1, dims=1)).square().mean()
+        loss.backward()
+""", """        for at, half in enumerate(inputs.chunk(2)):
+            model.require_backward_grad_sync = at == 1
+            recorder.batch(half)
+            loss = (model(half) - half.roll(1, dims=1)).square().mean()
+            recorder.loss(loss)
+            (loss / 2).backward()
+"""),
+]  # fmt: skip
+"""Changes of the DDP script to two micro-batches, of which the second reduces gradients, as accelerate does it."""
+
 
 def planted(script, folder, *changes):
     """A copy of a script in `folder` with pieces of its source replaced, each of which it has once."""

@@ -167,6 +167,19 @@ def test_consequences_follow_the_first_fault():
     assert "follows from its wrong gradient" in result.findings[1].diagnosis.cause
 
 
+def test_two_faults_are_both_named():
+    ranks = data_parallel()
+    for one in ranks:
+        one.learning_rates = [[0.2]] * STEPS
+        one.norms[0] = [2.0]
+        del one.gradients["norm"]
+    says(ranks, "learning rate", "no gradient reached this parameter")
+    ranks = data_parallel()
+    for one in ranks:
+        one.learning_rates, one.norms[0] = [[0.2]] * STEPS, [2.0]
+    says(ranks, "learning rate", "norm: norm 2, expected")
+
+
 def test_elements_whose_gradient_is_rounding_are_not_compared_after_the_step():
     reference = record()
     reference.gradients["norm"][1][1] = 1e-9

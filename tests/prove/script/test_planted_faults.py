@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.prove.script.scripts import BFLOAT16, DDP, FSDP2_TP, PIPELINE, causes, planted, prove
+from tests.prove.script.scripts import ACCUMULATED, BFLOAT16, DDP, FSDP2_TP, PIPELINE, causes, planted, prove
 
 ONE = "1 --accumulate 1"
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
@@ -114,6 +114,10 @@ FAULTS = {
     ),
     "no reduction over data-parallel ranks": (
         DDP, [("    model = DistributedDataParallel(net)", "    model = net")], ["1", "2"],
+        ["gradient |", "differ between ranks 0 and 1", "the mean over dp_replicate is missing"],
+    ),
+    "reduced in no micro-batch": (
+        DDP, [(before, after.replace("at == 1", "at == 2")) for before, after in ACCUMULATED], ["1", "2"],
         ["gradient |", "differ between ranks 0 and 1", "the mean over dp_replicate is missing"],
     ),
     "another seed of the data": (

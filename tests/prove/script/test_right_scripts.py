@@ -6,7 +6,17 @@ import json
 
 import pytest
 
-from tests.prove.script.scripts import ACCELERATE, BFLOAT16, DDP, FSDP2_TP, PIPELINE, causes, planted, prove
+from tests.prove.script.scripts import (
+    ACCELERATE,
+    ACCUMULATED,
+    BFLOAT16,
+    DDP,
+    FSDP2_TP,
+    PIPELINE,
+    causes,
+    planted,
+    prove,
+)
 
 LAYOUTS = {
     FSDP2_TP: ("1 --accumulate 1", "2", "2 --tp 2", "4 --tp 2 --accumulate 4", "4 --accumulate 1", "4 --tp 4"),
@@ -67,6 +77,12 @@ def test_variants_of_the_example_are_proved(variant, tmp_path):
     proof = prove(planted(FSDP2_TP, tmp_path, *changes), "1 --accumulate 1", *layouts)
     assert proof, causes(proof)
     assert words in str(proof)
+
+
+@pytest.mark.slow
+def test_ddp_that_reduces_in_the_last_micro_batch_is_proved(tmp_path):
+    proof = prove(planted(DDP, tmp_path, *ACCUMULATED), "1", "2")
+    assert proof, causes(proof)
 
 
 @pytest.mark.slow

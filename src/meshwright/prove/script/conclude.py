@@ -98,7 +98,7 @@ def compare_script(layout: ScriptEvidence, reference: ScriptEvidence, tolerances
     run.add(initial, "initial weights that differ")
     before = "wrong samples" if samples is not None else "initial weights that differ" if initial else ""
     run.add(_gradients(run, before), "wrong gradients")
-    norm = list(_norm(run))
+    norm = list(_norm(run, before))
     run.add(norm, "a wrong gradient norm")
     run.add(list(_first_loss(run, before)), "a wrong loss")
     run.add([] if norm else list(_scaled(run)), "gradients that are scaled before the step")
@@ -146,8 +146,8 @@ def _gradients(run: _Comparison, before: str) -> list[ReportedFinding]:
             follows = "follows from the finding on tied weights"
             return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {one.suspect.scope_text()}", follows)
         absent = missing_gradient(recorded.get(name, []), parameters.get(name, []), counts)
-        if absent is not None and run.fault:
-            return Diagnosis(FaultKind.CONSEQUENCE, absent.symptom, f"follows from {run.fault}")
+        if absent is not None and not all(record.trainable.get(name, True) for record in run.layout.records):
+            return Diagnosis(FaultKind.CONSEQUENCE, absent.symptom, "follows from the finding on frozen")
         return absent or diagnose_gradient(one.suspect, context)
 
     found = narrow_to_axis(_diagnosed(verdicts, cause), counts)
@@ -195,14 +195,14 @@ def _copies_not_summed(run: _Comparison, verdicts: Verdicts) -> Verdicts:
     return found
 
 
-def _norm(run: _Comparison) -> Iterator[ReportedFinding]:
+def _norm(run: _Comparison, before: str) -> Iterator[ReportedFinding]:
     if not any(record.norms[0] for record in run.reference.records):
         return
     norms = compare_reported(run.layout, run.reference, "norms", run.tolerances.norms)
     if norms.steps[0].ok:
         return
-    if run.fault:
-        yield ReportedFinding("norm", Diagnosis(FaultKind.CONSEQUENCE, "wrong in step 1", f"follows from {run.fault}"))
+    if fault := before or ("wrong gradients" if run.wrong_gradients else ""):
+        yield ReportedFinding("norm", Diagnosis(FaultKind.CONSEQUENCE, "wrong in step 1", f"follows from {fault}"))
         return
     expected = _expected(run, "gradients")
     twice = {name for record in run.reference.records for group in record.tied for name in group[1:]}

@@ -97,7 +97,10 @@ def _meet(context: RankContext, run: ScriptRun) -> TCPStore | None:
 
 
 def _leave(store: TCPStore | None) -> None:
-    """End this process without the destructors of process groups, which may wait for ranks that are gone."""
+    """End this process, which holds the store until now, without the destructors of process groups.
+
+    They may wait for ranks that are gone.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
