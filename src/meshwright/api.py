@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
+from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import Interrupts, launch
 from meshwright.train.launch.machine_limits import check_machine
@@ -204,6 +205,34 @@ def prove(
     say("")
     notes, report = set_aside(config), answer["report"]
     return Proof(report["passed"], (*answer["lines"], *notes), {**report, "set_aside": list(notes)})
+
+
+def prove_script(
+    script: str | Path,
+    layouts: Sequence[str],
+    *,
+    arguments: Sequence[str] = (),
+    steps: int = 3,
+    timeout_s: float = 300.0,
+    say: Say | None = None,
+) -> Proof:
+    """Prove that a training script, which uses `meshwright.prove.Recorder`, computes the same on several layouts.
+
+    Args:
+        script: path of the script.
+        layouts: at least two; each a number of processes, then further arguments of the script. The first is the
+            reference.
+        arguments: arguments of the script on every layout.
+        steps: optimizer steps to compare; the recorder ends the script after them.
+        timeout_s: time limit of each run.
+        say: called with the reason for a long wait.
+
+    Raises:
+        MeshwrightError: the input is invalid, the script failed, recorded too little, or is not deterministic.
+    """
+    say, path = say or _ignore, Path(script)
+    lines, report = prove_layouts(path, layouts, arguments=arguments, steps=steps, timeout_s=timeout_s, say=say)
+    return Proof(report["passed"], tuple(lines), report)
 
 
 def run_body(context: RankContext, spec: RunSpec) -> None:

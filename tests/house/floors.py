@@ -78,6 +78,7 @@ TORCH_FREE = (
     "train/record/draw_loss_curves.py", "train/record/sink.py", "train/record/trackers.py",
     "train/record/wandb_sink.py", "train/record/trackio_sink.py",
     "train/run_folder.py", "train/run_folder_lock.py", "train/lr_schedule.py", "train/divergence.py",
+    "prove/script/__init__.py", "prove/script/layout_choice.py", "prove/script/proof.py",
     "prove/spec.py", "prove/drift/__init__.py", "prove/drift/experiment.py", "prove/drift/result.py",
     "prove/drift/draw.py",
     "meshwright_bench/benchmarks.py", "meshwright_bench/command.py", "meshwright_bench/report.py",
@@ -91,7 +92,7 @@ LATE_TORCH_ALLOWED = (
     "__main__.py", "api.py", "cli/*", "train/launch/launcher.py",
     "meshwright_bench/command.py", "meshwright_bench/devices.py", "meshwright_bench/*/benchmark.py",
     "meshwright_bench/comm/loss_cost.py",
-    "prove/drift/experiment.py", "models/*/family.py",
+    "prove/drift/experiment.py", "prove/script/proof.py", "models/*/family.py",
     "testing/*",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""

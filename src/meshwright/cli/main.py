@@ -7,7 +7,7 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, launch, plan, presets, prove, report, run
+from meshwright.cli import bench, checkpoint, doctor, launch, plan, presets, prove, prove_script, report, run
 from meshwright.cli.colors import tolerate
 from meshwright.cli.draw import pipeline
 from meshwright.cli.errors import show_error
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command(cls=ConfigCommand)(plan.plan)
 app.command(cls=ConfigCommand)(run.run)
 app.command(cls=ConfigCommand)(prove.prove)
+app.command("prove script", cls=Command)(prove_script.prove_script)
 app.command(cls=Command)(report.report)
 app.command(cls=Command)(presets.presets)
 app.command(cls=Command)(doctor.doctor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 STDOUT = Path("-")
 JSON_OPTION = "command line, --json"
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the result as JSON; - for stdout.")]
 
 
 def prove(
@@ -30,12 +32,24 @@ def prove(
     plan_path: Annotated[
         Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the result as JSON; - for stdout.")
-    ] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
     from meshwright import api
+
+    def proof() -> Proof:
+        source, overrides = split_words(words)
+        return api.prove(api.load_config(source, *overrides), steps=steps, plan=plan_path, say=say)
+
+    prove_and_show(proof, json_path)
+
+
+def prove_and_show(prove: Callable[[], Proof], json_path: Path | None) -> None:
+    """Run a proof, show its report, write the JSON, and exit with 1 if the proof failed.
+
+    Raises:
+        InputError: this is a rank of a launcher, or the JSON can't be written.
+    """
     from meshwright.train.launch.launcher import context_from_environment
 
     if context_from_environment() is not None:
@@ -47,10 +61,8 @@ def prove(
         )
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)
-    source, overrides = split_words(words)
-    config = api.load_config(source, *overrides)
     started = time.perf_counter()
-    proof = api.prove(config, steps=steps, plan=plan_path, say=_say)
+    proof = prove()
     _show(proof, time.perf_counter() - started, to_stderr=json_path == STDOUT)
     text = json.dumps(proof.report, indent=1)
     if json_path == STDOUT:
@@ -61,7 +73,7 @@ def prove(
         sys.exit(1)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Show the reason for a wait, on terminals only; the next call overwrites it."""
     if sys.stderr.isatty():
         print("\r\x1b[2K" + text, end="", file=sys.stderr, flush=True)

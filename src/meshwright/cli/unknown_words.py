@@ -40,6 +40,8 @@ class Commands(OwnErrors, TyperGroup):
         Raises:
             InputError: there is no such command.
         """
+        if " ".join(args[:2]) in self.commands:  # `prove script`, beside `prove PRESET`
+            args = [" ".join(args[:2]), *args[2:]]
         if args and args[0] not in self.commands and not args[0].startswith("-"):
             path = path_of_command(ctx.parent, ctx.info_name)
             raise _unknown_command(args, [*self.commands]) if ctx.parent is None else _unknown_part(args, self, path)

@@ -213,7 +213,7 @@ def reported_findings(result: ProofResult) -> list[ReportedFinding]:
     found += [ReportedFinding("known fault", finding) for finding in result.known]
     found += [ReportedFinding("other steps", finding) for finding in result.branches]
     for about in TENSOR_KINDS:
-        found += _by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
+        found += group_by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
         if about == "gradient":
             series = (("norm", result.grad_norm), ("loss", result.losses))
             found += [
@@ -222,7 +222,8 @@ def reported_findings(result: ProofResult) -> list[ReportedFinding]:
     return sorted(found, key=lambda group: group.diagnosis.kind is FaultKind.CONSEQUENCE)
 
 
-def _by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> list[ReportedFinding]:
+def group_by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> list[ReportedFinding]:
+    """Group wrong tensors of one kind by diagnosis, the largest group first."""
     members: dict[tuple[FaultKind, str, str], list[tuple[str, TensorResult]]] = {}
     for name, tensor in tensors:
         if tensor is not None and tensor.diagnosis is not None:
@@ -249,7 +250,7 @@ def render(result: ProofResult) -> list[str]:
     causes = [group for group in findings if group.diagnosis.kind is not FaultKind.CONSEQUENCE] or findings
     lines: list[str] = []
     for at, group in enumerate(causes):
-        entry = list(_entry(group))
+        entry = list(finding_lines(group))
         left = len(causes) - at
         if lines and len(lines) + len(entry) + len(tail) + (left > 1) > MAX_LINES:
             lines.append(f"… {counted(left, 'more finding')}: see the JSON")
@@ -258,7 +259,8 @@ def render(result: ProofResult) -> list[str]:
     return lines + tail
 
 
-def _entry(group: ReportedFinding) -> Iterator[str]:
+def finding_lines(group: ReportedFinding) -> Iterator[str]:
+    """Yield the lines of a finding: what differs, the likely cause and a detail."""
     diagnosis = group.diagnosis
     yield from _wrapped(f"✗ {group.title()}   {diagnosis.symptom}", " " * 4)
     yield from _wrapped(f"  cause   {diagnosis.cause}", " " * 10)

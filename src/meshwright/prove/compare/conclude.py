@@ -179,17 +179,17 @@ def _compare_gradients(sides: _Sides) -> Verdicts:
         if name in references and value.shape == (*grid, *references[name].shape)
     }
     shards = {
-        name: _with_empty_shards(found, layout.parameters.get(name, [])) for name, found in layout.gradients.items()
+        name: with_empty_shards(found, layout.parameters.get(name, [])) for name, found in layout.gradients.items()
     }
     verdicts = compare_tensors(shards, references, counts, sides.tolerances.first, contributions)
     context = replace(sides.context, references=references, shared=_stage_contributions(sides, references))
     for name, verdict in verdicts.items():
         if not verdict.result.ok:
-            absent = _missing_gradient(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
+            absent = missing_gradient(layout.gradients.get(name, []), layout.parameters.get(name, []), counts)
             verdicts[name] = verdict.with_diagnosis(absent or diagnose_gradient(verdict.suspect, context))
     if sides.by_tokens is not None:
         verdicts = sides.by_tokens.diagnose_gradients(verdicts, context)
-    narrowed = narrow_to_experts(_narrow_to_axis(verdicts, counts), layout.experts)
+    narrowed = narrow_to_experts(narrow_to_axis(verdicts, counts), layout.experts)
     return locate_stages(narrowed, layout.stages)
 
 
@@ -203,13 +203,13 @@ def _stage_contributions(sides: _Sides, references: Mapping[str, Array]) -> Stag
     return StageContributions(stages, valid)
 
 
-def _with_empty_shards(gradient: list[RecordedShard], parameter: list[RecordedShard]) -> list[RecordedShard]:
+def with_empty_shards(gradient: list[RecordedShard], parameter: list[RecordedShard]) -> list[RecordedShard]:
     """Add empty gradient shards for empty parameter shards, whose gradient may be None."""
     have = {shard.rank for shard in gradient}
     return gradient + [shard for shard in parameter if shard.rank not in have and not shard.value.numel()]
 
 
-def _missing_gradient(
+def missing_gradient(
     gradient: list[RecordedShard], parameter: list[RecordedShard], counts: LayoutCounts
 ) -> Diagnosis | None:
     """Diagnose ranks that hold a parameter shard but no gradient at all for it."""
@@ -222,7 +222,7 @@ def _missing_gradient(
     return Diagnosis(FaultKind.ZERO, f"no gradient {scope}", f"no gradient reached {whose}")
 
 
-def _narrow_to_axis(verdicts: Verdicts, counts: LayoutCounts) -> Verdicts:
+def narrow_to_axis(verdicts: Verdicts, counts: LayoutCounts) -> Verdicts:
     """Attribute a wrong factor to the axis along which exactly the affected parameters are replicated."""
     members: dict[float, set[str]] = {}
     for name, verdict in verdicts.items():
@@ -233,7 +233,7 @@ def _narrow_to_axis(verdicts: Verdicts, counts: LayoutCounts) -> Verdicts:
         fitting = [
             axis
             for axis, size in counts.axes.used().items()
-            if (close(factor, size) or close(factor, 1 / size))
+            if (close(factor, size, counts.rounding) or close(factor, 1 / size, counts.rounding))
             and names == {name for name, verdict in verdicts.items() if axis in verdict.result.replicated}
         ]
         if len(fitting) == 1 and len(names) < len(verdicts):

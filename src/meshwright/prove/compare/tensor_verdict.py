@@ -56,17 +56,21 @@ def compare_tensors(
     shards: Mapping[str, list[RecordedShard]],
     references: Mapping[str, Array],
     counts: LayoutCounts,
-    tolerance: float,
+    tolerance: float | Mapping[str, float],
     contributions: Mapping[str, Array] | None = None,
 ) -> Verdicts:
-    """Compare the shards with all reference tensors of one kind, such as gradients."""
-    scales = _scales(references)
+    """Compare the shards with all reference tensors of one kind, such as gradients.
+
+    Args:
+        tolerance: relative tolerance, of all tensors or of each.
+    """
+    scales = tensor_scales(references)
     suspects = {
         name: SuspectTensor(
             assemble(name, shards.get(name, []), expected.shape, counts.axes),
             expected,
             scales[name],
-            tolerance,
+            tolerance if isinstance(tolerance, float) else tolerance[name],
             counts,
             (contributions or {}).get(name),
         )
@@ -93,7 +97,8 @@ def _verdict(suspect: SuspectTensor) -> TensorResult:
     )
 
 
-def _scales(references: Mapping[str, Array]) -> dict[str, float]:
+def tensor_scales(references: Mapping[str, Array]) -> dict[str, float]:
+    """Return the scale of each tensor, by which errors are divided."""
     magnitudes = {name: max_magnitude(expected) for name, expected in references.items()}
     overall = max((scale for scale in magnitudes.values() if np.isfinite(scale)), default=0.0)
     return {name: scale if scale > NOISE * overall else overall for name, scale in magnitudes.items()}

@@ -196,7 +196,7 @@ def _missing_sum_words(missing: tuple[str, ...], factor: float, column: Array, c
     # _unit treats [2, 2] as counts of two; here it is a factor.
     if (column == column[0]).all():
         factor, column = factor * float(column[0]), column / column[0]
-    if close(factor, size):
+    if close(factor, size, counts.rounding):
         reduction, times = "mean", f"{number_words(factor)} × "
     elif factor != 1.0:
         times = f"{number_words(factor)} × "

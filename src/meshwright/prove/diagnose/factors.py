@@ -40,6 +40,8 @@ class LayoutCounts:
     """Number of samples in the global batch."""
     by_context: bool = False
     """Whether contributions are those of each context-parallel rank's tokens, not of whole samples."""
+    rounding: float = 0.0
+    """Relative rounding error of the compared values, if larger than that of float64."""
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -108,25 +110,25 @@ def factor_cause(
         max_rarity: rarity to restrict the candidates to.
     """
     if factor < 0:
-        rest = "" if close(factor, -1.0) else factor_cause(-factor, counts)
+        rest = "" if close(factor, -1.0, counts.rounding) else factor_cause(-factor, counts)
         return "the sign is flipped" + (f", and {rest}" if rest else "")
     terms = [term for term in counts.terms() if term.rarity <= max_rarity]
     if only_axis is not None:
         terms = [term for term in terms if term.label.startswith(f"{only_axis} (")]
-    summed = _most_plausible([term for term in terms if close(factor, term.size)])
+    summed = _most_plausible([term for term in terms if close(factor, term.size, counts.rounding)])
     if [term.label for term in summed] == [f"cp ({counts.axes.cp} ranks)"]:
         return f"summed over {summed[0].label} once more"
     if summed:
         return f"summed over {_either(summed)} instead of averaged"
-    averaged = _most_plausible([term for term in terms if close(factor, 1.0 / term.size)])
+    averaged = _most_plausible([term for term in terms if close(factor, 1.0 / term.size, counts.rounding)])
     if averaged:
         return f"averaged over {_either(averaged)} instead of summed"
-    return _two_terms(factor, [term for term in terms if term.rarity == 1])
+    return _two_terms(factor, [term for term in terms if term.rarity == 1], counts.rounding)
 
 
-def close(value: float, target: float) -> bool:
-    """Return whether the values are equal up to rounding."""
-    return abs(value - target) <= CLOSE * abs(target)
+def close(value: float, target: float, rounding: float = 0.0) -> bool:
+    """Return whether the values are equal up to rounding, which is at least that of float64."""
+    return abs(value - target) <= max(CLOSE, rounding) * abs(target)
 
 
 def _most_plausible(terms: list[ReductionTerm]) -> list[ReductionTerm]:
@@ -137,8 +139,8 @@ def _either(terms: list[ReductionTerm]) -> str:
     return join_words([terms[0].label, *(f"over {term.label}" for term in terms[1:])], last="or")
 
 
-def _two_terms(factor: float, terms: list[ReductionTerm]) -> str:
+def _two_terms(factor: float, terms: list[ReductionTerm], rounding: float) -> str:
     for up, down in itertools.permutations(terms, 2):
-        if up.size != down.size and close(factor, up.size / down.size):
+        if up.size != down.size and close(factor, up.size / down.size, rounding):
             return f"summed over {up.label} instead of averaged, and averaged over {down.label} instead of summed"
     return ""

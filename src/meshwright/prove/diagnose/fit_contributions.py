@@ -65,7 +65,8 @@ class FitProblem:
 
     def limit(self, size: float) -> float:
         """Return the maximum acceptable residual for values of magnitude `size`."""
-        return min(RESIDUAL * size, PROGRESS * self.error)
+        rounding = self.counts.rounding
+        return min(max(RESIDUAL, rounding) * size, max(PROGRESS, rounding) * self.error)
 
 
 def is_significant(num_spare: int, error: float, residual: float) -> bool:
@@ -85,7 +86,7 @@ def common_factor(problem: FitProblem) -> float | None:
         return None
     fitted = float(value_n @ expected_n) / energy
     limit = problem.limit(max(max_magnitude(value_n), max_magnitude(expected_n)))
-    for factor in (simplified(fitted), fitted):
+    for factor in (simplified(fitted, problem.counts.rounding), fitted):
         if factor not in (0.0, 1.0) and max_magnitude(value_n - factor * expected_n) <= limit:
             break
     else:
@@ -121,7 +122,7 @@ def _least_squares(problem: FitProblem) -> Array | None:
     weights, _, rank, _ = np.linalg.lstsq(contributions, problem.value_n[rows], rcond=1e-9)
     if rank < len(problem.flat_contributions):
         return None
-    rounded = np.array([simplified(float(w)) for w in weights])
+    rounded = np.array([simplified(float(w), problem.counts.rounding) for w in weights])
     return rounded if _explains(rounded, problem) else None
 
 
@@ -132,10 +133,13 @@ def _explains(weights: Array, problem: FitProblem) -> bool:
     return max_magnitude(problem.value_n - weights @ problem.flat_contributions) <= problem.limit(size)
 
 
-def simplified(weight: float) -> float:
+def simplified(weight: float, rounding: float = 0.0) -> float:
     """Round a fitted weight to the nearest simple fraction if it is close to one."""
-    simple = float(Fraction(weight).limit_denominator(256))
-    return simple if close(weight, simple) or abs(weight - simple) < CLOSE else weight
+    for largest in (1, 16, 256):
+        simple = float(Fraction(weight).limit_denominator(largest))
+        if close(weight, simple, rounding) or abs(weight - simple) < CLOSE:
+            return simple
+    return weight
 
 
 def _fit_typical(problem: FitProblem) -> Array | None:
@@ -147,7 +151,7 @@ def _fit_typical(problem: FitProblem) -> Array | None:
         weights = patterns * factor
         residual = np.abs(value_n[elements] - weights @ contributions[:, elements]).max(axis=1)
         size = max(max_magnitude(value_n), max_magnitude(contributions) * 2 * max(1.0, factor))
-        for at in np.flatnonzero(residual <= RESIDUAL * size):
+        for at in np.flatnonzero(residual <= max(RESIDUAL, problem.counts.rounding) * size):
             if _explains(weights[at], problem):
                 return np.asarray(weights[at])
     return None

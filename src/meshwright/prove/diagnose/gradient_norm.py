@@ -25,6 +25,8 @@ from meshwright.prove.stage_placement import StagePlacement
 RESIDUAL = 1e-11
 """Relative tolerance for matching a sum of squares to a reported squared norm."""
 PROGRESS = 1e-3
+EQUAL = 1e-12
+"""Relative difference up to which reported norms count as equal."""
 MAX_CANDIDATES = 3
 
 
@@ -59,7 +61,11 @@ class SuspectNorm:
         mine = self.reported**2
         left = np.abs(mine - squares).max()
         error = np.abs(mine - self.expected**2).max()
-        return bool(left <= RESIDUAL * max(float(mine.max()), self.expected**2) and left <= PROGRESS * error)
+        limit = max(RESIDUAL, self.counts.rounding)
+        return bool(
+            left <= limit * max(float(mine.max()), self.expected**2)
+            and left <= max(PROGRESS, self.counts.rounding) * error
+        )
 
 
 def suspect_norm(
@@ -100,14 +106,14 @@ def _scope(suspect: SuspectNorm, ranks: list[int]) -> str:
 
 
 def _wrong(suspect: SuspectNorm) -> list[int]:
-    off = np.abs(suspect.reported - suspect.expected) > 1e-12 * abs(suspect.expected)
+    off = np.abs(suspect.reported - suspect.expected) > max(EQUAL, suspect.counts.rounding) * abs(suspect.expected)
     return [int(rank) for rank in np.flatnonzero(off)]
 
 
 def _symptom(suspect: SuspectNorm) -> str:
     low, high = int(suspect.reported.argmin()), int(suspect.reported.argmax())
     spread = float(suspect.reported[high] - suspect.reported[low])
-    if spread <= 1e-12 * abs(float(suspect.reported[high])):
+    if spread <= max(EQUAL, suspect.counts.rounding) * abs(float(suspect.reported[high])):
         return f"{suspect.reported[0]:.6g}, expected {suspect.expected:.6g}"
     return f"{rank_words((low, high))} report different norms"
 
@@ -267,11 +273,12 @@ def _wrong_form(suspect: SuspectNorm) -> Diagnosis | None:
             return Diagnosis(FaultKind.NORM_FORM, _symptom(suspect), cause, _ratio(suspect))
     ratios = suspect.reported / suspect.expected if suspect.expected else suspect.reported * math.inf
     ratio = float(ratios[0])
-    if not np.allclose(ratios, ratio, rtol=1e-11, atol=0.0):
+    rounding = suspect.counts.rounding
+    if not np.allclose(ratios, ratio, rtol=max(RESIDUAL, rounding), atol=0.0):
         return None
     for value, what in ((ratio, "the norm"), (ratio**2, "the sum of squares")):
         cause = factor_cause(value, suspect.counts)
-        if cause or close(value, 2.0) or close(value, 0.5):
+        if cause or close(value, 2.0, rounding) or close(value, 0.5, rounding):
             symptom = f"{number_words(value)} × {what} of the reference on every rank"
             return Diagnosis(FaultKind.SCALED, symptom, cause or "counted the wrong number of times", factor=value)
     return None

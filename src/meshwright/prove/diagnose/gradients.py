@@ -156,7 +156,7 @@ def _reduction_cause(suspect: SuspectTensor, chosen: tuple[str, ...]) -> str | N
     first = next(iter(weights.values()))
     if all((found == first.flat[0]).all() for found in weights.values()):
         factor = float(first.flat[0])
-        if close(factor, size):
+        if close(factor, size, suspect.counts.rounding):
             return f"the mean over {over} is missing: the replicas average to the reference"
         why = factor_cause(factor, suspect.counts) or NOTHING_FITS
         return f"the sum over {over} is missing: the replicas sum to {number_words(factor)} × the reference ({why})"

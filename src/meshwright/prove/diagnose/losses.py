@@ -32,7 +32,7 @@ def diagnose_series(
         return Diagnosis(FaultKind.NON_FINITE, symptom, "NaN or infinity entered the computation")
     for offset in (-1, 1):
         at = found.step - 1 + offset
-        if 0 <= at < len(steps) and all(close(value, steps[at].expected) for value in found.observed):
+        if 0 <= at < len(steps) and all(close(value, steps[at].expected, found.tolerance) for value in found.observed):
             word = "behind" if offset < 0 else "ahead"
             symptom = f"{name} of step {found.step} matches step {at + 1} of the reference"
             return Diagnosis(FaultKind.OUT_OF_STEP, symptom, f"one step {word}")
@@ -90,13 +90,13 @@ def _sum_over_ranks(values: Array, expected: float, counts: LayoutCounts) -> Dia
             continue
         for form, combine in (("sum", sum), ("mean", lambda line: sum(line) / len(line))):
             ratios = [combine(line) / expected if expected else math.inf for line in lines.values()]
-            if all(abs(ratio - 1.0) <= RESIDUAL for ratio in ratios):
+            if all(abs(ratio - 1.0) <= max(RESIDUAL, counts.rounding) for ratio in ratios):
                 symptom = "ranks report different losses, each its local contribution"
                 return Diagnosis(FaultKind.SUM_MISSING, symptom, f"the {form} over {join_words(axes)} is missing")
             factor = ratios[0]
             why = factor_cause(factor, counts)
             ratio_text = f"{number_words(factor)} × the reference"
-            if form == "mean" and why and all(close(ratio, factor) for ratio in ratios):
+            if form == "mean" and why and all(close(ratio, factor, counts.rounding) for ratio in ratios):
                 symptom = f"ranks report different losses, whose mean over {join_words(axes)} is {ratio_text}"
                 return Diagnosis(FaultKind.SUM_MISSING, symptom, why)
     return None
@@ -110,7 +110,7 @@ def _consequence(step: StepValue, root_fault: str) -> Diagnosis | None:
 
 def _symptom(values: Array, step: StepValue) -> str:
     low, high = int(values.argmin()), int(values.argmax())
-    if close(float(values[low]), float(values[high])):
+    if close(float(values[low]), float(values[high]), step.tolerance):
         return f"{values[0]:.6g}, expected {step.expected:.6g}"
     return f"{rank_words((low, high))} report different losses"
 

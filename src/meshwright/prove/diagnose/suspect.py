@@ -76,7 +76,7 @@ class SuspectTensor:
         """Return whether `value` equals `target` up to rounding, relative to the deviation `error` to explain."""
         left = max_difference(value, target)[0]
         size = max(max_magnitude(value), max_magnitude(target))
-        return left <= max(RESIDUAL, self.tolerance) * size and left <= PROGRESS * error
+        return left <= max(RESIDUAL, self.tolerance) * size and left <= max(PROGRESS, self.counts.rounding) * error
 
 
 def incomplete(suspect: SuspectTensor) -> Diagnosis | None:

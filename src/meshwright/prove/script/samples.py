@@ -1,0 +1,136 @@
+"""Compare what the samples of each step contain: as a set for the global batch, since ranks may split it in any way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.diagnose.phrases import join_words, rank_words
+from meshwright.prove.script.evidence import ScriptEvidence
+from meshwright.units import counted
+
+SET_EPOCH = "every epoch has the same order: DistributedSampler.set_epoch(epoch) is not called"
+Batch = Counter[int]
+
+
+def diagnose_batches(layout: ScriptEvidence, reference: ScriptEvidence) -> Diagnosis | None:
+    """Return the likely cause if a step's global batch is not that of the reference."""
+    expected = [batch(reference, step) for step in range(reference.run.num_steps)]
+    found = [batch(layout, step) for step in range(layout.run.num_steps)]
+    wrong = [step for step, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    wrong = [step for step in wrong if _by_content(layout, step) != expected[step]]
+    split = _split_groups(layout, set().union(*expected))
+    if split is not None:
+        return split
+    if not wrong:
+        return None
+    at = wrong[0]
+    symptom, cause = _classify(layout, at, found, expected)
+    steps = join_words([str(step + 1) for step in wrong])
+    return Diagnosis(FaultKind.SAMPLES, symptom, cause, f"in {counted(len(wrong), 'step')}: {steps}")
+
+
+def diagnose_epochs(evidence: ScriptEvidence) -> Diagnosis | None:
+    """Return the cause if samples come in the same order in every epoch although a sampler shuffles them."""
+    record = next(record for record in evidence.records if record.samples[0])
+    pair = _repetition(record.samples)
+    if pair is None or not any(record.fixed_samplers for record in evidence.records):
+        return None
+    symptom = f"step {pair[1] + 1} reads the samples of step {pair[0] + 1} again, in the same order"
+    return Diagnosis(FaultKind.SAMPLES, symptom, SET_EPOCH)
+
+
+def _repetition(steps: Sequence[list[int]]) -> tuple[int, int] | None:
+    """Return two steps with the same samples in the same order, unless all steps have the same samples."""
+    if all(sorted(step) == sorted(steps[0]) for step in steps):
+        return None
+    return next(((a, b) for b in range(len(steps)) for a in range(b) if steps[a] == steps[b] and steps[a]), None)
+
+
+def batch(evidence: ScriptEvidence, step: int) -> Batch:
+    """Return the samples of a step's global batch: those of one reading rank per data-parallel index."""
+    total: Batch = Counter()
+    done = set()
+    for rank, record in enumerate(evidence.records):
+        index = evidence.mesh.axes.data_index(rank)
+        if record.samples[step] and index not in done:
+            done.add(index)
+            total.update(record.samples[step])
+    return total
+
+
+def _by_content(evidence: ScriptEvidence, step: int) -> Batch:
+    """Return the samples of a step's global batch if ranks that read the same are not data parallel."""
+    distinct = {tuple(sorted(record.samples[step])) for record in evidence.records}
+    return Counter(sample for samples in distinct for sample in samples)
+
+
+def _split_groups(layout: ScriptEvidence, known: set[int]) -> Diagnosis | None:
+    """Diagnose ranks of the same data-parallel index, such as those along tp, that read different samples."""
+    first: dict[int, int] = {}
+    for rank, record in enumerate(layout.records):
+        if not record.samples[0]:
+            continue
+        other = first.setdefault(layout.mesh.axes.data_index(rank), rank)
+        if record.samples[0] != layout.records[other].samples[0]:
+            symptom = f"{rank_words((other, rank))} are not data parallel to each other, but read different samples"
+            if set(record.samples[0]) <= known:
+                cause = (
+                    "the sampler splits over all processes: give it the rank and size of the data-parallel mesh only"
+                )
+            else:
+                cause = "their data differ: another seed or order on each rank"
+            return Diagnosis(FaultKind.SAMPLES, symptom, cause)
+    return None
+
+
+def _classify(layout: ScriptEvidence, at: int, found: list[Batch], expected: list[Batch]) -> tuple[str, str]:
+    """Return the symptom and the cause of a step's wrong global batch."""
+    missing, extra = expected[at] - found[at], found[at] - expected[at]
+    same = _same_readers(layout, at)
+    absent = f"{missing.total()} of {counted(expected[at].total(), 'sample')} of step {at + 1} are read by no rank"
+    if same and missing:
+        cause = "the same data on several ranks: the sampler is not given the rank and the number of processes"
+        return f"{rank_words(same)} read the same samples, and {absent}", cause
+    earlier = [step for step in range(at) if found[step] == found[at]]
+    if earlier and _repetition([sorted(one.elements()) for one in found]):
+        return f"step {at + 1} reads the samples of step {earlier[0] + 1} again", SET_EPOCH
+    if same:
+        times = found[at].total() / max(1, expected[at].total())
+        symptom = f"{rank_words(same)} read the same samples: {found[at].total()} instead of {expected[at].total()}"
+        return (
+            symptom,
+            f"the same data on several ranks, each sample {times:g} times: the sampler is not given the rank",
+        )
+    if found[at].total() != expected[at].total():
+        symptom = f"step {at + 1} reads {counted(found[at].total(), 'sample')}, {expected[at].total()} in the reference"
+        cause = "another global batch: micro-batch × accumulation steps × data-parallel processes must be the same"
+        return symptom, cause
+    for step, other in enumerate(expected):
+        if step != at and found[at] == other:
+            away = counted(abs(step - at), "step")
+            return (
+                f"step {at + 1} reads the samples of step {step + 1} of the reference",
+                f"the data is {away} {'behind' if step < at else 'ahead'}",
+            )
+    place = _first_place(layout, at, extra)
+    return f"{absent}; {place} is not in the reference's batch", "another seed, order or shard of the data"
+
+
+def _same_readers(layout: ScriptEvidence, at: int) -> list[int]:
+    """Return the ranks of different data-parallel indices that read the same samples as another."""
+    readers: dict[tuple[int, ...], list[int]] = {}
+    for rank, record in enumerate(layout.records):
+        if record.samples[at]:
+            readers.setdefault(tuple(sorted(record.samples[at])), []).append(rank)
+    groups = [ranks for ranks in readers.values() if len({layout.mesh.axes.data_index(rank) for rank in ranks}) > 1]
+    return groups[0] if groups else []
+
+
+def _first_place(layout: ScriptEvidence, at: int, extra: Batch) -> str:
+    for rank, record in enumerate(layout.records):
+        for row, sample in enumerate(record.samples[at]):
+            if sample in extra:
+                return f"sample {row} of rank {rank}"
+    return "a sample"
