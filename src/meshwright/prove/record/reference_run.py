@@ -33,7 +33,7 @@ TensorsByName = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _BatchGradients:
+class BatchGradients:
     """Losses and gradients of one step, per data-parallel rank and micro-batch."""
 
     partial_losses: Tensor
@@ -70,15 +70,15 @@ def compute_reference(
     if change is not None:
         change(model)
     initial = _values(model)
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _trained(model).items()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in trained_parameters(model).items()}
     by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
     for _, handle in auxiliary_losses(model):
         handle.scale = 1.0 / train.global_batch
     losses, norms, samples, after_first = [], [], [], TensorsByName()
-    first: _BatchGradients | None = None
+    first: BatchGradients | None = None
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
-        batch = _forward_backward(model, config, samples_of, indices, ranks_a_cell)
+        batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
         gradients = {name: partial.sum((0, 1)) for name, partial in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
@@ -126,7 +126,8 @@ def build_reference(config: RunConfig) -> nn.Module:
     return model
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -141,12 +142,12 @@ def _loads(model: nn.Module) -> dict[str, ExpertLoad]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLoad)}
 
 
-def _forward_backward(
-    model: nn.Module, config: RunConfig, samples: Reference, indices: list[int], ranks_a_cell: int
-) -> _BatchGradients:
+def forward_backward(
+    model: nn.Module, config: RunConfig, samples: Reference, indices: list[int], ranks_a_cell: int = 1
+) -> BatchGradients:
     """Compute losses and gradients per data-parallel rank and micro-batch."""
     grid = (config.mesh.axes().data_parallel() // ranks_a_cell, config.train.num_microbatches)
-    names, parameters = zip(*_trained(model).items(), strict=True)
+    names, parameters = zip(*trained_parameters(model).items(), strict=True)
     partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
     counts = {f"{name}.value": load.value.new_zeros((*grid, *load.value.shape)) for name, load in _loads(model).items()}
     losses = torch.zeros(grid, dtype=DTYPE)
@@ -162,7 +163,7 @@ def _forward_backward(
             partial[name][at] = gradient
         for name, load in _loads(model).items():
             counts[f"{name}.value"][at] = load.pending() - before[name]
-    return _BatchGradients(losses, partial, counts)
+    return BatchGradients(losses, partial, counts)
 
 
 def cells(config: RunConfig, indices: list[int], ranks_a_cell: int = 1) -> list[list[int]]:
@@ -203,7 +204,7 @@ def _adamw(
     """Apply one step of AdamW (Loshchilov and Hutter 2019, algorithm 2) with clipped gradients."""
     train = config.train
     lr = learning_rate(step, train)
-    for name, p in _trained(model).items():
+    for name, p in trained_parameters(model).items():
         g, (first, second) = gradients[name] * clip, moments[name]
         first.mul_(train.beta1).add_((1 - train.beta1) * g)
         second.mul_(train.beta2).add_((1 - train.beta2) * g * g)

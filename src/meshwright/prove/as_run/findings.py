@@ -1,0 +1,111 @@
+"""Group wrong gradients, updates and dtypes of a run by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from meshwright.comm.compression.catalogue import is_lossy
+from meshwright.config.schema import RunConfig
+from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
+from meshwright.prove.as_run.low_precision import is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.record_run import AsRunRecord
+from meshwright.prove.as_run.result import Check, Finding
+from meshwright.prove.as_run.rounded_reference import StepReference
+from meshwright.prove.as_run.update_check import diagnose_updates, update_errors
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.compare.tensor_shards import AssembledTensor
+from meshwright.prove.diagnose.phrases import rank_words
+from meshwright.prove.expert_placement import expert_placement_of
+
+
+def gradient_findings(
+    checks: dict[str, Check], noisy: Callable[[str, int], NoisyGradient], *, root: str
+) -> Iterator[Finding]:
+    """Yield a finding per cause of wrong gradients; all follow from the fault `root`, if there is one."""
+    members: dict[Diagnosis, list[str]] = {}
+    for name, check in checks.items():
+        if not check.ok:
+            found = diagnose(noisy(name, check.step))
+            if root and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER, FaultKind.CONTRIBUTIONS):
+                found = Diagnosis(FaultKind.CONSEQUENCE, found.symptom, f"may follow: {root}")
+            members.setdefault(found, []).append(name)
+    for diagnosis, names in members.items():
+        yield Finding("gradients", diagnosis, tuple(names))
+
+
+def update_findings(config: RunConfig, records: list[AsRunRecord], checks: dict[str, Check]) -> Iterator[Finding]:
+    """Yield a finding per cause of updates that AdamW doesn't make."""
+    members: dict[Diagnosis, list[str]] = {}
+    for name, check in checks.items():
+        if not check.ok:
+            wrong = wrong_updates(config, records, name)
+            found = diagnose_updates(records, wrong, config.train)
+            if len(wrong) < sum(name in record.weights[0] for record in records):
+                scope = f"{found.symptom}, only on {rank_words(rank for rank, _ in wrong)}"
+                found = Diagnosis(found.kind, scope, found.cause)
+            members.setdefault(found, []).append(name)
+    for diagnosis, names in members.items():
+        yield Finding("parameters", diagnosis, tuple(names))
+
+
+def low_precision_findings(
+    config: RunConfig,
+    plan: RunPlan,
+    records: list[AsRunRecord],
+    references: list[StepReference],
+    gradients: list[dict[str, AssembledTensor]],
+) -> Iterator[Finding]:
+    """Yield float32 sums and weights that are kept in bfloat16."""
+    if config.train.precision == "float64":
+        return
+    weights = [name for name in gradients[0] if _weights_on_grid(records, name)]
+    if weights:
+        diagnosis = Diagnosis(FaultKind.UNRECOGNISED, "all values are bfloat16 numbers", "weights are kept in bfloat16")
+        yield Finding("parameters", diagnosis, tuple(weights))
+    if is_lossy(config.comm.gradients):
+        return
+    sums = [name for name in gradients[0] if _sums_on_grid(config, plan, name, references, gradients)]
+    if sums:
+        cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
+        symptom = "sums of several contributions, and all values are bfloat16 numbers"
+        yield Finding("gradients", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause), tuple(sums))
+
+
+def _weights_on_grid(records: list[AsRunRecord], name: str) -> bool:
+    held = [record.weights[at][name][1] for record in records if name in record.weights[0] for at in (0, -1)]
+    changed = torch.cat([a[a != b].flatten() for b, a in zip(held[::2], held[1::2], strict=True)] or [torch.zeros(0)])
+    return looks_rounded(int(is_on_grid(changed).sum()), changed.numel())
+
+
+def _sums_on_grid(
+    config: RunConfig,
+    plan: RunPlan,
+    name: str,
+    references: list[StepReference],
+    gradients: list[dict[str, AssembledTensor]],
+) -> bool:
+    axes, experts = config.mesh.axes(), expert_placement_of(plan)
+    divisors = tuple({1, axes.data_parallel(), config.train.num_microbatches, axes.cp, axes.num_ranks()})
+    on_grid = num = 0
+    for reference, found in zip(references, gradients, strict=True):
+        partial = reference.partial_gradients[name]
+        if experts is not None and name in experts.parameters:
+            # The ranks of a group send the tokens of an expert to one of them, which multiplies them together.
+            partial = partial.reshape(-1, experts.size, *partial.shape[1:]).sum(1)
+        summed = is_summed(partial.flatten(0, 1)).numpy()
+        for shard in found[name].shards:
+            values = torch.from_numpy(shard.value[shard.slice_of(summed)])
+            on_grid, num = on_grid + int(is_on_grid(values, divisors).sum()), num + values.numel()
+    return looks_rounded(on_grid, num)
+
+
+def wrong_updates(config: RunConfig, records: list[AsRunRecord], name: str) -> list[tuple[int, str]]:
+    """Return the ranks, each with the parameter, on which its updates are wrong."""
+    return [
+        (rank, name)
+        for rank, record in enumerate(records)
+        if name in record.weights[0] and max(update_errors(record, name, config.train)) > 1.0
+    ]

@@ -1,0 +1,154 @@
+"""Reference of a proof as run, at the parameters of the layout, and how much rounding changes it.
+
+At each step the plain module is evaluated in float64 at the parameters that the layout holds, so that errors of earlier
+steps don't add up. It is then evaluated in the precision of the run, at parameters perturbed by up to one rounding
+unit: the deviations from float64, per tensor, are what a right layout may deviate by (TTrace, arXiv 2506.09280).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.comm.compression.catalogue import find_method
+from meshwright.comm.compression.codecs import decode, encode
+from meshwright.config.schema import RunConfig
+from meshwright.models.contract.task import Reference
+from meshwright.nn.step_handles import auxiliary_losses, step_buffers
+from meshwright.prove.record.evidence import DTYPE
+from meshwright.prove.record.reference_run import TensorsByName, build_reference, forward_backward, trained_parameters
+
+NUM_PERTURBED = 2
+"""Evaluations with perturbed parameters per step."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Relative deviations of a rounded reference, the largest over all steps and perturbations."""
+
+    gradients: dict[str, float] = field(default_factory=dict)
+    """Per parameter: norm of the deviation over the norm of the gradient."""
+    loss: float = 0.0
+    norm: float = 0.0
+
+    def merge(self, other: Sensitivity) -> Sensitivity:
+        """Return the larger deviations of both."""
+        names = {**self.gradients, **other.gradients}
+        gradients = {name: max(self.gradients.get(name, 0.0), other.gradients.get(name, 0.0)) for name in names}
+        return Sensitivity(gradients, max(self.loss, other.loss), max(self.norm, other.norm))
+
+
+@dataclass(frozen=True)
+class StepReference:
+    """Reference of one step at the layout's parameters."""
+
+    loss: float
+    partial_gradients: TensorsByName
+    """Per parameter, [data_parallel, num_microbatches, *shape]: contributions, which sum to the gradient."""
+    rounded: TensorsByName
+    """Contributions computed in the precision of the run, at perturbed parameters."""
+    sensitivity: Sensitivity
+
+    def gradients(self) -> TensorsByName:
+        """Return the full gradients."""
+        return {name: partial.sum((0, 1)) for name, partial in self.partial_gradients.items()}
+
+
+class RoundedReference:
+    """Evaluates the reference of each step in float64 and, perturbed, in the precision of the run.
+
+    Args:
+        config: configuration returned by `as_configured`.
+        samples: loss of samples.
+    """
+
+    def __init__(self, config: RunConfig, samples: Reference) -> None:
+        self._config, self._samples = config, samples
+        self._exact = build_reference(config)
+        self.initial: TensorsByName = {name: value.clone() for name, value in _tensors(self._exact)}
+        self._dtype = getattr(torch, config.train.precision)
+        self._rounded = _in_precision(build_reference(config), self._dtype)
+        self._generator = torch.Generator().manual_seed(config.train.seed)
+
+    def step(self, weights: Mapping[str, Tensor], indices: list[int]) -> StepReference:
+        """Evaluate a step at the layout's full parameters and buffers, on samples `indices`."""
+        exact = self._evaluate(self._exact, weights, indices)
+        found = Sensitivity()
+        rounded: TensorsByName = {}
+        for _ in range(NUM_PERTURBED):
+            loss, rounded = self._evaluate(self._rounded, self._perturbed(weights), indices)
+            found = found.merge(_deviation(loss, rounded, *exact))
+        return StepReference(exact[0], exact[1], rounded, found)
+
+    def _evaluate(
+        self, model: nn.Module, weights: Mapping[str, Tensor], indices: list[int]
+    ) -> tuple[float, TensorsByName]:
+        with torch.no_grad():
+            for name, tensor in _tensors(model):
+                tensor.copy_(weights[name])
+        for _, handle in auxiliary_losses(model):
+            handle.scale = 1.0 / self._config.train.global_batch
+        batch = forward_backward(model, self._config, self._samples, indices)
+        for _, buffer in step_buffers(model):
+            buffer.discard()
+        partial = {name: value.to(DTYPE) for name, value in batch.partial_gradients.items()}
+        return float(batch.partial_losses.sum()), partial
+
+    def _perturbed(self, weights: Mapping[str, Tensor]) -> TensorsByName:
+        method, unit = find_method(self._config.comm.weights), torch.finfo(self._dtype).eps
+        trained, found = trained_parameters(self._exact), {}
+        for name, value in weights.items():
+            noise = torch.rand(value.shape, generator=self._generator, dtype=DTYPE) * 2 - 1
+            found[name] = value.to(DTYPE) * (1 + unit * noise) if name in trained else value
+            if method.is_lossy and name in trained:
+                flat = found[name].float().flatten()
+                code = encode(flat, method.codec, rotate=method.rotate)
+                sent = decode(code, method.codec, num_elements=len(flat), dtype=torch.float32, rotate=method.rotate)
+                found[name] = sent.view(value.shape)
+        return found
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and saved buffers by name, tied ones once."""
+    saved = model.state_dict()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved:
+            yield name, tensor.detach()
+
+
+def _in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Let a model compute in `dtype`, with buffers at least in float32, and return float64."""
+    wide = torch.promote_types(dtype, torch.float32)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(wide))
+
+    def cast(_: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
+        return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
+
+    model.register_forward_pre_hook(cast)
+    model.register_forward_hook(lambda _, __, out: out.to(DTYPE))
+    return model
+
+
+def _deviation(loss: float, rounded: TensorsByName, exact_loss: float, exact: TensorsByName) -> Sensitivity:
+    gradients, squares, exact_squares = {}, 0.0, 0.0
+    for name, partial in exact.items():
+        expected, found = partial.sum((0, 1)), rounded[name].sum((0, 1))
+        gradients[name] = relative_error(found, expected)
+        squares, exact_squares = squares + float(found.square().sum()), exact_squares + float(expected.square().sum())
+    return Sensitivity(
+        gradients, abs(loss - exact_loss) / abs(exact_loss), abs(squares**0.5 - exact_squares**0.5) / exact_squares**0.5
+    )
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected tensor; infinity if either is not finite."""
+    error = float((found - expected).norm() / expected.norm()) if bool(expected.any()) else float(bool(found.any()))
+    return error if error == error else float("inf")
