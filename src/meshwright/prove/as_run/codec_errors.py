@@ -7,42 +7,24 @@ grows. Both growths are measured with the plain quantiser, and the layout's must
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from meshwright.comm.compression.catalogue import GROUP, Method, find_method
+from meshwright.comm.compression.catalogue import Method
 from meshwright.comm.compression.error_feedback import BETA
 from meshwright.config.schema import RunConfig
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.as_run.rounded_reference import relative_error
+from meshwright.prove.as_run.plain_quantiser import SentUnit, flatten, quantise, sent_units, unflatten
 from meshwright.prove.record.reference_run import TensorsByName
 
 
-@dataclass(frozen=True)
-class CompressedUnit:
-    """Parameters whose gradients are sent together with a lossy method."""
-
-    method: Method
-    names: tuple[str, ...]
-
-
-def compressed_units(plan: RunPlan) -> list[CompressedUnit]:
-    """Return the units of a plan that send gradients with a lossy method."""
-    found = []
-    if plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas")) == 1:
-        return []
-    for stage in plan.stages:
-        members: dict[tuple[int | None, str, str], list[str]] = {}
-        methods = {}
-        for kind, layer, parameter in plan.parameters(stage):
-            unit = plan.unit_of(stage, kind, parameter)
-            key = (None, "", "") if unit is stage.root else (layer, kind.name, unit.name)
-            members.setdefault(key, []).append(kind.key(parameter, layer))
-            methods[key] = find_method(unit.gradients)
-        found += [CompressedUnit(methods[key], tuple(names)) for key, names in members.items() if methods[key].is_lossy]
-    return found
+def compressed_units(plan: RunPlan) -> list[SentUnit]:
+    """Return the units of a plan whose gradients are sent with a lossy method."""
+    num_ranks = plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas"))
+    return sent_units(plan, lambda unit: unit.gradients, num_ranks)
 
 
 @dataclass
@@ -60,65 +42,53 @@ class PlainCodec:
     feedback: bool = True
     _errors: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
 
-    def reduce(self, contributions: TensorsByName) -> TensorsByName:
-        """Return decoded gradients, given contributions [data_parallel, num_microbatches, *shape] by name."""
+    def reduce(self, contributions: TensorsByName) -> tuple[TensorsByName, TensorsByName]:
+        """Return decoded gradients and the squares of their errors, expected of elements that fall anywhere between the
+        codec's values.
+
+        Args:
+            contributions: by name, [data_parallel, num_microbatches, *shape].
+        """
         found = {name: value.sum((0, 1)) for name, value in contributions.items()}
+        squares: TensorsByName = {}
         for number, unit in enumerate(compressed_units(self.plan)):
-            found |= self._reduce_unit(number, unit, contributions)
-        return found
+            names = [name for name in unit.names if name in contributions]
+            shapes = {name: contributions[name].shape[2:] for name in names}
+            sent = [torch.stack([x.sum(0) for x in contributions[name]]) for name in names]
+            total, square = self._reduce_unit(number, unit.method, sent)
+            found |= unflatten(total, shapes)
+            squares |= unflatten(square, shapes)
+        return found, squares
 
-    def _reduce_unit(self, number: int, unit: CompressedUnit, contributions: TensorsByName) -> TensorsByName:
-        names = [name for name in unit.names if name in contributions]
-        axes, method = self.config.mesh.axes(), unit.method
+    def _reduce_unit(self, number: int, method: Method, sent: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the decoded sum of what data-parallel ranks send, and the expected squares of its errors."""
+        axes = self.config.mesh.axes()
         again = axes.dp_replicate > 1 or self.plan.mesh.num_ranks() > (self.config.comm.ranks_per_node or 2**30)
-        total: Tensor | float = 0.0
+        groups, square = [], torch.zeros(())
         for replica in range(axes.dp_replicate):
-            group: Tensor | float = 0.0
+            parts = []
             for rank in range(replica * axes.dp_shard, (replica + 1) * axes.dp_shard):
-                sent = self._flat([contributions[name][rank].sum(0) for name in names])
-                group = group + self._send(sent, method, (number, rank, "first"))
-            total = total + (self._send(group, method, (number, replica, "replicas")) if again else group)
+                flat = flatten([tensor[rank] for tensor in sent], axes.dp_shard)
+                decoded, error = self._send(flat, method, (number, rank, "first"))
+                parts.append(decoded)
+                square = square + error
+            group = torch.stack(parts).sum(0)
+            if again:
+                group, error = self._send(group, method, (number, replica, "replicas"))
+                square = square + error
+            groups.append(group)
+        total = torch.stack(groups).sum(0)
         if again:
-            total = self._send(total, method, (number, 0, "sum"))
-        return self._unflat(total, {name: contributions[name].shape[2:] for name in names})
+            total, error = self._send(total, method, (number, 0, "sum"))
+            square = square + error
+        return total, square
 
-    def _flat(self, tensors: list[Tensor]) -> Tensor:
-        """Return one row per rank that holds a shard: its rows of all tensors, in order, padded with zeros."""
-        return torch.cat([self._rows(tensor) for tensor in tensors], dim=1)
-
-    def _rows(self, tensor: Tensor) -> Tensor:
-        num = self.config.mesh.dp_shard
-        size = -(-tensor.shape[0] // num)
-        padded = tensor.new_zeros((num * size, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        return padded.reshape(num, -1)
-
-    def _unflat(self, flat: Tensor | float, shapes: dict[str, torch.Size]) -> TensorsByName:
-        assert isinstance(flat, Tensor)
-        found, at = {}, 0
-        for name, shape in shapes.items():
-            size = self._rows(torch.empty(shape, device="meta")).shape[1]
-            full = flat[:, at : at + size].reshape(-1, *shape[1:])
-            found[name], at = full[: shape[0]], at + size
-        return found
-
-    def _send(self, value: Tensor | float, method: Method, key: tuple[int, int, str]) -> Tensor:
-        assert isinstance(value, Tensor)
-        if not method.codec.is_quantised:
-            return value.bfloat16().double()
-        old = self._errors.get(key, torch.zeros_like(value)) if method.feedback and self.feedback else 0.0
-        sent = quantise(value + old, method.codec.bits)
-        self._errors[key] = BETA * old + (1 - BETA) * (value + old - sent)
-        return sent
-
-
-def quantise(x: Tensor, bits: int) -> Tensor:
-    """Round each group of a row to integers times a scale, by which the largest element is one of the integers."""
-    width = -x.shape[-1] % GROUP
-    groups = torch.nn.functional.pad(x, (0, width)).reshape(len(x), -1, GROUP)
-    scale = groups.abs().amax(-1, keepdim=True) / 2 ** (bits - 1)
-    rounded: Tensor = (groups / scale.clamp_min(1e-300)).round() * scale
-    return rounded.reshape(len(x), -1)[:, : x.shape[-1]]
+    def _send(self, value: Tensor, method: Method, key: tuple[int, int, str]) -> tuple[Tensor, Tensor]:
+        old = self._errors.get(key, torch.zeros_like(value))
+        sent, distance = quantise(value + old, method)
+        if method.feedback and self.feedback:
+            self._errors[key] = BETA * old + (1 - BETA) * (value + old - sent)
+        return sent, distance.square() / 12 + old.square()
 
 
 @dataclass
@@ -144,6 +114,10 @@ class Growth:
         return (total / mean) ** 0.5 if mean else 0.0
 
 
-def codec_errors(decoded: TensorsByName, exact: TensorsByName) -> dict[str, float]:
-    """Return the relative error of each decoded gradient."""
-    return {name: relative_error(value, exact[name]) for name, value in decoded.items()}
+def relative_codec_errors(squares: TensorsByName, exact: TensorsByName) -> dict[str, float]:
+    """Return the expected relative error of each decoded gradient, given the expected squares of its errors."""
+    found = {}
+    for name, square in squares.items():
+        norm = float(exact[name].norm())
+        found[name] = math.sqrt(float(square.sum())) / norm if norm else math.inf
+    return found

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from meshwright.comm.compression.catalogue import find_method
-from meshwright.comm.compression.codecs import decode, encode
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
+from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.as_run.plain_quantiser import flatten, quantise, sent_units, unflatten
 from meshwright.prove.record.evidence import DTYPE
 from meshwright.prove.record.reference_run import TensorsByName, build_reference, forward_backward, trained_parameters
 
-NUM_PERTURBED = 2
-"""Evaluations with perturbed parameters per step."""
+PERTURBATIONS = (0.0, 1.0)
+"""Evaluations per step, by the largest change of a parameter in rounding units. The first rounds as the run does: where
+many parameters are nearly equal, they are rounded in the same direction."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,14 @@ class RoundedReference:
 
     Args:
         config: configuration returned by `as_configured`.
+        plan: plan of the run, for the weights that are sent with a lossy method.
         samples: loss of samples.
     """
 
-    def __init__(self, config: RunConfig, samples: Reference) -> None:
+    def __init__(self, config: RunConfig, plan: RunPlan, samples: Reference) -> None:
         self._config, self._samples = config, samples
+        self._num_shards = plan.mesh.size(*plan.mesh.view("fsdp"))
+        self._sent_units = sent_units(plan, lambda unit: unit.weights, self._num_shards)
         self._exact = build_reference(config)
         self.initial: TensorsByName = {name: value.clone() for name, value in _tensors(self._exact)}
         self._dtype = getattr(torch, config.train.precision)
@@ -78,8 +82,8 @@ class RoundedReference:
         exact = self._evaluate(self._exact, weights, indices)
         found = Sensitivity()
         rounded: TensorsByName = {}
-        for _ in range(NUM_PERTURBED):
-            loss, rounded = self._evaluate(self._rounded, self._perturbed(weights), indices)
+        for units in PERTURBATIONS:
+            loss, rounded = self._evaluate(self._rounded, self._sent(self._perturbed(weights, units)), indices)
             found = found.merge(_deviation(loss, rounded, *exact))
         return StepReference(exact[0], exact[1], rounded, found)
 
@@ -97,17 +101,21 @@ class RoundedReference:
         partial = {name: value.to(DTYPE) for name, value in batch.partial_gradients.items()}
         return float(batch.partial_losses.sum()), partial
 
-    def _perturbed(self, weights: Mapping[str, Tensor]) -> TensorsByName:
-        method, unit = find_method(self._config.comm.weights), torch.finfo(self._dtype).eps
-        trained, found = trained_parameters(self._exact), {}
-        for name, value in weights.items():
-            noise = torch.rand(value.shape, generator=self._generator, dtype=DTYPE) * 2 - 1
-            found[name] = value.to(DTYPE) * (1 + unit * noise) if name in trained else value
-            if method.is_lossy and name in trained:
-                flat = found[name].float().flatten()
-                code = encode(flat, method.codec, rotate=method.rotate)
-                sent = decode(code, method.codec, num_elements=len(flat), dtype=torch.float32, rotate=method.rotate)
-                found[name] = sent.view(value.shape)
+    def _perturbed(self, weights: Mapping[str, Tensor], units: float) -> TensorsByName:
+        trained, limit = trained_parameters(self._exact), units * torch.finfo(self._dtype).eps
+        found = dict(weights)
+        for name in trained if limit else ():
+            noise = torch.rand(weights[name].shape, generator=self._generator, dtype=DTYPE) * 2 - 1
+            found[name] = weights[name].to(DTYPE) * (1 + limit * noise)
+        return found
+
+    def _sent(self, weights: TensorsByName) -> TensorsByName:
+        """Return parameters as ranks receive them, if a lossy method gathers them."""
+        found = dict(weights)
+        for unit in self._sent_units:
+            sent = flatten([weights[name].to(DTYPE) for name in unit.names], self._num_shards)
+            flat, _ = quantise(sent, unit.method)
+            found |= unflatten(flat, {name: weights[name].shape for name in unit.names})
         return found
 
 
