@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
@@ -41,7 +42,7 @@ def record_on_rank(
     tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     plan = make_plan(config)
-    with restored(train_step, pipeline_stages, optimizer, apply_plan, ring, ring.RingAttention, dist):
+    with restored(train_step, pipeline_stages, optimizer, apply_plan, ring, ring.RingAttention, dist, FSDPParam):
         corpus = data or open_data(config)
         return record_as_run(config, context, corpus, num_steps=num_steps(plan, None), plan=plan, tamper=tamper)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -22,56 +23,67 @@ from meshwright.prove.expert_placement import expert_placement_of
 
 
 def gradient_findings(
-    checks: dict[str, Check], noisy: Callable[[str, int], NoisyGradient], *, root: str
-) -> Iterator[Finding]:
-    """Yield a finding per cause of wrong gradients; all follow from the fault `root`, if there is one."""
+    checks: dict[str, Check], noisy: Callable[[str, int], NoisyGradient], *, root: str, wrong_updates: bool
+) -> list[Finding]:
+    """Return a finding per cause of wrong gradients.
+
+    Args:
+        checks: checks of the gradients.
+        noisy: function from a parameter and a step to the gradient.
+        root: fault before the gradients from which they may follow; empty if there is none.
+        wrong_updates: whether parameters have wrong updates, from which gradients of later steps may follow.
+    """
     members: dict[Diagnosis, list[str]] = {}
     for name, check in checks.items():
         if not check.ok:
             found = diagnose(noisy(name, check.step))
-            if root and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER, FaultKind.CONTRIBUTIONS):
-                found = Diagnosis(FaultKind.CONSEQUENCE, found.symptom, f"may follow: {root}")
+            follows = root or ("a wrong update" if wrong_updates and check.step > 1 else "")
+            if follows and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER, FaultKind.CONTRIBUTIONS):
+                found = Diagnosis(FaultKind.CONSEQUENCE, found.symptom, f"may follow: {follows}")
             members.setdefault(found, []).append(name)
-    for diagnosis, names in members.items():
-        yield Finding("gradients", diagnosis, tuple(names))
+    return [Finding("gradients", diagnosis, tuple(names)) for diagnosis, names in members.items()]
 
 
-def update_findings(config: RunConfig, records: list[AsRunRecord], checks: dict[str, Check]) -> Iterator[Finding]:
-    """Yield a finding per cause of updates that AdamW doesn't make."""
+def update_findings(config: RunConfig, records: list[AsRunRecord], checks: dict[str, Check]) -> list[Finding]:
+    """Return a finding per cause of updates that AdamW doesn't make."""
     members: dict[Diagnosis, list[str]] = {}
     for name, check in checks.items():
-        if not check.ok:
-            wrong = wrong_updates(config, records, name)
+        if check.ok:
+            continue
+        wrong = _wrong_updates(config, records, name)
+        if config.train.precision != "float64" and _weights_on_grid(records, name):
+            cause = "weights are kept in bfloat16 where float32 was asked"
+            found = Diagnosis(FaultKind.UNRECOGNISED, "all values are bfloat16 numbers", cause)
+        else:
             found = diagnose_updates(records, wrong, config.train)
-            if len(wrong) < sum(name in record.weights[0] for record in records):
-                scope = f"{found.symptom}, only on {rank_words(rank for rank, _ in wrong)}"
-                found = Diagnosis(found.kind, scope, found.cause)
-            members.setdefault(found, []).append(name)
-    for diagnosis, names in members.items():
-        yield Finding("parameters", diagnosis, tuple(names))
+        informative = [rank for rank, record in enumerate(records) if _has_gradient(record, name)]
+        if {rank for rank, _ in wrong} < set(informative):
+            found = replace(found, symptom=f"{found.symptom}, only on {rank_words(rank for rank, _ in wrong)}")
+        members.setdefault(found, []).append(name)
+    return [Finding("parameters", diagnosis, tuple(names)) for diagnosis, names in members.items()]
 
 
-def low_precision_findings(
-    config: RunConfig,
-    plan: RunPlan,
-    records: list[AsRunRecord],
-    references: list[StepReference],
-    gradients: list[dict[str, AssembledTensor]],
-) -> Iterator[Finding]:
-    """Yield float32 sums and weights that are kept in bfloat16."""
-    if config.train.precision == "float64":
-        return
-    weights = [name for name in gradients[0] if _weights_on_grid(records, name)]
-    if weights:
-        diagnosis = Diagnosis(FaultKind.UNRECOGNISED, "all values are bfloat16 numbers", "weights are kept in bfloat16")
-        yield Finding("parameters", diagnosis, tuple(weights))
-    if is_lossy(config.comm.gradients):
-        return
-    sums = [name for name in gradients[0] if _sums_on_grid(config, plan, name, references, gradients)]
-    if sums:
-        cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
-        symptom = "sums of several contributions, and all values are bfloat16 numbers"
-        yield Finding("gradients", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause), tuple(sums))
+def low_precision_sums(
+    config: RunConfig, plan: RunPlan, references: list[StepReference], gradients: dict[str, list[AssembledTensor]]
+) -> list[Finding]:
+    """Return the finding that float32 sums are made in bfloat16, if they are.
+
+    Args:
+        config: configuration of the run.
+        plan: plan of the run.
+        references: references of all steps.
+        gradients: right gradients, by name and step.
+    """
+    if config.train.precision == "float64" or is_lossy(config.comm.gradients):
+        return []
+    sums = [name for name, found in gradients.items() if _sums_on_grid(config, plan, name, references, found)]
+    cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
+    symptom = "sums of several contributions, and all values are bfloat16 numbers"
+    return [Finding("gradients", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause), tuple(sums))] if sums else []
+
+
+def _has_gradient(record: AsRunRecord, name: str) -> bool:
+    return any(bool(one["gradients"][name][1].any()) for one in record.steps if name in one["gradients"])
 
 
 def _weights_on_grid(records: list[AsRunRecord], name: str) -> bool:
@@ -85,7 +97,7 @@ def _sums_on_grid(
     plan: RunPlan,
     name: str,
     references: list[StepReference],
-    gradients: list[dict[str, AssembledTensor]],
+    gradients: list[AssembledTensor],
 ) -> bool:
     axes, experts = config.mesh.axes(), expert_placement_of(plan)
     divisors = tuple({1, axes.data_parallel(), config.train.num_microbatches, axes.cp, axes.num_ranks()})
@@ -96,13 +108,13 @@ def _sums_on_grid(
             # The ranks of a group send the tokens of an expert to one of them, which multiplies them together.
             partial = partial.reshape(-1, experts.size, *partial.shape[1:]).sum(1)
         summed = is_summed(partial.flatten(0, 1)).numpy()
-        for shard in found[name].shards:
+        for shard in found.shards:
             values = torch.from_numpy(shard.value[shard.slice_of(summed)])
             on_grid, num = on_grid + int(is_on_grid(values, divisors).sum()), num + values.numel()
     return looks_rounded(on_grid, num)
 
 
-def wrong_updates(config: RunConfig, records: list[AsRunRecord], name: str) -> list[tuple[int, str]]:
+def _wrong_updates(config: RunConfig, records: list[AsRunRecord], name: str) -> list[tuple[int, str]]:
     """Return the ranks, each with the parameter, on which its updates are wrong."""
     return [
         (rank, name)

@@ -62,6 +62,12 @@ class NoisyGradient:
                 found.append(shard)
         return found
 
+    @cached_property
+    def informative_ranks(self) -> list[int]:
+        """Ranks whose shard tells something: wrong ones, and those where the reference is not zero."""
+        nonzero = {shard.rank for shard in self.assembly.shards if shard.slice_of(self.expected).any()}
+        return sorted(nonzero | {shard.rank for shard in self.wrong_shards})
+
     def explains(self, value_n: Array, target_n: Array, own_n: Array) -> bool:
         """Return whether `target_n` equals `value_n` within rounding, and much better than the reference `own_n`."""
         left = float(np.linalg.norm(value_n - target_n))
@@ -83,7 +89,7 @@ def diagnose(gradient: NoisyGradient) -> Diagnosis:
 
 
 def _scope(gradient: NoisyGradient, shards: Iterable[LocalShard]) -> str:
-    return scope_words({shard.rank for shard in shards}, gradient.assembly.ranks(), gradient.counts.axes)
+    return scope_words({shard.rank for shard in shards}, gradient.informative_ranks, gradient.counts.axes)
 
 
 def _incomplete(gradient: NoisyGradient) -> Diagnosis | None:
@@ -111,8 +117,7 @@ def _zero(gradient: NoisyGradient) -> Diagnosis | None:
 def _weighted(gradient: NoisyGradient) -> Diagnosis | None:
     """Diagnose a multiple of the reference, or missing or repeated contributions."""
     weights = _weights_by_rank(gradient, gradient.wrong_shards)
-    # Shards that are small beside others of the tensor may be right by chance.
-    return None if weights is None else weights_diagnosis(weights, gradient.assembly.ranks(), gradient.counts)
+    return None if weights is None else weights_diagnosis(weights, gradient.informative_ranks, gradient.counts)
 
 
 def _weights_by_rank(gradient: NoisyGradient, shards: list[LocalShard]) -> dict[int, Array] | None:

@@ -17,11 +17,11 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec, compressed_units, relative_codec_errors
 from meshwright.prove.as_run.configuration import has_feedback
 from meshwright.prove.as_run.dropout_calls import diagnose_dropouts
-from meshwright.prove.as_run.findings import gradient_findings, low_precision_findings, update_findings
+from meshwright.prove.as_run.findings import gradient_findings, low_precision_sums, update_findings
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient
 from meshwright.prove.as_run.record_run import AsRunRecord
 from meshwright.prove.as_run.result import AsRunResult, Check, Feedback, Finding
-from meshwright.prove.as_run.rounded_reference import RoundedReference, Sensitivity, StepReference
+from meshwright.prove.as_run.rounded_reference import RoundedReference, StepReference
 from meshwright.prove.as_run.update_check import update_errors
 from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.compare.result import Diagnosis, FaultKind
@@ -47,13 +47,16 @@ class _Steps:
 
     references: list[StepReference] = field(default_factory=list)
     gradients: list[dict[str, AssembledTensor]] = field(default_factory=list)
-    sensitivity: Sensitivity = field(default_factory=Sensitivity)
     codec: list[dict[str, float]] = field(default_factory=list)
     """Relative errors expected of a plain quantiser."""
 
     def tolerance(self, name: str, step: int) -> float:
-        """Return the tolerance of a gradient in a step."""
-        rounding = ROUNDING_FACTOR * self.sensitivity.gradients.get(name, 0.0)
+        """Return the tolerance of a gradient in a step.
+
+        A step's few evaluations may happen to deviate little, so all steps together count as well.
+        """
+        measured = [reference.sensitivity.gradients[name] for reference in self.references]
+        rounding = ROUNDING_FACTOR * max(measured[step - 1], float(np.sqrt(np.mean(np.square(measured)))))
         return rounding + CODEC_FACTOR * self.codec[step - 1].get(name, 0.0)
 
 
@@ -87,10 +90,14 @@ def judge(config: RunConfig, plan: RunPlan, records: list[AsRunRecord], data: Tr
     )
     findings += diagnose_dropouts(records, plan)
     root = findings[0].diagnosis.symptom if findings else ""
-    findings += gradient_findings(result.gradients, lambda name, step: _noisy(steps, counts, name, step), root=root)
-    findings += low_precision_findings(config, plan, records, steps.references, steps.gradients)
-    findings += update_findings(config, records, result.updates)
-    findings += _scalars(result, gradients_wrong=not all(check.ok for check in result.gradients.values()))
+    updates = update_findings(config, records, result.updates)
+    findings += gradient_findings(
+        result.gradients, lambda name, step: _noisy(steps, counts, name, step), root=root, wrong_updates=bool(updates)
+    )
+    findings += updates
+    right = {name: [found[name] for found in steps.gradients] for name, check in result.gradients.items() if check.ok}
+    findings += low_precision_sums(config, plan, steps.references, right)
+    findings += _scalars(result, has_cause=bool(findings))
     return replace(result, findings=tuple(findings), notes=tuple(_notes(config, result, records)))
 
 
@@ -148,7 +155,6 @@ def _evaluate(
             weights[name] = torch.from_numpy(next(full.replicas()).value) if full.shards else value
         found = reference.step(weights, list(range((step - 1) * size, step * size)))
         steps.references.append(found)
-        steps.sensitivity = steps.sensitivity.merge(found.sensitivity)
         steps.gradients.append(_gradients(records, step, found, counts))
         steps.codec.append({})
         if not names:
@@ -199,10 +205,11 @@ def _check_gradients(steps: _Steps, counts: LayoutCounts) -> dict[str, Check]:
 
 
 def _worst(errors: list[list[float]], tolerance: float) -> Check:
-    """Return the check of errors [step][rank]."""
+    """Return the check of errors [step][rank]: the first wrong step or, if there is none, the one with the largest."""
     by_step = [max(error if error == error else float("inf") for error in of_ranks) for of_ranks in errors]
-    worst = max(range(len(by_step)), key=by_step.__getitem__)
-    return Check(by_step[worst], tolerance, worst + 1)
+    wrong = [at for at, error in enumerate(by_step) if error > tolerance]
+    shown = wrong[0] if wrong else max(range(len(by_step)), key=by_step.__getitem__)
+    return Check(by_step[shown], tolerance, shown + 1)
 
 
 def _check_losses(records: list[AsRunRecord], steps: _Steps) -> Check:
@@ -212,7 +219,7 @@ def _check_losses(records: list[AsRunRecord], steps: _Steps) -> Check:
     ]
     # A loss is summed in the masters' dtype, whose rounding perturbations may not show.
     floor = LOSS_ROUNDINGS * torch.finfo(_masters(records)).eps
-    return _worst(errors, floor + ROUNDING_FACTOR * steps.sensitivity.loss)
+    return _worst(errors, floor + ROUNDING_FACTOR * max(one.sensitivity.loss for one in steps.references))
 
 
 def _check_norms(records: list[AsRunRecord], steps: _Steps) -> Check:
@@ -240,12 +247,14 @@ def _check_updates(config: RunConfig, records: list[AsRunRecord]) -> dict[str, C
     return checks
 
 
-def _scalars(result: AsRunResult, *, gradients_wrong: bool) -> Iterator[Finding]:
+def _scalars(result: AsRunResult, *, has_cause: bool) -> Iterator[Finding]:
     if not result.losses.ok:
         check = result.losses
         symptom = f"relative error {check.error:.1e} in step {check.step}, rounding explains {check.tolerance:.1e}"
-        kind = FaultKind.CONSEQUENCE if gradients_wrong else FaultKind.UNRECOGNISED
-        yield Finding("loss", Diagnosis(kind, symptom, "the forward differs from the reference"))
+        follows = has_cause and check.step > 1
+        kind = FaultKind.CONSEQUENCE if follows else FaultKind.UNRECOGNISED
+        cause = "may follow from wrong weights" if follows else "the forward differs from the reference"
+        yield Finding("loss", Diagnosis(kind, symptom, cause))
     if not result.norms.ok:
         symptom = f"relative error {result.norms.error:.1e} in step {result.norms.step}"
         cause = "the norm is not that of the gradients: parameters or ranks are left out, or counted several times"
@@ -262,9 +271,11 @@ def _scalars(result: AsRunResult, *, gradients_wrong: bool) -> Iterator[Finding]
 
 def _notes(config: RunConfig, result: AsRunResult, records: list[AsRunRecord]) -> Iterator[str]:
     loose = [name for name, check in result.gradients.items() if not check.proves]
+    comm = (config.comm.gradients, config.comm.weights)
     if loose:
         shown = ", ".join(loose[:2]) + (f" and {len(loose) - 2} more" if len(loose) > 2 else "")
-        yield f"not proved: the gradients of {shown}; rounding in {config.train.precision} changes them like a fault"
+        by = " and ".join([config.train.precision, *(name for name in comm if is_lossy(name))])
+        yield f"not proved: the gradients of {shown}; rounding to {by} changes them like a fault"
     norms = [step["grad_norm"] for record in records for step in record.steps]
     if max(norms) <= config.train.max_grad_norm:
         yield f"not proved: clipping, as no norm exceeded train.max_grad_norm = {config.train.max_grad_norm:g}"

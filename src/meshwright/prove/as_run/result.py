@@ -14,12 +14,12 @@ MAX_TOLERANCE = 0.4
 
 @dataclass(frozen=True)
 class Check:
-    """Largest error of a value over all steps and ranks, with its measured tolerance."""
+    """Largest error of a value on any rank, with its measured tolerance, in the step that is shown."""
 
     error: float
     tolerance: float
     step: int = 0
-    """Step with the largest error."""
+    """The first wrong step or, if all are right, one that proves much."""
 
     @property
     def ok(self) -> bool:

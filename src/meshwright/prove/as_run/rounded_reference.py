@@ -8,7 +8,7 @@ unit: the deviations from float64, per tensor, are what a right layout may devia
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,11 @@ many parameters are nearly equal, they are rounded in the same direction."""
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Relative deviations of a rounded reference, the largest over all steps and perturbations."""
+    """Relative deviations of a step's reference when it is rounded, the largest of all evaluations."""
 
-    gradients: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float]
     """Per parameter: norm of the deviation over the norm of the gradient."""
-    loss: float = 0.0
-    norm: float = 0.0
-
-    def merge(self, other: Sensitivity) -> Sensitivity:
-        """Return the larger deviations of both."""
-        names = {**self.gradients, **other.gradients}
-        gradients = {name: max(self.gradients.get(name, 0.0), other.gradients.get(name, 0.0)) for name in names}
-        return Sensitivity(gradients, max(self.loss, other.loss), max(self.norm, other.norm))
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -80,12 +73,16 @@ class RoundedReference:
     def step(self, weights: Mapping[str, Tensor], indices: list[int]) -> StepReference:
         """Evaluate a step at the layout's full parameters and buffers, on samples `indices`."""
         exact = self._evaluate(self._exact, weights, indices)
-        found = Sensitivity()
+        deviations = []
         rounded: TensorsByName = {}
         for units in PERTURBATIONS:
             loss, rounded = self._evaluate(self._rounded, self._sent(self._perturbed(weights, units)), indices)
-            found = found.merge(_deviation(loss, rounded, *exact))
-        return StepReference(exact[0], exact[1], rounded, found)
+            errors = {
+                name: relative_error(value.sum((0, 1)), exact[1][name].sum((0, 1))) for name, value in rounded.items()
+            }
+            deviations.append(Sensitivity(errors, abs(loss / exact[0] - 1)))
+        gradients = {name: max(one.gradients[name] for one in deviations) for name in rounded}
+        return StepReference(*exact, rounded, Sensitivity(gradients, max(one.loss for one in deviations)))
 
     def _evaluate(
         self, model: nn.Module, weights: Mapping[str, Tensor], indices: list[int]
@@ -143,17 +140,6 @@ def _in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     model.register_forward_pre_hook(cast)
     model.register_forward_hook(lambda _, __, out: out.to(DTYPE))
     return model
-
-
-def _deviation(loss: float, rounded: TensorsByName, exact_loss: float, exact: TensorsByName) -> Sensitivity:
-    gradients, squares, exact_squares = {}, 0.0, 0.0
-    for name, partial in exact.items():
-        expected, found = partial.sum((0, 1)), rounded[name].sum((0, 1))
-        gradients[name] = relative_error(found, expected)
-        squares, exact_squares = squares + float(found.square().sum()), exact_squares + float(expected.square().sum())
-    return Sensitivity(
-        gradients, abs(loss - exact_loss) / abs(exact_loss), abs(squares**0.5 - exact_squares**0.5) / exact_squares**0.5
-    )
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
