@@ -26,15 +26,22 @@ JSON_OPTION = "command line, --json"
 
 def prove(
     words: Words = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps to compare: 3 or, as run, as many as it needs.", show_default=False),
+    ] = None,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")
     ] = None,
+    as_run: Annotated[
+        bool,
+        typer.Option("--as-run", help="Prove the run in its precision, compiled and compressed, not in float64."),
+    ] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the result as JSON; - for stdout.")
     ] = None,
 ) -> None:
-    """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
+    """Prove that a layout computes the same losses, gradients and parameters as one process in float64."""
     from meshwright import api
     from meshwright.train.launch.launcher import context_from_environment
 
@@ -50,7 +57,7 @@ def prove(
     source, overrides = split_words(words)
     config = api.load_config(source, *overrides)
     started = time.perf_counter()
-    proof = api.prove(config, steps=steps, plan=plan_path, say=_say)
+    proof = api.prove(config, steps=steps, plan=plan_path, as_run=as_run, say=_say)
     _show(proof, time.perf_counter() - started, to_stderr=json_path == STDOUT)
     text = json.dumps(proof.report, indent=1)
     if json_path == STDOUT:

@@ -8,6 +8,7 @@ from meshwright.comm.compression.catalogue import find_method
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.spec import overridden
 from meshwright.settings.violation import format_fix
 
 DEFAULT_STEPS = 4
@@ -22,14 +23,30 @@ def as_configured(config: RunConfig) -> RunConfig:
         ConfigError: the run can't be proved as configured.
     """
     if config.float8.recipe != "none":
-        raise ConfigError(
-            f"cannot prove float8.recipe = {config.float8.recipe} as run",
-            where="float8.recipe",
-            rule="a proof as run rounds its reference to the precision of the run, and has no float8 reference",
-            fix=f"{format_fix({'float8.recipe': 'none'})}; or, without --as-run, prove the layout in float64",
-        )
+        raise _no_float8(f"float8.recipe = {config.float8.recipe}", "float8.recipe")
     backend = "eager" if config.train.compile else "simulate"
     return config.with_keys({"train.device": "cpu", "capture.backend": backend, **config.family.proof})
+
+
+def plan_as_configured(plan: RunPlan) -> RunPlan:
+    """Return a plan that is given to a proof as run.
+
+    Raises:
+        ConfigError: the plan has float8 layers.
+    """
+    found = [kind.name for kind in plan.kinds if kind.float8 is not None]
+    if found:
+        raise _no_float8(f"float8 layers in {found[0]}", f"plan, kinds[{found[0]}].float8")
+    return plan
+
+
+def _no_float8(what: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"cannot prove {what} as run",
+        where=where,
+        rule="a proof as run rounds its reference to the precision of the run, and has no float8 reference",
+        fix=f"{format_fix({'float8.recipe': 'none'})}; without --as-run, the layout is proved in float64",
+    )
 
 
 def has_feedback(plan: RunPlan) -> bool:
@@ -64,12 +81,3 @@ def set_aside_as_run(config: RunConfig) -> Iterator[str]:
         how = "runs eagerly on the inputs of its graphs" if config.train.compile else "is simulated"
         yield f"capture.scope={','.join(config.capture.scope)} {how}: there are no CUDA graphs on the CPU"
     yield from overridden(config)
-
-
-def overridden(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each key that the family's proofs override."""
-    for key, value in config.family.proof.items():
-        section, _, name = key.partition(".")
-        found = getattr(getattr(config, section), name)
-        if found != value:
-            yield f"{key}={found} is set aside: a proof uses {value}, since with {found} its gradients are zero"

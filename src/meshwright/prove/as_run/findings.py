@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.schema import RunConfig
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.as_run.codec_errors import compressed_units
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
-from meshwright.prove.as_run.low_precision import is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.low_precision import MIN_WEIGHTS, is_on_grid, is_summed, looks_rounded
 from meshwright.prove.as_run.record_run import AsRunRecord
 from meshwright.prove.as_run.result import Check, Finding
 from meshwright.prove.as_run.rounded_reference import StepReference
@@ -38,7 +38,7 @@ def gradient_findings(
         if not check.ok:
             found = diagnose(noisy(name, check.step))
             follows = root or ("a wrong update" if wrong_updates and check.step > 1 else "")
-            if follows and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER, FaultKind.CONTRIBUTIONS):
+            if follows and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER):
                 found = Diagnosis(FaultKind.CONSEQUENCE, found.symptom, f"may follow: {follows}")
             members.setdefault(found, []).append(name)
     return [Finding("gradients", diagnosis, tuple(names)) for diagnosis, names in members.items()]
@@ -74,7 +74,7 @@ def low_precision_sums(
         references: references of all steps.
         gradients: right gradients, by name and step.
     """
-    if config.train.precision == "float64" or is_lossy(config.comm.gradients):
+    if config.train.precision == "float64" or compressed_units(plan):
         return []
     sums = [name for name, found in gradients.items() if _sums_on_grid(config, plan, name, references, found)]
     cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
@@ -89,7 +89,7 @@ def _has_gradient(record: AsRunRecord, name: str) -> bool:
 def _weights_on_grid(records: list[AsRunRecord], name: str) -> bool:
     held = [record.weights[at][name][1] for record in records if name in record.weights[0] for at in (0, -1)]
     changed = torch.cat([a[a != b].flatten() for b, a in zip(held[::2], held[1::2], strict=True)] or [torch.zeros(0)])
-    return looks_rounded(int(is_on_grid(changed).sum()), changed.numel())
+    return looks_rounded(int(is_on_grid(changed).sum()), changed.numel(), least=MIN_WEIGHTS)
 
 
 def _sums_on_grid(

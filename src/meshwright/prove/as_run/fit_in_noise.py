@@ -117,7 +117,12 @@ def _zero(gradient: NoisyGradient) -> Diagnosis | None:
 def _weighted(gradient: NoisyGradient) -> Diagnosis | None:
     """Diagnose a multiple of the reference, or missing or repeated contributions."""
     weights = _weights_by_rank(gradient, gradient.wrong_shards)
-    return None if weights is None else weights_diagnosis(weights, gradient.informative_ranks, gradient.counts)
+    if weights is None:
+        return None
+    ranks = gradient.informative_ranks
+    if len(ranks) == 1:  # as good as all ranks: the shards of others are zero
+        weights = dict.fromkeys(gradient.assembly.ranks(), weights[ranks[0]])
+    return weights_diagnosis(weights, sorted({*ranks, *weights}), gradient.counts)
 
 
 def _weights_by_rank(gradient: NoisyGradient, shards: list[LocalShard]) -> dict[int, Array] | None:

@@ -27,6 +27,7 @@ from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import AssembledTensor
 from meshwright.prove.diagnose.factors import LayoutCounts
+from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.record.evidence import RecordedShard
 
@@ -35,6 +36,8 @@ ROUNDING_FACTOR = 4.0
 and a few perturbations don't find the largest deviation."""
 CODEC_FACTOR = 1.5
 """Safety factor on the error expected of a plain quantiser, whose groups differ from those of the layout."""
+ROUNDED_INITIAL = 1e-6
+"""Relative tolerance of initial weights, which are drawn in float64 and rounded to the dtype of the masters."""
 LOSS_ROUNDINGS = 4
 """Rounding errors of a loss, relative to the dtype of the masters."""
 SUM_ROUNDINGS = 256
@@ -97,8 +100,8 @@ def judge(config: RunConfig, plan: RunPlan, records: list[AsRunRecord], data: Tr
     findings += updates
     right = {name: [found[name] for found in steps.gradients] for name, check in result.gradients.items() if check.ok}
     findings += low_precision_sums(config, plan, steps.references, right)
-    findings += _scalars(result, has_cause=bool(findings))
-    return replace(result, findings=tuple(findings), notes=tuple(_notes(config, result, records)))
+    findings += _scalars(result, root=root, has_cause=bool(findings))
+    return replace(result, findings=tuple(findings), notes=tuple(_notes(config, plan, result, records)))
 
 
 def _samples(config: RunConfig, records: list[AsRunRecord]) -> list[Finding]:
@@ -129,14 +132,15 @@ def _incomplete(records: list[AsRunRecord], reference: RoundedReference, counts:
 
 
 def _initial(records: list[AsRunRecord], reference: RoundedReference, counts: LayoutCounts) -> Iterator[Finding]:
-    wrong = []
+    wrong: dict[str, list[int]] = {}
     for name, value in reference.initial.items():
         full, expected = _full(records, name, 0, value.shape, counts), value.numpy()
-        if any(not np.allclose(shard.value, shard.slice_of(expected), rtol=1e-6, atol=0) for shard in full.shards):
-            wrong.append(name)
+        for shard in full.shards:
+            if not np.allclose(shard.value, shard.slice_of(expected), rtol=ROUNDED_INITIAL, atol=0):
+                wrong.setdefault(name, []).append(shard.rank)
     if wrong:
-        cause = "the initial weights are not those of the seed on every rank"
-        diagnosis = Diagnosis(FaultKind.UNRECOGNISED, "initial weights differ", cause)
+        ranks = rank_words(rank for found in wrong.values() for rank in found)
+        diagnosis = Diagnosis(FaultKind.UNRECOGNISED, f"initial weights differ on {ranks}", "not those of the seed")
         yield Finding("initial weights", diagnosis, tuple(wrong))
 
 
@@ -145,7 +149,8 @@ def _evaluate(
 ) -> tuple[_Steps, Feedback | None]:
     """Evaluate the reference of each step at the parameters that the layout held."""
     steps, size = _Steps(), config.train.global_batch
-    names = {name for unit in compressed_units(plan) for name in unit.names}
+    units = compressed_units(plan)
+    names = {name for unit in units for name in unit.names}
     codecs = [PlainCodec(config, plan, feedback) for feedback in (True, False)] if names else []
     growths = [Growth() for _ in range(3)]
     for step in range(1, len(records[0].steps) + 1):
@@ -166,8 +171,9 @@ def _evaluate(
         observed = {name: torch.from_numpy(next(gradient.replicas()).value) for name, gradient in complete.items()}
         for growth, values in zip(growths, (observed, with_feedback, without), strict=True):
             growth.add(values, exact, names)
-    method = config.comm.gradients
-    return steps, Feedback(method, *(growth.value() for growth in growths)) if has_feedback(plan) else None
+    if not has_feedback(plan):
+        return steps, None
+    return steps, Feedback(units[0].method.name, *(growth.value() for growth in growths))
 
 
 def _gradients(
@@ -240,20 +246,20 @@ def _masters(records: list[AsRunRecord]) -> torch.dtype:
 def _check_updates(config: RunConfig, records: list[AsRunRecord]) -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for record in records:
-        for name in {name for step in range(len(record.steps)) for name in record.step(step + 1).gradients}:
+        for name in dict.fromkeys(name for one in record.steps for name in one["gradients"]):
             found = _worst([[error] for error in update_errors(record, name, config.train)], 1.0)
             if name not in checks or found.error > checks[name].error:
                 checks[name] = found
     return checks
 
 
-def _scalars(result: AsRunResult, *, has_cause: bool) -> Iterator[Finding]:
+def _scalars(result: AsRunResult, *, root: str, has_cause: bool) -> Iterator[Finding]:
     if not result.losses.ok:
         check = result.losses
         symptom = f"relative error {check.error:.1e} in step {check.step}, rounding explains {check.tolerance:.1e}"
-        follows = has_cause and check.step > 1
+        follows = root or ("wrong weights" if has_cause and check.step > 1 else "")
         kind = FaultKind.CONSEQUENCE if follows else FaultKind.UNRECOGNISED
-        cause = "may follow from wrong weights" if follows else "the forward differs from the reference"
+        cause = f"may follow: {follows}" if follows else "the forward differs from the reference"
         yield Finding("loss", Diagnosis(kind, symptom, cause))
     if not result.norms.ok:
         symptom = f"relative error {result.norms.error:.1e} in step {result.norms.step}"
@@ -269,7 +275,7 @@ def _scalars(result: AsRunResult, *, has_cause: bool) -> Iterator[Finding]:
         yield Finding(f"comm.gradients={feedback.method}", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause))
 
 
-def _notes(config: RunConfig, result: AsRunResult, records: list[AsRunRecord]) -> Iterator[str]:
+def _notes(config: RunConfig, plan: RunPlan, result: AsRunResult, records: list[AsRunRecord]) -> Iterator[str]:
     loose = [name for name, check in result.gradients.items() if not check.proves]
     comm = (config.comm.gradients, config.comm.weights)
     if loose:
@@ -279,5 +285,5 @@ def _notes(config: RunConfig, result: AsRunResult, records: list[AsRunRecord]) -
     norms = [step["grad_norm"] for record in records for step in record.steps]
     if max(norms) <= config.train.max_grad_norm:
         yield f"not proved: clipping, as no norm exceeded train.max_grad_norm = {config.train.max_grad_norm:g}"
-    if is_lossy(config.comm.gradients):
+    if compressed_units(plan):
         yield "not proved: the dtype of reductions, as the codec rounds gradients"

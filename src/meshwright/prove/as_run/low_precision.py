@@ -11,7 +11,9 @@ from torch import Tensor
 
 NEARLY_ALL = 0.98
 MIN_ELEMENTS = 48
-"""Fewest elements to judge by: of right sums, at most about half of the elements are bfloat16 numbers by chance."""
+"""Fewest sums to judge by: of right ones, up to about half are bfloat16 numbers by chance."""
+MIN_WEIGHTS = 4
+"""Fewest weights to judge by: of right ones, one in 65,536 is a bfloat16 number by chance."""
 COMPARABLE = 2.0**-6
 """A contribution below this fraction of the largest one may be lost in rounding by chance."""
 
@@ -33,6 +35,6 @@ def is_summed(contributions: Tensor) -> Tensor:
     return (top[1] > 0) & (top[1] >= COMPARABLE * top[0])
 
 
-def looks_rounded(num_on_grid: int, num_elements: int) -> bool:
-    """Return whether so many of the elements are bfloat16 numbers that all of them were rounded."""
-    return num_elements >= MIN_ELEMENTS and num_on_grid >= NEARLY_ALL * num_elements
+def looks_rounded(num_on_grid: int, num_elements: int, *, least: int = MIN_ELEMENTS) -> bool:
+    """Return whether so many of at least `least` elements are bfloat16 numbers that all of them were rounded."""
+    return num_elements >= least and num_on_grid >= NEARLY_ALL * num_elements
