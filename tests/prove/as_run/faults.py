@@ -107,7 +107,10 @@ def as_named(name: str, *layout: str, says: tuple[str, ...] = ()) -> Fault:
 
 SHARD2, TENSOR2, STREAM2 = ("mesh.dp_shard=2",), ("mesh.tp=2",), ("mesh.tp=2", "mesh.sequence_parallel=false")
 DROPOUT = "train.dropout=0.25"
+PENDING = "a compiled block takes a pending embedding"
 
+BEFORE = {PENDING: compile_with_pending_embeddings}
+"""Faults that damage the trainer before the job is built."""
 FAULTS: dict[str, Fault] = {
     "gradients are reduced in bfloat16": Fault(
         reduce_in_bfloat16, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",), "norm.weight"
@@ -143,6 +146,12 @@ FAULTS: dict[str, Fault] = {
     "moments are lost": Fault(lose_moments, SHARD2, ("moments of earlier steps are lost",)),
     "a parameter is not in the optimizer": as_named(
         "a parameter is not in the optimizer", says=("never updated", "blocks.1.attention.wv.weight")
+    ),
+    PENDING: Fault(
+        lambda job, step: None,
+        (*TENSOR2, "train.compile=true", "model.num_layers=1"),
+        ("no gradient reached", "a compiled block may have lost it"),
+        "embed.weight",
     ),
     "rank 1 has another seed": as_named("rank 1 has another seed"),
     "rank 1 does not update": as_named("rank 1 does not update", says=("never updated", "only on rank 1")),

@@ -36,19 +36,26 @@ def as_run_config(*words: str, preset: str = "llama-tiny", precision: str = "bfl
 
 
 def record_on_rank(
-    rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str, data: ImageDataset | None = None
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    fault: str = "",
+    steps: int | None = None,
+    data: ImageDataset | None = None,
 ) -> AsRunRecord:
-    """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
-    tamper = getattr(importlib.import_module(module), table)[fault].tamper if fault else None
+    """Gang body: train as this rank, with the fault of that name seeded."""
+    faults = importlib.import_module("tests.prove.as_run.faults")
+    tamper = faults.FAULTS[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     plan = make_plan(config)
     with restored(train_step, pipeline_stages, optimizer, apply_plan, ring, ring.RingAttention, dist, FSDPParam):
-        corpus = data or open_data(config)
-        return record_as_run(config, context, corpus, num_steps=num_steps(plan, None), plan=plan, tamper=tamper)
+        faults.BEFORE.get(fault, lambda: None)()
+        steps = steps or num_steps(plan, None)
+        return record_as_run(config, context, data or open_data(config), num_steps=steps, plan=plan, tamper=tamper)
 
 
-def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", fault: str = "") -> AsRunResult:
+def proof(gang: GangPool, config: RunConfig, fault: str = "", *, steps: int | None = None) -> AsRunResult:
     """The proof of a configuration on a gang, with a fault where one is named."""
     world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
-    records = gang(world_size).run(record_on_rank, config, module, table, fault, pictures)
+    records = gang(world_size).run(record_on_rank, config, fault, steps, pictures, timeout_s=300)
     return judge(config, make_plan(config), records, pictures or open_data(config))

@@ -53,6 +53,8 @@ class PlainCodec:
         squares: TensorsByName = {}
         for number, unit in enumerate(compressed_units(self.plan)):
             names = [name for name in unit.names if name in contributions]
+            if not names:  # all frozen
+                continue
             shapes = {name: contributions[name].shape[2:] for name in names}
             sent = [torch.stack([x.sum(0) for x in contributions[name]]) for name in names]
             total, square = self._reduce_unit(number, unit.method, sent)

@@ -23,7 +23,12 @@ from meshwright.prove.expert_placement import expert_placement_of
 
 
 def gradient_findings(
-    checks: dict[str, Check], noisy: Callable[[str, int], NoisyGradient], *, root: str, wrong_updates: bool
+    checks: dict[str, Check],
+    noisy: Callable[[str, int], NoisyGradient],
+    *,
+    root: str,
+    wrong_updates: bool,
+    is_compiled: bool,
 ) -> list[Finding]:
     """Return a finding per cause of wrong gradients.
 
@@ -32,11 +37,14 @@ def gradient_findings(
         noisy: function from a parameter and a step to the gradient.
         root: fault before the gradients from which they may follow; empty if there is none.
         wrong_updates: whether parameters have wrong updates, from which gradients of later steps may follow.
+        is_compiled: whether blocks are compiled.
     """
     members: dict[Diagnosis, list[str]] = {}
     for name, check in checks.items():
         if not check.ok:
             found = diagnose(noisy(name, check.step))
+            if is_compiled and found.kind is FaultKind.ZERO:
+                found = replace(found, cause=f"{found.cause}; a compiled block may have lost it (train.compile)")
             follows = root or ("a wrong update" if wrong_updates and check.step > 1 else "")
             if follows and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER):
                 found = Diagnosis(FaultKind.CONSEQUENCE, found.symptom, f"may follow: {follows}")

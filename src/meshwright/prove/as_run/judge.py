@@ -31,7 +31,7 @@ from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.record.evidence import RecordedShard
 
-ROUNDING_FACTOR = 4.0
+ROUNDING_FACTOR = 3.0
 """Safety factor on the measured sensitivity to rounding: shards round partial sums that the plain module doesn't have,
 and a few perturbations don't find the largest deviation."""
 CODEC_FACTOR = 1.5
@@ -95,7 +95,11 @@ def judge(config: RunConfig, plan: RunPlan, records: list[AsRunRecord], data: Tr
     root = findings[0].diagnosis.symptom if findings else ""
     updates = update_findings(config, records, result.updates)
     findings += gradient_findings(
-        result.gradients, lambda name, step: _noisy(steps, counts, name, step), root=root, wrong_updates=bool(updates)
+        result.gradients,
+        lambda name, step: _noisy(steps, counts, name, step),
+        root=root,
+        wrong_updates=bool(updates),
+        is_compiled=any(kind.compiled for kind in plan.kinds),
     )
     findings += updates
     right = {name: [found[name] for found in steps.gradients] for name, check in result.gradients.items() if check.ok}

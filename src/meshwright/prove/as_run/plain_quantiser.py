@@ -77,7 +77,7 @@ def quantise(x: Tensor, method: Method) -> tuple[Tensor, Tensor]:
     width = -x.shape[-1] % GROUP
     groups = _rotated(torch.nn.functional.pad(x, (0, width)).reshape(len(x), -1, GROUP), method)
     scale = groups.abs().amax(-1, keepdim=True) / 2 ** (method.codec.bits - 1)
-    rounded = _rotated((groups / scale.clamp_min(1e-300)).round() * scale, method)
+    rounded = _rotated((groups / torch.where(scale > 0, scale, 1)).round() * scale, method)
     return rounded.reshape(len(x), -1)[:, : x.shape[-1]], scale.expand_as(groups).reshape(len(x), -1)[:, : x.shape[-1]]
 
 
