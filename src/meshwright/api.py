@@ -26,8 +26,9 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
+from meshwright.prove.as_run.configuration import as_configured, num_steps, plan_as_configured, set_aside_as_run
 from meshwright.prove.script.proof import prove_layouts
-from meshwright.prove.spec import ProofSpec, as_proof, plan_in_float64, set_aside
+from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import Interrupts, launch
 from meshwright.train.launch.machine_limits import check_machine
 from meshwright.train.launch.run_spec import RunSpec
@@ -172,14 +173,20 @@ class Proof:
 
 
 def prove(
-    config: RunConfig, *, steps: int = 3, plan: RunPlan | str | Path | None = None, say: Say | None = None
+    config: RunConfig,
+    *,
+    steps: int | None = None,
+    plan: RunPlan | str | Path | None = None,
+    as_run: bool = False,
+    say: Say | None = None,
 ) -> Proof:
-    """Prove in float64 that a layout computes the same losses, gradients and parameters as one process.
+    """Prove that a layout computes the same losses, gradients and parameters as one process in float64.
 
     Args:
-        config: configuration of the run; its dtypes are set to float64 and its device to the CPU.
-        steps: number of optimizer steps to compare.
+        config: configuration of the run; its device is set to the CPU and, without `as_run`, its dtypes to float64.
+        steps: number of optimizer steps to compare; if None, 3, or what a proof as run needs.
         plan: a plan or the path of a plan file; if None, the plan is made from the configuration.
+        as_run: prove the run as configured, in its precision, compiled and compressed, within measured tolerances.
         say: called with the reason for a long wait.
 
     Raises:
@@ -187,24 +194,31 @@ def prove(
     """
     say = say or _ignore
     _check(config)
-    proved = as_proof(config)
-    made = make_plan(proved) if plan is None else plan_in_float64(_load_plan(plan, config))
+    given = None if plan is None else _load_plan(plan, config)
+    if as_run:
+        proved, notes = as_configured(config), tuple(set_aside_as_run(config))
+        made = make_plan(proved) if given is None else plan_as_configured(given)
+        steps = num_steps(made, steps)
+    else:
+        proved = as_proof(config)
+        notes = set_aside(config, given or make_plan(config))
+        made, steps = make_plan(proved) if given is None else plan_in_float64(given), steps or PROOF_STEPS
     axes, threads = proved.mesh.axes(), proved.train.threads
     proved.family.open_data(run_facts(proved))
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
-        spec = ProofSpec(proved, made, steps, Path(folder))
-        say(f"{proved.name} · {axes} · {counted(steps, 'step')} in float64 …")
+        spec = ProofSpec(proved, made, steps, Path(folder), as_run)
+        say(f"{proved.name} · {axes} · {counted(steps, 'step')} in {proved.train.precision} …")
         launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.describe_action)
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads)
-        if json.loads(spec.result.read_text("utf-8"))["step_to_locate"] is not None:
+        if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
             say("the forward differs: looking for the place in a second pass …")
             launch(locate_body, spec, num_ranks=axes.num_ranks(), threads=threads)
             launch(locate_compare_body, spec, num_ranks=1, threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
-    notes, report = set_aside(config), answer["report"]
-    return Proof(report["passed"], (*answer["lines"], *notes), {**report, "set_aside": list(notes)})
+    report = answer["report"]
+    return Proof(report["passed"], (*notes, *answer["lines"]), {**report, "set_aside": list(notes)})
 
 
 def prove_script(
@@ -244,16 +258,18 @@ def run_body(context: RankContext, spec: RunSpec) -> None:
 
 def record_body(context: RankContext, spec: ProofSpec) -> None:
     """Run one rank of the layout under test. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove.driver import record_layout
+    from meshwright.prove import driver
+    from meshwright.prove.as_run import driver as as_run
 
-    record_layout(context, spec)
+    (as_run if spec.as_run else driver).record_layout(context, spec)
 
 
 def compare_body(context: RankContext, spec: ProofSpec) -> None:
     """Compute the reference and compare the results. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove.driver import compare_with_reference
+    from meshwright.prove import driver
+    from meshwright.prove.as_run import driver as as_run
 
-    compare_with_reference(context, spec)
+    (as_run if spec.as_run else driver).compare_with_reference(context, spec)
 
 
 def locate_body(context: RankContext, spec: ProofSpec) -> None:

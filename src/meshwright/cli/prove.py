@@ -28,18 +28,25 @@ JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the re
 
 def prove(
     words: Words = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps to compare: 3 or, as run, as many as it needs.", show_default=False),
+    ] = None,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")
     ] = None,
+    as_run: Annotated[
+        bool,
+        typer.Option("--as-run", help="Prove the run in its precision, compiled and compressed, not in float64."),
+    ] = False,
     json_path: JsonPath = None,
 ) -> None:
-    """Prove in float64 that a layout computes the same losses, gradients and parameters as one process."""
+    """Prove that a layout computes the same losses, gradients and parameters as one process in float64."""
     from meshwright import api
 
     def proof() -> Proof:
         source, overrides = split_words(words)
-        return api.prove(api.load_config(source, *overrides), steps=steps, plan=plan_path, say=say)
+        return api.prove(api.load_config(source, *overrides), steps=steps, plan=plan_path, as_run=as_run, say=say)
 
     prove_and_show(proof, json_path)
 

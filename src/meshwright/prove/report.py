@@ -51,17 +51,18 @@ def to_json(result: ProofResult, *, loss_unit: str) -> dict[str, Any]:
         "num_steps": result.num_steps,
         "tolerance": {"step_1": result.gradient_tolerance, "later": result.later_tolerance},
     }
-    plain: dict[str, Any] = _finite(found)
+    plain: dict[str, Any] = finite_json(found)
     return plain
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
+    """Return JSON values with non-finite numbers as null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite_json(item) for item in value]
     return value
 
 
@@ -241,17 +242,22 @@ def group_by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -
 
 def render(result: ProofResult) -> list[str]:
     """Render the findings and the summary line as at most one screen of text."""
-    summary = [line.replace(NO_BREAK, " ") for line in _wrapped(_summary(result), "  ")]
-    tail = [line for note in result.notes for line in _wrapped(f"  note    {note}", " " * 10)] + summary
+    summary = [line.replace(NO_BREAK, " ") for line in wrapped(_summary(result), "  ")]
+    tail = [line for note in result.notes for line in wrapped(f"  note    {note}", " " * 10)] + summary
     if result.passed:
         return [*_margins(result), *tail]
     findings = reported_findings(result)
     # Hide consequences if a cause is known; the summary line still counts them.
     causes = [group for group in findings if group.diagnosis.kind is not FaultKind.CONSEQUENCE] or findings
+    entries = [list(finding_lines(group.title(), group.members, group.diagnosis)) for group in causes]
+    return one_screen(entries, tail)
+
+
+def one_screen(entries: list[list[str]], tail: list[str]) -> list[str]:
+    """Return as many findings as fit the screen above the last lines."""
     lines: list[str] = []
-    for at, group in enumerate(causes):
-        entry = list(finding_lines(group))
-        left = len(causes) - at
+    for at, entry in enumerate(entries):
+        left = len(entries) - at
         if lines and len(lines) + len(entry) + len(tail) + (left > 1) > MAX_LINES:
             lines.append(f"… {counted(left, 'more finding')}: see the JSON")
             break
@@ -259,17 +265,17 @@ def render(result: ProofResult) -> list[str]:
     return lines + tail
 
 
-def finding_lines(group: ReportedFinding) -> Iterator[str]:
-    """Yield the lines of a finding: what differs, the likely cause and a detail."""
-    diagnosis = group.diagnosis
-    yield from _wrapped(f"✗ {group.title()}   {diagnosis.symptom}", " " * 4)
-    yield from _wrapped(f"  cause   {diagnosis.cause}", " " * 10)
+def finding_lines(title: str, members: tuple[str, ...], diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield the lines of a finding."""
+    yield from wrapped(f"✗ {title}   {diagnosis.symptom}", " " * 4)
+    yield from wrapped(f"  cause   {diagnosis.cause}", " " * 10)
     if diagnosis.detail:
-        where = f"in {group.members[0]}: " if len(group.members) > 1 else ""
-        yield from _wrapped(f"  detail  {where}{diagnosis.detail}", " " * 10)
+        where = f"in {members[0]}: " if len(members) > 1 else ""
+        yield from wrapped(f"  detail  {where}{diagnosis.detail}", " " * 10)
 
 
-def _wrapped(line: str, indent: str) -> list[str]:
+def wrapped(line: str, indent: str) -> list[str]:
+    """Wrap a line to the width of the screen, with non-breaking spaces kept."""
     return textwrap.wrap(
         line,
         WIDTH,

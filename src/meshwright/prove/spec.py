@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import format_fix
 
+PROOF_STEPS = 3
+"""Optimizer steps that a proof in float64 compares by default."""
+
 
 @dataclass(frozen=True)
 class ProofSpec:
@@ -26,6 +29,8 @@ class ProofSpec:
     num_steps: int
     folder: Path
     """Folder for the ranks' records and the result."""
+    as_run: bool = False
+    """Whether to prove the run as configured, or in float64."""
 
     def record(self, rank: int) -> Path:
         """Return the path of a rank's record."""
@@ -66,10 +71,32 @@ def as_proof(config: RunConfig) -> RunConfig:
     return config.with_keys({**train, "float8.recipe": "none", **config.family.proof})
 
 
-def set_aside(config: RunConfig) -> tuple[str, ...]:
-    """Return a line for each lossy setting that a proof leaves out, as it does every precision below float64."""
-    recipe = config.float8.recipe
-    return () if recipe == "none" else (f"float8.recipe={recipe} is set aside: a proof computes in float64",)
+def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
+    """Return a line for each setting that a proof in float64 leaves out.
+
+    Args:
+        config: configuration of the run.
+        plan: plan of the run as configured, or as given.
+    """
+    found, recipe = [], config.float8.recipe
+    if config.train.precision != "float64":
+        found.append(f"train.precision={config.train.precision} is set aside: a proof computes in float64")
+    if any(kind.compiled for kind in plan.kinds):
+        found.append("train.compile=true is set aside: a proof runs eagerly")
+    if recipe != "none" or any(kind.float8 is not None for kind in plan.kinds):
+        found.append(f"float8.recipe={recipe} is set aside: a proof computes in float64")
+    elif found:
+        found[-1] += " (--as-run proves the run as configured)"
+    return (*found, *overridden(config))
+
+
+def overridden(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each key that the family's proofs override."""
+    for key, value in config.family.proof.items():
+        section, _, name = key.partition(".")
+        found = getattr(getattr(config, section), name)
+        if found != value:
+            yield f"{key}={str(found).lower()} is set aside: with it, the first gradients are zero and prove nothing"
 
 
 SMALL_LIMIT = 0.1
@@ -121,6 +148,6 @@ def _refuse_lossy(lossy: list[str]) -> None:
             f"cannot prove a layout with lossy {' and '.join(lossy)}",
             where=", ".join(lossy),
             rule="a proof needs lossless communication; exact-via-all-to-all takes the code path of compressed "
-            "gradients without losing precision",
+            "gradients without losing precision, and --as-run proves lossy communication",
             fix=format_fix({key: lossless_value(key) for key in lossy}),
         )

@@ -35,7 +35,7 @@ TensorsByName = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _BatchGradients:
+class BatchGradients:
     """Losses and gradients of one step, per data-parallel rank and micro-batch."""
 
     partial_losses: Tensor
@@ -74,7 +74,7 @@ def compute_reference(
     if change is not None:
         change(model)
     initial = _values(model)
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in _trained(model).items()}
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in trained_parameters(model).items()}
     by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
     for _, handle in auxiliary_losses(model):
         handle.scale = 1.0 / train.global_batch
@@ -82,15 +82,15 @@ def compute_reference(
     norms: list[float] = []
     samples, after_first = [], TensorsByName()
     kept = TensorsByName()
-    first: _BatchGradients | None = None
+    first: BatchGradients | None = None
     for step in range(1, num_steps + 1):
         indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
-        batch = _forward_backward(model, config, samples_of, indices, ranks_a_cell)
+        batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
         gradients = {name: part.sum((0, 1)) + kept.get(name, 0.0) for name, part in batch.partial_gradients.items()}
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         limit = clip_limit(config, norms, step=step, num_steps=num_steps)
-        optimizer.step(_trained(model), gradients, moments, train, step=step, limit=limit)
+        optimizer.step(trained_parameters(model), gradients, moments, train, step=step, limit=limit)
         kept = {name: g * min(1.0, limit / norm) for name, g in gradients.items()} if optimizer.sums_gradients else {}
         for _, buffer in step_buffers(model):
             buffer.commit(buffer.pending())
@@ -142,7 +142,8 @@ def build_reference(config: RunConfig) -> nn.Module:
     return model
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -157,12 +158,12 @@ def _loads(model: nn.Module) -> dict[str, ExpertLoad]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ExpertLoad)}
 
 
-def _forward_backward(
-    model: nn.Module, config: RunConfig, samples: Reference, indices: list[int], ranks_a_cell: int
-) -> _BatchGradients:
+def forward_backward(
+    model: nn.Module, config: RunConfig, samples: Reference, indices: list[int], ranks_a_cell: int = 1
+) -> BatchGradients:
     """Compute losses and gradients per data-parallel rank and micro-batch."""
     grid = (config.mesh.axes().data_parallel() // ranks_a_cell, config.train.num_microbatches)
-    names, parameters = zip(*_trained(model).items(), strict=True)
+    names, parameters = zip(*trained_parameters(model).items(), strict=True)
     partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
     counts = {f"{name}.value": load.value.new_zeros((*grid, *load.value.shape)) for name, load in _loads(model).items()}
     losses = torch.zeros(grid, dtype=DTYPE)
@@ -178,7 +179,7 @@ def _forward_backward(
             partial[name][at] = gradient
         for name, load in _loads(model).items():
             counts[f"{name}.value"][at] = load.pending() - before[name]
-    return _BatchGradients(losses, partial, counts)
+    return BatchGradients(losses, partial, counts)
 
 
 def cells(config: RunConfig, indices: list[int], ranks_a_cell: int = 1) -> list[list[int]]:

@@ -31,14 +31,14 @@ def to_lines(
         notes: remarks on the script itself.
     """
     lines = [f"reference: {reference.run.layout} on {reference.mesh.axes}", tolerances.note]
-    lines += [line for one in own for line in finding_lines(one)]
+    lines += [line for one in own for line in finding_lines(one.title(), one.members, one.diagnosis)]
     for result in results:
         layout = result.layout
         mark = "✓" if result.passed else "✗"
         lines.append(f"{mark} {layout.run.layout} on {layout.mesh.axes}" + (f": {_margins(result)}" * result.passed))
         causes = result.causes()
         for one in causes[:MAX_FINDINGS]:
-            lines += ["  " + line for line in finding_lines(one)]
+            lines += ["  " + line for line in finding_lines(one.title(), one.members, one.diagnosis)]
         if len(causes) > MAX_FINDINGS:
             lines.append(f"  … {counted(len(causes) - MAX_FINDINGS, 'more finding')}: see the JSON")
         lines += [f"  note    {note}" for note in result.notes]

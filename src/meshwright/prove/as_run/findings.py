@@ -1,0 +1,131 @@
+"""Group wrong gradients, updates and dtypes of a run by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from meshwright.config.schema import RunConfig
+from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.as_run.codec_errors import compressed_units
+from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
+from meshwright.prove.as_run.low_precision import MIN_WEIGHTS, is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.record_run import AsRunRecord
+from meshwright.prove.as_run.result import Check, Finding
+from meshwright.prove.as_run.rounded_reference import StepReference
+from meshwright.prove.as_run.update_check import diagnose_updates, update_errors
+from meshwright.prove.compare.result import Diagnosis, FaultKind
+from meshwright.prove.compare.tensor_shards import AssembledTensor
+from meshwright.prove.diagnose.phrases import rank_words
+from meshwright.prove.expert_placement import expert_placement_of
+
+
+def gradient_findings(
+    checks: dict[str, Check],
+    noisy: Callable[[str, int], NoisyGradient],
+    *,
+    root: str,
+    wrong_updates: bool,
+    is_compiled: bool,
+) -> list[Finding]:
+    """Return a finding per cause of wrong gradients.
+
+    Args:
+        checks: checks of the gradients.
+        noisy: function from a parameter and a step to the gradient.
+        root: fault before the gradients from which they may follow; empty if there is none.
+        wrong_updates: whether parameters have wrong updates, from which gradients of later steps may follow.
+        is_compiled: whether blocks are compiled.
+    """
+    members: dict[Diagnosis, list[str]] = {}
+    for name, check in checks.items():
+        if not check.ok:
+            found = diagnose(noisy(name, check.step))
+            if is_compiled and found.kind is FaultKind.ZERO:
+                found = replace(found, cause=f"{found.cause}; a compiled block may have lost it (train.compile)")
+            follows = root or ("a wrong update" if wrong_updates and check.step > 1 else "")
+            if follows and found.kind in (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER):
+                found = Diagnosis(FaultKind.CONSEQUENCE, found.symptom, f"may follow: {follows}")
+            members.setdefault(found, []).append(name)
+    return [Finding("gradients", diagnosis, tuple(names)) for diagnosis, names in members.items()]
+
+
+def update_findings(config: RunConfig, records: list[AsRunRecord], checks: dict[str, Check]) -> list[Finding]:
+    """Return a finding per cause of updates that AdamW doesn't make."""
+    members: dict[Diagnosis, list[str]] = {}
+    for name, check in checks.items():
+        if check.ok:
+            continue
+        wrong = _wrong_updates(config, records, name)
+        if config.train.precision != "float64" and _weights_on_grid(records, name):
+            cause = "weights are kept in bfloat16 where float32 was asked"
+            found = Diagnosis(FaultKind.UNRECOGNISED, "all values are bfloat16 numbers", cause)
+        else:
+            found = diagnose_updates(records, wrong, config.train)
+        informative = [rank for rank, record in enumerate(records) if _has_gradient(record, name)]
+        if {rank for rank, _ in wrong} < set(informative):
+            found = replace(found, symptom=f"{found.symptom}, only on {rank_words(rank for rank, _ in wrong)}")
+        members.setdefault(found, []).append(name)
+    return [Finding("parameters", diagnosis, tuple(names)) for diagnosis, names in members.items()]
+
+
+def low_precision_sums(
+    config: RunConfig, plan: RunPlan, references: list[StepReference], gradients: dict[str, list[AssembledTensor]]
+) -> list[Finding]:
+    """Return the finding that float32 sums are made in bfloat16, if they are.
+
+    Args:
+        config: configuration of the run.
+        plan: plan of the run.
+        references: references of all steps.
+        gradients: right gradients, by name and step.
+    """
+    if config.train.precision == "float64" or compressed_units(plan):
+        return []
+    sums = [name for name, found in gradients.items() if _sums_on_grid(config, plan, name, references, found)]
+    cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
+    symptom = "sums of several contributions, and all values are bfloat16 numbers"
+    return [Finding("gradients", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause), tuple(sums))] if sums else []
+
+
+def _has_gradient(record: AsRunRecord, name: str) -> bool:
+    return any(bool(one["gradients"][name][1].any()) for one in record.steps if name in one["gradients"])
+
+
+def _weights_on_grid(records: list[AsRunRecord], name: str) -> bool:
+    held = [record.weights[at][name][1] for record in records if name in record.weights[0] for at in (0, -1)]
+    changed = torch.cat([a[a != b].flatten() for b, a in zip(held[::2], held[1::2], strict=True)] or [torch.zeros(0)])
+    return looks_rounded(int(is_on_grid(changed).sum()), changed.numel(), least=MIN_WEIGHTS)
+
+
+def _sums_on_grid(
+    config: RunConfig,
+    plan: RunPlan,
+    name: str,
+    references: list[StepReference],
+    gradients: list[AssembledTensor],
+) -> bool:
+    axes, experts = config.mesh.axes(), expert_placement_of(plan)
+    divisors = tuple({1, axes.data_parallel(), config.train.num_microbatches, axes.cp, axes.num_ranks()})
+    on_grid = num = 0
+    for reference, found in zip(references, gradients, strict=True):
+        partial = reference.partial_gradients[name]
+        if experts is not None and name in experts.parameters:
+            # The ranks of a group send the tokens of an expert to one of them, which multiplies them together.
+            partial = partial.reshape(-1, experts.size, *partial.shape[1:]).sum(1)
+        summed = is_summed(partial.flatten(0, 1)).numpy()
+        for shard in found.shards:
+            values = torch.from_numpy(shard.value[shard.slice_of(summed)])
+            on_grid, num = on_grid + int(is_on_grid(values, divisors).sum()), num + values.numel()
+    return looks_rounded(on_grid, num)
+
+
+def _wrong_updates(config: RunConfig, records: list[AsRunRecord], name: str) -> list[tuple[int, str]]:
+    """Return the ranks, each with the parameter, on which its updates are wrong."""
+    return [
+        (rank, name)
+        for rank, record in enumerate(records)
+        if name in record.weights[0] and max(update_errors(record, name, config.train)) > 1.0
+    ]

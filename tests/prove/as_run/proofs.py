@@ -1,0 +1,61 @@
+"""Proofs as run on the gang's ranks: what `meshwright prove --as-run` does, without starting processes."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from meshwright.config.schema import RunConfig
+from meshwright.data.images import ImageDataset
+from meshwright.parallel import apply_plan
+from meshwright.parallel.context import ring
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.prove.as_run.configuration import as_configured, num_steps
+from meshwright.prove.as_run.judge import judge
+from meshwright.prove.as_run.record_run import AsRunRecord, record_as_run
+from meshwright.prove.as_run.result import AsRunResult
+from meshwright.testing.gang import GangPool
+from meshwright.train import optimizer, pipeline_stages, train_step
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from tests.helpers import open_data
+from tests.prove.proofs import SMALL, SMALL_DIT, SMALL_EXPERTS, SMALL_PICTURES, SOURCE, few_pictures, restored
+
+SIZES = {
+    "llama-tiny": (*SMALL, f"data.source={SOURCE}"),
+    "moe-tiny": (*SMALL_EXPERTS, f"data.source={SOURCE}"),
+    "dit-digits": (*SMALL_DIT, *SMALL_PICTURES),
+}
+
+
+def as_run_config(*words: str, preset: str = "llama-tiny", precision: str = "bfloat16") -> RunConfig:
+    """A small model of a preset, in bfloat16."""
+    return as_configured(load(preset, [*SIZES[preset], f"train.precision={precision}", *words]))
+
+
+def record_on_rank(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    fault: str = "",
+    steps: int | None = None,
+    data: ImageDataset | None = None,
+) -> AsRunRecord:
+    """Gang body: train as this rank, with the fault of that name seeded."""
+    faults = importlib.import_module("tests.prove.as_run.faults")
+    tamper = faults.FAULTS[fault].tamper if fault else None
+    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    plan = make_plan(config)
+    with restored(train_step, pipeline_stages, optimizer, apply_plan, ring, ring.RingAttention, dist, FSDPParam):
+        faults.BEFORE.get(fault, lambda: None)()
+        steps = steps or num_steps(plan, None)
+        return record_as_run(config, context, data or open_data(config), num_steps=steps, plan=plan, tamper=tamper)
+
+
+def proof(gang: GangPool, config: RunConfig, fault: str = "", *, steps: int | None = None) -> AsRunResult:
+    """The proof of a configuration on a gang, with a fault where one is named."""
+    world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
+    records = gang(world_size).run(record_on_rank, config, fault, steps, pictures, timeout_s=300)
+    return judge(config, make_plan(config), records, pictures or open_data(config))

@@ -1,0 +1,87 @@
+"""What a proof as run follows, sets aside and refuses; and what a proof in float64 says that it sets aside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright import api
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.prove.as_run.configuration import (
+    FEEDBACK_STEPS,
+    as_configured,
+    num_steps,
+    plan_as_configured,
+    set_aside_as_run,
+)
+from meshwright.prove.spec import set_aside
+from tests.helpers import SMALL
+
+FLOAT8 = ("float8.recipe=delayed", "train.precision=bfloat16")
+
+
+def lines(*words: str, preset: str = "llama-tiny") -> str:
+    config: RunConfig = load(preset, words)
+    return "\n".join(set_aside(config, make_plan(config)))
+
+
+def test_a_proof_in_float64_names_what_it_sets_aside() -> None:
+    assert "train.precision=bfloat16 is set aside" in lines("train.precision=bfloat16")
+    assert "train.precision=float32 is set aside" in lines()
+    assert "train.compile=true is set aside: a proof runs eagerly (--as-run" in lines("train.compile=true")
+    assert "float8.recipe=delayed is set aside" in lines(*FLOAT8)
+    assert "--as-run" not in lines(*FLOAT8), "which it doesn't prove"
+    assert "model.zero_init=true is set aside" in lines(preset="dit-digits")
+    assert lines("train.precision=float64") == ""
+
+
+def test_a_plan_that_compiles_is_named() -> None:
+    config = load("llama-tiny")
+    plan = make_plan(config)
+    compiled = replace(plan, kinds=tuple(replace(kind, compiled=kind.is_block) for kind in plan.kinds))
+    assert any(line.startswith("train.compile=true") for line in set_aside(config, compiled))
+
+
+def test_as_run_keeps_what_float64_sets_aside() -> None:
+    config = as_configured(
+        load("llama-tiny", ["train.precision=bfloat16", "train.compile=true", "comm.gradients=loco4"])
+    )
+    assert (config.train.precision, config.train.compile, config.comm.gradients) == ("bfloat16", True, "loco4")
+    words = ["train.device=cuda", "capture.scope=layer"]
+    found = "\n".join(set_aside_as_run(load("llama-tiny", words)))
+    assert "train.device=cuda is set aside" in found and "capture.scope=layer is simulated" in found
+
+
+def test_float8_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float8") as caught:
+        as_configured(load("llama-tiny", FLOAT8))
+    assert caught.value.fix is not None and caught.value.fix.startswith("float8.recipe=none")
+    with pytest.raises(ConfigError, match="float8 layers in"):
+        plan_as_configured(make_plan(load("llama-tiny", FLOAT8)))
+
+
+def test_feedback_takes_steps() -> None:
+    plan = make_plan(load("llama-tiny", ["comm.gradients=loco4", "mesh.dp_shard=2"]))
+    assert num_steps(plan, None) == FEEDBACK_STEPS
+    with pytest.raises(ConfigError, match="too few") as caught:
+        num_steps(plan, 3)
+    assert caught.value.fix is not None and f"--steps {FEEDBACK_STEPS}" in caught.value.fix
+    assert num_steps(make_plan(load("llama-tiny", ["comm.gradients=loco4"])), 1) == 1, "nothing is sent"
+
+
+@pytest.mark.slow
+def test_the_command_proves_what_was_asked() -> None:
+    config = load("llama-tiny", [*SMALL, "train.precision=bfloat16", "mesh.dp_shard=2"])
+    proof = api.prove(config, as_run=True, steps=2)
+    assert proof, str(proof)
+    assert proof.report["precision"] == "bfloat16" and proof.report["set_aside"] == []
+    assert all(one["gradient"]["tolerance"] > one["gradient"]["relative_error"] for one in proof.report["parameters"])
+    plan = make_plan(config)
+    low = [replace(kind, units=tuple(replace(unit, reduce="bfloat16") for unit in kind.units)) for kind in plan.kinds]
+    low_plan = replace(plan, kinds=tuple(low))
+    failed = api.prove(config, as_run=True, steps=2, plan=low_plan)
+    assert not failed and "in bfloat16 where float32 was asked" in " ".join(str(failed).split())

@@ -1,0 +1,128 @@
+"""No false alarms: right runs in bfloat16 pass on every layout with three seeds, and most gradients are proved."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshwright.config.source import preset_names
+from meshwright.errors import MeshwrightError
+from meshwright.plan.load_config import load
+from meshwright.prove.as_run.configuration import as_configured
+from meshwright.prove.as_run.report import render
+from meshwright.prove.as_run.result import AsRunResult
+from meshwright.testing.gang import GangPool
+from tests.helpers import covering_pairs
+from tests.prove.as_run.proofs import SIZES, as_run_config, proof
+from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, SMALL_VIDEOS, SOURCE
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one rank": (),
+    "dp_shard 4": ("mesh.dp_shard=4",),
+    "dp_replicate 2 × dp_shard 2, micro-batches": (
+        "mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2",
+    ),
+    "dp_shard 2, recomputed": ("mesh.dp_shard=2", "recompute.policy=full"),
+    "dp_shard 2, selectively recomputed": ("mesh.dp_shard=2", "recompute.policy=selective", "train.num_microbatches=2"),
+    "pp 2": ("mesh.pp=2", "train.num_microbatches=4"),
+    "pp 2, zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4"),
+    "pp 2 × dp_shard 2": ("mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
+    "tp 2": ("mesh.tp=2",),
+    "tp 2 × dp_shard 2": ("mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
+    "tp 2 × dp_replicate 2, no sequence parallel": (
+        "mesh.tp=2", "mesh.dp_replicate=2", "mesh.sequence_parallel=false",
+    ),
+    "cp 2, ring": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=2"),
+    "cp 2 × tp 2, heads": ("mesh.cp=2", "mesh.cp_method=heads", "mesh.tp=2", "model.num_heads=4",
+                           "model.num_kv_heads=4"),
+    "ep 2 × dp_shard 2": ("mesh.dp_shard=4", "mesh.ep=2"),
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, ...]] = {"": (), "dropout": ("train.dropout=0.25",)}
+BATCH = "train.global_batch=16"
+
+
+def valid(preset: str, layout: str, seed: int, variant: str) -> bool:
+    """Return whether a preset can have the layout."""
+    try:
+        as_run_config(BATCH, *LAYOUTS[layout], *VARIANTS[variant], f"train.seed={seed}", preset=preset)
+    except MeshwrightError:
+        return False
+    return True
+
+
+MATRIX = [case for case in product(SIZES, LAYOUTS, (0, 1, 2), VARIANTS) if valid(*case)]
+
+
+def assert_passes(result: AsRunResult) -> None:
+    assert result.passed, "\n".join(render(result))
+    provable = [name for name, check in result.gradients.items() if check.proves]
+    assert len(provable) >= 0.8 * len(result.gradients), "a proof that proves nothing is no proof"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "layout", "seed", "variant"), covering_pairs(MATRIX))
+def test_a_right_run_passes(gang: GangPool, preset: str, layout: str, seed: int, variant: str) -> None:
+    words = (BATCH, *LAYOUTS[layout], *VARIANTS[variant], f"train.seed={seed}")
+    assert_passes(proof(gang, as_run_config(*words, preset=preset), steps=2))
+
+
+def test_sharded_experts_pass(gang: GangPool) -> None:
+    assert_passes(proof(gang, as_run_config("mesh.dp_shard=2", "mesh.ep=2", preset="moe-tiny"), steps=2))
+
+
+def test_the_layouts_are_many() -> None:
+    assert len({layout for _, layout, *_ in MATRIX}) == len(LAYOUTS) >= 12
+
+
+CODECS = {
+    "loco4": ("mesh.dp_shard=2",),
+    "loco2": ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
+    "int4": ("mesh.dp_shard=2", "train.num_microbatches=2"),
+    "int8": ("mesh.dp_shard=4", "comm.ranks_per_node=2"),
+    "bf16": ("mesh.tp=2", "mesh.dp_shard=2", "comm.weights=int8"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_right_codec_passes(gang: GangPool, codec: str) -> None:
+    result = proof(gang, as_run_config(f"comm.gradients={codec}", *CODECS[codec]))
+    assert result.passed, "\n".join(render(result))
+    assert (result.feedback is not None) == codec.startswith("loco")
+
+
+@pytest.mark.parametrize("precision", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+def test_other_precisions_pass_more_tightly(gang: GangPool, precision: str) -> None:
+    result = proof(gang, as_run_config("mesh.dp_shard=2", precision=precision), steps=2)
+    assert result.passed, "\n".join(render(result))
+    assert max(check.tolerance for check in result.gradients.values()) < {"float32": 1e-4, "float64": 1e-12}[precision]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["mesh.dp_shard=2", "mesh.tp=2"])
+def test_a_compiled_run_passes(gang: GangPool, layout: str) -> None:
+    assert_passes(proof(gang, as_run_config(layout, "train.compile=true", "model.num_layers=1"), steps=2))
+
+
+ONE_AXIS = ("mesh.tp=1", "mesh.pp=1", "mesh.cp=1", "mesh.dp_replicate=1", "mesh.dp_shard=2", "train.num_microbatches=1")
+TEXT = (
+    "model.num_layers=2", "model.dim=32", "model.num_heads=4", "model.num_kv_heads=2", "data.tokenizer=bytes",
+    "model.vocab_size=256", "train.seq_len=16", "train.global_batch=8", "train.warmup_steps=1", f"data.source={SOURCE}",
+)  # fmt: skip
+OWN = {
+    "llama": (*TEXT, "model.ffn_dim=48"),
+    "moe": (*TEXT, "model.expert_dim=12", "mesh.ep=2"),
+    "dit": (*SMALL_DIT, "data.source=digits"),
+}
+DENSE = {"deepseek-v3-like": ("model.num_dense_layers=1",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_passes(gang: GangPool, name: str) -> None:
+    kind = load(name).model.kind
+    sizes = (SMALL_VIDEOS if "video" in name else SMALL_PICTURES) if kind == "dit" else ()
+    words = (*ONE_AXIS, *OWN[kind], *sizes, *DENSE.get(name, ()), "train.precision=bfloat16")
+    result = proof(gang, as_configured(load(name, words)), steps=2)
+    assert result.passed, "\n".join(render(result))
