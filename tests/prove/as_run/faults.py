@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.nn.dropout_add.module import DropoutAdd
 from meshwright.nn.dropout_add.random import DropoutKey
-from meshwright.parallel import apply_plan
+from meshwright.parallel import apply_plan, data_parallel
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job
@@ -94,6 +94,12 @@ def lose_moments(job: Job, step: TrainStep) -> None:
     job.optimizer.step = forgetful  # type: ignore[method-assign, assignment]
 
 
+def reduce_by_policy() -> None:
+    """FSDP2's policy asks for a reduction in the compute dtype."""
+    real = data_parallel.MixedPrecisionPolicy
+    data_parallel.MixedPrecisionPolicy = lambda **fields: real(**{**fields, "reduce_dtype": fields["param_dtype"]})  # type: ignore[misc, assignment]
+
+
 def compile_with_pending_embeddings() -> None:
     """Compiled blocks take the pending output of a sharded embedding, which loses its gradient."""
     apply_plan.wait_for_embeddings = lambda module, plan, stage: None
@@ -109,11 +115,17 @@ SHARD2, TENSOR2, STREAM2 = ("mesh.dp_shard=2",), ("mesh.tp=2",), ("mesh.tp=2", "
 DROPOUT = "train.dropout=0.25"
 PENDING = "a compiled block takes a pending embedding"
 
-BEFORE = {PENDING: compile_with_pending_embeddings}
+POLICY = "FSDP2's policy reduces in bfloat16"
+BEFORE = {PENDING: compile_with_pending_embeddings, POLICY: reduce_by_policy}
 """Faults that damage the trainer before the job is built."""
 FAULTS: dict[str, Fault] = {
     "gradients are reduced in bfloat16": Fault(
         reduce_in_bfloat16, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",), "norm.weight"
+    ),
+    POLICY: Fault(
+        lambda job, step: None,
+        ("mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
+        ("reduced or accumulated in bfloat16 where float32 was asked",),
     ),
     "weights are kept in bfloat16": Fault(keep_weights_in_bfloat16, SHARD2, ("weights are kept in bfloat16",)),
     "error feedback is lost": Fault(

@@ -9,7 +9,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
-from meshwright.parallel import apply_plan
+from meshwright.parallel import apply_plan, data_parallel
 from meshwright.parallel.context import ring
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
@@ -48,7 +48,9 @@ def record_on_rank(
     tamper = faults.FAULTS[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     plan = make_plan(config)
-    with restored(train_step, pipeline_stages, optimizer, apply_plan, ring, ring.RingAttention, dist, FSDPParam):
+    with restored(
+        train_step, pipeline_stages, optimizer, apply_plan, data_parallel, ring, ring.RingAttention, dist, FSDPParam
+    ):
         faults.BEFORE.get(fault, lambda: None)()
         steps = steps or num_steps(plan, None)
         return record_as_run(config, context, data or open_data(config), num_steps=steps, plan=plan, tamper=tamper)

@@ -87,10 +87,10 @@ class PlainCodec:
 
     def _send(self, value: Tensor, method: Method, key: tuple[int, int, str]) -> tuple[Tensor, Tensor]:
         old = self._errors.get(key, torch.zeros_like(value))
-        sent, distance = quantise(value + old, method)
+        sent, square = quantise(value + old, method)
         if method.feedback and self.feedback:
             self._errors[key] = BETA * old + (1 - BETA) * (value + old - sent)
-        return sent, distance.square() / 12 + old.square()
+        return sent, square + old.square()
 
 
 @dataclass

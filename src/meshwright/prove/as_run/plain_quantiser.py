@@ -67,18 +67,24 @@ def _rows(tensor: Tensor, num_ranks: int) -> Tensor:
 
 
 def quantise(x: Tensor, method: Method) -> tuple[Tensor, Tensor]:
-    """Round each group of a row to integers times a scale, by which the largest element is one of the integers.
+    """Round each group of a row to integers times a scale, by which the element largest in size is the lowest integer.
 
     Returns:
-        The rounded elements, and the distance between the values that each can take.
+        The rounded elements, and the squares of their errors: at least those expected of an element that may be
+        anywhere between two integers, and more where an element is larger than the highest integer.
     """
     if not method.codec.is_quantised:
-        return x.bfloat16().to(x.dtype), x.abs() * torch.finfo(torch.bfloat16).eps
-    width = -x.shape[-1] % GROUP
+        return x.bfloat16().to(x.dtype), (x * torch.finfo(torch.bfloat16).eps).square() / 12
+    width, lowest = -x.shape[-1] % GROUP, -(2 ** (method.codec.bits - 1))
     groups = _rotated(torch.nn.functional.pad(x, (0, width)).reshape(len(x), -1, GROUP), method)
-    scale = groups.abs().amax(-1, keepdim=True) / 2 ** (method.codec.bits - 1)
-    rounded = _rotated((groups / torch.where(scale > 0, scale, 1)).round() * scale, method)
-    return rounded.reshape(len(x), -1)[:, : x.shape[-1]], scale.expand_as(groups).reshape(len(x), -1)[:, : x.shape[-1]]
+    scale = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / lowest
+    codes = (groups / torch.where(scale == 0, 1, scale)).round().clamp(lowest, -lowest - 1)
+    square = torch.maximum((codes * scale - groups).square(), scale.square() / 12)
+    if method.rotate:  # errors spread over the elements that are rotated together
+        parts = square.reshape(len(x), -1, ROTATED)
+        square = parts.mean(-1, keepdim=True).expand_as(parts)
+    rounded = _rotated(codes * scale, method).reshape(len(x), -1)
+    return rounded[:, : x.shape[-1]], square.reshape(len(x), -1)[:, : x.shape[-1]]
 
 
 def _rotated(groups: Tensor, method: Method) -> Tensor:
