@@ -30,7 +30,11 @@ def prove(
     words: Words = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Optimizer steps to compare: 3 or, as run, as many as it needs.", show_default=False),
+        typer.Option(
+            min=1,
+            help="Optimizer steps to compare, such as 3; by default 3 or, as run, what it needs.",
+            show_default=False,
+        ),
     ] = None,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")
