@@ -19,6 +19,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.load import known_keys
 from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
+from meshwright.errors import MeshwrightError
 from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.plan.load_config import load
 from meshwright.plan.load_plan import check_fits, load_plan
@@ -213,12 +214,21 @@ def prove(
         launch(compare_body, spec, num_ranks=1, threads=threads)
         if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
             say("the forward differs: looking for the place in a second pass …")
-            launch(locate_body, spec, num_ranks=axes.num_ranks(), threads=threads)
-            launch(locate_compare_body, spec, num_ranks=1, threads=threads)
+            notes += _locate(spec, num_ranks=axes.num_ranks(), threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
     report = answer["report"]
     return Proof(report["passed"], (*notes, *answer["lines"]), {**report, "set_aside": list(notes)})
+
+
+def _locate(spec: ProofSpec, *, num_ranks: int, threads: int | None) -> tuple[str, ...]:
+    """Run the second pass of a proof, and return a line if it fails: what the first one found is not lost."""
+    try:
+        launch(locate_body, spec, num_ranks=num_ranks, threads=threads)
+        launch(locate_compare_body, spec, num_ranks=1, threads=threads)
+    except MeshwrightError as error:
+        return (f"where the forward goes wrong was not found, because the second pass failed: {error.what}",)
+    return ()
 
 
 def prove_script(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,16 @@ def test_a_rate_that_a_rank_used():
     due = [plain_learning_rate(step, config.train) for step in (1, 2)]
     layout.rates.extend([due, [due[0], due[1] * 1.5]])
     assert "rank 1 used the learning rate" in found_in(config, layout)
+
+
+def test_what_is_not_proved_is_said():
+    config, reference = small_config("train.max_grad_norm=100.0"), make_reference(2, 1)
+    one_step = replace(reference, grad_norms=[1.0])
+    data = open_data(config)
+    assert branches.unproved(config, data, replace(reference, grad_norms=[1.0, 1.0])) == ()
+    [note] = branches.unproved(config, data, one_step)
+    assert "clipping" in note and "--steps 2" in note
+    assert branches.unproved(small_config("train.max_grad_norm=0.5"), data, one_step) == ()
 
 
 def test_an_epoch_that_visits_a_window_twice(monkeypatch):

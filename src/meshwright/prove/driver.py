@@ -9,6 +9,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from meshwright.mesh.process_groups import process_group
 from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.branches.diagnose_branches import diagnose_branches
+from meshwright.prove.branches.diagnose_branches import diagnose_branches, unproved
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
@@ -107,10 +108,11 @@ def conclude(
     data = config.family.open_data(run_facts(config))
     reference = compute_reference(config, data, num_steps=num_steps, stages=stage_placement_of(plan))
     layout = gather_evidence(config, records, plan=plan)
-    return compare(
+    result = compare(
         layout,
         reference,
         variants=known_variants(config, data, plan, num_steps=num_steps),
         by_context=context_contributions(config, data, plan),
         branches=diagnose_branches(config, data, layout),
     )
+    return replace(result, notes=(*result.notes, *unproved(config, data, reference)))

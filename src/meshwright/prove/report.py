@@ -211,7 +211,7 @@ def reported_findings(result: ProofResult) -> list[ReportedFinding]:
     """Group parameters by diagnosis, causes before consequences."""
     found = [ReportedFinding("evidence", finding) for finding in result.findings]
     found += [ReportedFinding("samples", finding) for finding in result.samples]
-    found += [ReportedFinding("known fault", finding) for finding in result.known]
+    found += [ReportedFinding(_known_title(finding), finding) for finding in result.known]
     found += [ReportedFinding("other steps", finding) for finding in result.branches]
     for about in TENSOR_KINDS:
         found += group_by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
@@ -221,6 +221,10 @@ def reported_findings(result: ProofResult) -> list[ReportedFinding]:
                 ReportedFinding(name, finding.diagnosis) for name, finding in series if finding.diagnosis is not None
             ]
     return sorted(found, key=lambda group: group.diagnosis.kind is FaultKind.CONSEQUENCE)
+
+
+def _known_title(finding: Diagnosis) -> str:
+    return "forward" if finding.kind is FaultKind.FORWARD else "known fault"
 
 
 def group_by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> list[ReportedFinding]:

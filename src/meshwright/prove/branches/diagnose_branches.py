@@ -14,7 +14,7 @@ from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import join_words, rank_words
-from meshwright.prove.record.evidence import LayoutEvidence
+from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.recording_task import RecordingTask, sample_digests
 from meshwright.train.lr_schedule import learning_rate
@@ -34,6 +34,19 @@ def diagnose_branches(config: RunConfig, data: TrainingData, layout: LayoutEvide
         *_skipped_steps(layout),
         *_epoch_end(config, data),
     )
+
+
+def unproved(config: RunConfig, data: TrainingData, reference: ReferenceEvidence) -> tuple[str, ...]:
+    """Return a note for each branch that the proof neither took nor checked."""
+    notes, limit = [], config.train.max_grad_norm
+    if len(reference.grad_norms) == 1 and reference.grad_norms[0] <= limit:
+        notes.append(f"not proved: clipping, as the norm is below train.max_grad_norm = {limit:g}; --steps 2 proves it")
+    source = config.family.reference(run_facts(config), data)
+    if not isinstance(source, ShowsSamples):
+        notes.append("not proved: what is in the samples, as the family's reference doesn't show them (ShowsSamples)")
+    elif source.order.num_windows > MOST_WINDOWS:
+        notes.append(f"not proved: that an epoch visits each of {source.order.num_windows:,} windows once")
+    return tuple(notes)
 
 
 def _rates(train: TrainConfig, rates: list[list[float]]) -> Iterator[Diagnosis]:

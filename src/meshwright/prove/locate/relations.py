@@ -57,8 +57,14 @@ def _zero(value: LocalValue, forward: Forward) -> str | None:
 
 
 def _multiple(value: LocalValue, forward: Forward) -> str | None:
-    factor = float(np.vdot(value.expected, value.observed) / np.vdot(value.expected, value.expected))
+    factor = _factor(value.observed, value.expected)
     return f"it is {number_words(factor)} × the right one" if close(value.observed, factor * value.expected) else None
+
+
+def _factor(a: Array, b: Array) -> float:
+    """Return the c for which c · b is nearest to a; 0 if b is zero."""
+    energy = float(np.vdot(b, b))
+    return float(np.vdot(b, a)) / energy if energy else 0.0
 
 
 def _of_another_cell(value: LocalValue, forward: Forward) -> str | None:
@@ -229,7 +235,7 @@ def _residual(value: LocalValue, forward: Forward) -> str | None:
         return None
     start = take(before, value.index)
     a, b = value.observed - start, value.expected - start
-    factor = float(np.vdot(b, a) / max(float(np.vdot(b, b)), 1e-300))
+    factor = _factor(a, b)
     return f"{module} adds {number_words(factor)} × what it should to its input" if close(a, factor * b) else None
 
 
