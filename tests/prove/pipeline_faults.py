@@ -319,9 +319,7 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     ),
     "an input's buffer is stale": Fault(
         channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3),
-        PIPE,
-        ("micro-batch 3 has the value of micro-batch 2", "what stage 1 (pp rank 1) receives"),
-        UP,
+        *(PIPE, ("has the value of micro-batch 2", "what stage 1 (pp rank 1) receives"), UP),
     ),
     "inputs are overwritten before their backward": Fault(
         rows(one_slot(K.RECV_FORWARD), pp=1),
@@ -384,19 +382,15 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "the norm counts both copies of the tied embedding": Fault(
         norm_with_copies, (*PIPE, TIED), ("counted pp (2) times", "embed.weight")
     ),
-    "chunks of a rank are exchanged": Fault(
-        swap_chunks, VEE, ("what stage 3 (pp rank 0) receives is not what stage 2 (pp rank 1) returns",), UP
-    ),
+    "chunks of a rank are exchanged": Fault(swap_chunks, VEE, ("what stage 3 (pp rank 0) receives",), UP),
     "the next chunk is handed another micro-batch": Fault(
         hand_over_the_previous,
-        VEE,
-        ("micro-batch 1 has the value of micro-batch 0", "what stage 2 (pp rank 1) receives is not what stage 1"),
-        UP,
+        *(VEE, ("1 has the value of micro-batch 0", "what stage 2 (pp rank 1) receives is not what stage 1"), UP),
     ),
     "a stage has another stage's layer": Fault(
         layer_of_another_stage, PIPE, ("in the reference but not in the layout", "blocks.1")
     ),
-    "a layer runs twice": Fault(run_layer_twice, PIPE, ("the input of norm", "the output of blocks.1 is right"), UP),
+    "a layer runs twice": Fault(run_layer_twice, PIPE, ("the input of norm",), UP),
 }
 
 LOUD_FAULTS: dict[str, Fault] = {

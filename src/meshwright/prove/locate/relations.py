@@ -175,7 +175,7 @@ def _complex(x_btnh: Array) -> npt.NDArray[np.complex128]:
 
 
 def _steps(turn: float, most: int) -> int | None:
-    """Return the whole number of radians that an angle in (−π, π] is, if it is one."""
+    """Return how many positions an angle in (−π, π] turns by, at one radian each; None if not an integer."""
     for step in (sign * k for k in range(most) for sign in (1, -1)):
         if abs((turn - step + np.pi) % (2 * np.pi) - np.pi) < 1e-7:
             return step

@@ -45,6 +45,10 @@ class BatchGradients:
     partial_counts: TensorsByName
     """Per buffer that counts tokens of experts, [data_parallel, num_microbatches, expert]."""
 
+    def gradients(self) -> TensorsByName:
+        """Return the gradients of the whole batch."""
+        return {name: partial.sum((0, 1)) for name, partial in self.partial_gradients.items()}
+
 
 def compute_reference(
     config: RunConfig,
@@ -69,51 +73,64 @@ def compute_reference(
         samples_of: loss of samples; another than the family's reference for variants only.
         optimizer: another than the right one for variants only.
     """
-    train = config.train
+    size = config.train.global_batch
     model, samples_of = build_reference(config), samples_of or config.family.reference(run_facts(config), data)
     if change is not None:
         change(model)
-    initial = _values(model)
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in trained_parameters(model).items()}
-    by_stage = stage_gradients(config, stages, initial, samples_of, list(range(train.global_batch)))
+    initial, batches = _values(model), [list(range(at, at + size)) for at in range(0, num_steps * size, size)]
+    by_stage = stage_gradients(config, stages, initial, samples_of, batches[0])
     for _, handle in auxiliary_losses(model):
-        handle.scale = 1.0 / train.global_batch
-    losses: list[float] = []
-    norms: list[float] = []
-    samples, after_first = [], TensorsByName()
-    kept = TensorsByName()
+        handle.scale = 1.0 / size
+    training, losses, after_first = _Training(model, config, optimizer, num_steps), list[float](), TensorsByName()
     first: BatchGradients | None = None
-    for step in range(1, num_steps + 1):
-        indices = list(range((step - 1) * train.global_batch, step * train.global_batch))
+    for indices in batches:
         batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
-        gradients = {name: part.sum((0, 1)) + kept.get(name, 0.0) for name, part in batch.partial_gradients.items()}
-        norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
-        limit = clip_limit(config, norms, step=step, num_steps=num_steps)
-        optimizer.step(trained_parameters(model), gradients, moments, train, step=step, limit=limit)
-        kept = {name: g * min(1.0, limit / norm) for name, g in gradients.items()} if optimizer.sums_gradients else {}
-        for _, buffer in step_buffers(model):
-            buffer.commit(buffer.pending())
+        training.update(batch)
         after_first = after_first or _values(model)
         losses.append(float(batch.partial_losses.sum()))
-        norms.append(norm)
-        samples.append(indices)
     assert first is not None, "a proof has at least one step"
     return ReferenceEvidence(
         losses=losses,
-        grad_norms=norms,
-        samples=samples,
-        gradients={name: partial.sum((0, 1)) for name, partial in first.partial_gradients.items()},
+        grad_norms=training.norms,
+        samples=batches,
+        gradients=first.gradients(),
         partial_gradients=first.partial_gradients,
         parameters=_values(model),
         initial=initial,
         partial_losses=first.partial_losses,
         after_first=after_first,
-        stage_gradients={name: parts for name, parts in by_stage.items() if name in moments},
+        stage_gradients={name: parts for name, parts in by_stage.items() if name in training.trained},
         partial_counts=first.partial_counts,
-        contents=_contents(samples_of, num_steps * train.global_batch),
+        contents=_contents(samples_of, num_steps * size),
         bias_rates={f"{name}.value": load.bias_rate for name, load in _loads(model).items() if load.bias is not None},
     )
+
+
+class _Training:
+    """Updates of a reference, step by step."""
+
+    def __init__(self, model: nn.Module, config: RunConfig, optimizer: PlainAdamW, num_steps: int) -> None:
+        self._model, self._config, self._optimizer, self._num_steps = model, config, optimizer, num_steps
+        self.trained = trained_parameters(model)
+        self.norms: list[float] = []
+        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.trained.items()}
+        self._kept: TensorsByName = {}
+        """Clipped gradients of the step before, if a fault doesn't clear them."""
+
+    def update(self, batch: BatchGradients) -> None:
+        """Apply the gradients of the next step to the parameters, and its counts to the buffers."""
+        step = len(self.norms) + 1
+        gradients = {name: gradient + self._kept.get(name, 0.0) for name, gradient in batch.gradients().items()}
+        norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
+        limit = clip_limit(self._config, self.norms, step=step, num_steps=self._num_steps)
+        train, optimizer = self._config.train, self._optimizer
+        optimizer.step(self.trained, gradients, self._moments, train, step=step, limit=limit)
+        if optimizer.sums_gradients:
+            self._kept = {name: g * min(1.0, limit / norm) for name, g in gradients.items()}
+        for _, buffer in step_buffers(self._model):
+            buffer.commit(buffer.pending())
+        self.norms.append(norm)
 
 
 def _contents(reference: Reference, num_samples: int) -> Contents:
