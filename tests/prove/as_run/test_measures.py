@@ -13,7 +13,7 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
-from meshwright.prove.as_run.low_precision import is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.low_precision import Shares, is_on_grid, is_summed, looks_rounded
 from meshwright.prove.as_run.plain_quantiser import flatten, quantise, unflatten
 from meshwright.prove.as_run.update_check import expected_lr
 from meshwright.prove.compare.assemble_shards import assemble
@@ -32,6 +32,16 @@ def test_a_float32_sum_is_told_from_a_bfloat16_one(num: int) -> None:
     assert is_on_grid(right[chosen]).float().mean() < 0.6, "by chance"
     assert not looks_rounded(int(is_on_grid(right[chosen]).sum()), int(chosen.sum()))
     assert looks_rounded(int(is_on_grid(wrong[chosen]).sum()), int(chosen.sum()))
+
+
+@pytest.mark.parametrize("low", ["", "dp_shard", "the micro-batches"])
+def test_one_of_several_sums_in_bfloat16_is_told(low: str) -> None:
+    torch.manual_seed(3)
+    parts, shares = torch.randn(2, 2, 4, 3000).bfloat16().float(), Shares()
+    dims = {"": (), "dp_shard": (1, 2), "the micro-batches": (2,)}[low]
+    value = parts.sum(dims, keepdim=True).bfloat16().float() if dims else parts
+    shares.add(value.sum((0, 1, 2)), parts.double())
+    assert shares.low_sum() == low
 
 
 def test_a_mean_is_scaled_back_and_one_contribution_is_no_sum() -> None:
