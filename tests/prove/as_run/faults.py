@@ -122,6 +122,12 @@ FAULTS: dict[str, Fault] = {
     "gradients are reduced in bfloat16": Fault(
         reduce_in_bfloat16, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",), "norm.weight"
     ),
+    "the reduce-scatter, but not the all-reduce, is in bfloat16": Fault(
+        reduce_in_bfloat16,
+        ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
+        ("the sum over dp_shard is made in bfloat16 where float32 was asked",),
+        "blocks.0.ffn.up.weight",
+    ),
     POLICY: Fault(
         lambda job, step: None,
         ("mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"),

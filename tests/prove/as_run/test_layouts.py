@@ -57,7 +57,9 @@ MATRIX = [case for case in product(SIZES, LAYOUTS, (0, 1, 2), VARIANTS) if valid
 def assert_passes(result: AsRunResult) -> None:
     assert result.passed, "\n".join(render(result))
     provable = [name for name, check in result.gradients.items() if check.proves]
-    assert len(provable) >= 0.8 * len(result.gradients), "a proof that proves nothing is no proof"
+    # Choices of experts near ties may turn, which changes the gradients of experts as much as a fault.
+    least = 0.6 if any("experts" in name for name in result.gradients) else 1.0
+    assert len(provable) >= least * len(result.gradients), "a proof that proves nothing is no proof"
 
 
 @pytest.mark.slow

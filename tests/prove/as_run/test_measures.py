@@ -9,11 +9,14 @@ import torch
 from meshwright.comm.compression.catalogue import find_method
 from meshwright.comm.compression.codecs import decode, encode
 from meshwright.mesh.axes import Axes
+from meshwright.nn.experts.router import Router
+from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
-from meshwright.prove.as_run.low_precision import is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.low_precision import Shares, is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.near_ties import has_choices, turned_ties
 from meshwright.prove.as_run.plain_quantiser import flatten, quantise, unflatten
 from meshwright.prove.as_run.update_check import expected_lr
 from meshwright.prove.compare.assemble_shards import assemble
@@ -32,6 +35,16 @@ def test_a_float32_sum_is_told_from_a_bfloat16_one(num: int) -> None:
     assert is_on_grid(right[chosen]).float().mean() < 0.6, "by chance"
     assert not looks_rounded(int(is_on_grid(right[chosen]).sum()), int(chosen.sum()))
     assert looks_rounded(int(is_on_grid(wrong[chosen]).sum()), int(chosen.sum()))
+
+
+@pytest.mark.parametrize("low", ["", "dp_shard", "the micro-batches"])
+def test_one_of_several_sums_in_bfloat16_is_told(low: str) -> None:
+    torch.manual_seed(3)
+    parts, shares = torch.randn(2, 2, 4, 3000).bfloat16().float(), Shares()
+    dims = {"": (), "dp_shard": (1, 2), "the micro-batches": (2,)}[low]
+    value = parts.sum(dims, keepdim=True).bfloat16().float() if dims else parts
+    shares.add(value.sum((0, 1, 2)), parts.double())
+    assert shares.low_sum() == low
 
 
 def test_a_mean_is_scaled_back_and_one_contribution_is_no_sum() -> None:
@@ -55,6 +68,15 @@ def test_the_plain_quantiser_errs_as_the_codec_does(name: str) -> None:
     assert 0.8 < square.sum().sqrt() / expected < 1.6
     if name != "bf16":
         assert torch.equal(quantise(torch.zeros(1, 130), method)[0], torch.zeros(1, 130))
+
+
+def test_choices_near_ties_are_turned_and_back() -> None:
+    router = Router(2, RouterConfig(num_experts=4, top_k=2))
+    scores = torch.tensor([[[4.0, 3.0, 2.99, 0.0], [4.0, 3.0, 2.0, 0.0]]])
+    with turned_ties(router, 0.01):
+        assert router._best(scores).tolist() == [[[0, 2], [0, 1]]]
+    assert router._best(scores).tolist() == [[[0, 1], [0, 1]]]
+    assert has_choices(router) and not has_choices(torch.nn.Linear(2, 2))
 
 
 def test_shards_are_flattened_and_back() -> None:

@@ -11,7 +11,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.codec_errors import compressed_units
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
-from meshwright.prove.as_run.low_precision import MIN_WEIGHTS, is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.low_precision import MIN_WEIGHTS, Shares, is_on_grid, is_summed, looks_rounded
 from meshwright.prove.as_run.record_run import AsRunRecord
 from meshwright.prove.as_run.result import Check, Finding
 from meshwright.prove.as_run.rounded_reference import StepReference
@@ -84,10 +84,18 @@ def low_precision_sums(
     """
     if config.train.precision == "float64" or compressed_units(plan):
         return []
-    sums = [name for name, found in gradients.items() if _sums_on_grid(config, plan, name, references, found)]
-    cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
-    symptom = "sums of several contributions, and all values are bfloat16 numbers"
-    return [Finding("gradients", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause), tuple(sums))] if sums else []
+    members: dict[Diagnosis, list[str]] = {}
+    for name, found in gradients.items():
+        if _sums_on_grid(config, plan, name, references, found):
+            cause = "gradients are reduced or accumulated in bfloat16 where float32 was asked"
+            symptom = "sums of several contributions, and all values are bfloat16 numbers"
+        elif low := _low_sum(config, plan, name, references, found):
+            cause = f"the sum over {low} is made in bfloat16 where float32 was asked"
+            symptom = "more values are bfloat16 numbers than of float32 sums"
+        else:
+            continue
+        members.setdefault(Diagnosis(FaultKind.UNRECOGNISED, symptom, cause), []).append(name)
+    return [Finding("gradients", diagnosis, tuple(names)) for diagnosis, names in members.items()]
 
 
 def _has_gradient(record: AsRunRecord, name: str) -> bool:
@@ -120,6 +128,19 @@ def _sums_on_grid(
             values = torch.from_numpy(shard.value[shard.slice_of(summed)])
             on_grid, num = on_grid + int(is_on_grid(values, divisors).sum()), num + values.numel()
     return looks_rounded(on_grid, num)
+
+
+def _low_sum(
+    config: RunConfig, plan: RunPlan, name: str, references: list[StepReference], gradients: list[AssembledTensor]
+) -> str:
+    axes, experts, shares = config.mesh.axes(), expert_placement_of(plan), Shares()
+    if experts is not None and name in experts.parameters:
+        return ""  # their contributions are those of groups of ranks, in no order of axes
+    for reference, found in zip(references, gradients, strict=True):
+        partial = reference.rounded[name]
+        observed = torch.from_numpy(next(found.replicas()).value)
+        shares.add(observed, partial.reshape(axes.dp_replicate, axes.dp_shard, *partial.shape[1:]))
+    return shares.low_sum()
 
 
 def _wrong_updates(config: RunConfig, records: list[AsRunRecord], name: str) -> list[tuple[int, str]]:

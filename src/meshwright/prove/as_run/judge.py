@@ -60,6 +60,7 @@ class _Steps:
         """
         measured = [reference.sensitivity.gradients[name] for reference in self.references]
         rounding = ROUNDING_FACTOR * max(measured[step - 1], float(np.sqrt(np.mean(np.square(measured)))))
+        rounding += self.references[step - 1].sensitivity.choices.get(name, 0.0)
         return rounding + CODEC_FACTOR * self.codec[step - 1].get(name, 0.0)
 
 

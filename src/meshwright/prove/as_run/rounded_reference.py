@@ -17,6 +17,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.as_run.near_ties import has_choices, turned_ties
 from meshwright.prove.as_run.plain_quantiser import flatten, quantise, sent_units, unflatten
 from meshwright.prove.record.evidence import DTYPE
 from meshwright.prove.record.reference_run import TensorsByName, build_reference, forward_backward, trained_parameters
@@ -33,6 +34,8 @@ class Sensitivity:
     gradients: dict[str, float]
     """Per parameter: norm of the deviation over the norm of the gradient."""
     loss: float
+    choices: dict[str, float]
+    """Deviations of gradients if choices of experts that are near ties are turned; empty without experts."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,18 @@ class RoundedReference:
             errors = {
                 name: relative_error(value.sum((0, 1)), exact[1][name].sum((0, 1))) for name, value in rounded.items()
             }
-            deviations.append(Sensitivity(errors, abs(loss / exact[0] - 1)))
+            deviations.append(Sensitivity(errors, abs(loss / exact[0] - 1), {}))
         gradients = {name: max(one.gradients[name] for one in deviations) for name in rounded}
-        return StepReference(*exact, rounded, Sensitivity(gradients, max(one.loss for one in deviations)))
+        found = Sensitivity(gradients, max(one.loss for one in deviations), self._choices(weights, indices, exact[1]))
+        return StepReference(*exact, rounded, found)
+
+    def _choices(self, weights: Mapping[str, Tensor], indices: list[int], exact: TensorsByName) -> dict[str, float]:
+        """Return the relative deviations of gradients if all choices of experts that are near ties are turned."""
+        if not has_choices(self._exact):
+            return {}
+        with turned_ties(self._exact, torch.finfo(self._dtype).eps):
+            _, turned = self._evaluate(self._exact, weights, indices)
+        return {name: relative_error(value.sum((0, 1)), exact[name].sum((0, 1))) for name, value in turned.items()}
 
     def _evaluate(
         self, model: nn.Module, weights: Mapping[str, Tensor], indices: list[int]
