@@ -47,7 +47,7 @@ def make(case: Case, rank: int) -> tuple[MixtureOfExperts, Tensor]:
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     if case.experts:
-        layer.router._best = lambda scores_bte: in_turn(case, scores_bte)
+        layer.router.best = lambda scores_bte: in_turn(case, scores_bte)
     if rank in case.without_room:
         route = layer.router.forward
         layer.router.forward = lambda x_btd: drop_all(route(x_btd))

@@ -229,7 +229,7 @@ def stale_choices(job: Job, router: Router) -> None:
 
 
 def bias_in_weights(job: Job, router: Router) -> None:
-    scores, best = router._scores, router._best
+    scores, best = router._scores, router.best
 
     def biased(logits: Tensor) -> tuple[Tensor, Tensor]:
         found, probabilities = scores(logits)
@@ -242,11 +242,11 @@ def bias_in_weights(job: Job, router: Router) -> None:
         finally:
             router.load.bias = bias
 
-    router._scores, router._best = biased, chosen  # type: ignore
+    router._scores, router.best = biased, chosen  # type: ignore
 
 
 def bias_not_used(job: Job, router: Router) -> None:
-    best = router._best
+    best = router.best
 
     def chosen(found: Tensor) -> Tensor:
         bias, router.load.bias = router.load.bias, None
@@ -255,7 +255,7 @@ def bias_not_used(job: Job, router: Router) -> None:
         finally:
             router.load.bias = bias
 
-    router._best = chosen  # type: ignore
+    router.best = chosen  # type: ignore
 
 
 def bias_moved_twice(job: Job, router: Router) -> None:

@@ -74,8 +74,8 @@ def test_choices_near_ties_are_turned_and_back() -> None:
     router = Router(2, RouterConfig(num_experts=4, top_k=2))
     scores = torch.tensor([[[4.0, 3.0, 2.99, 0.0], [4.0, 3.0, 2.0, 0.0]]])
     with turned_ties(router, 0.01):
-        assert router._best(scores).tolist() == [[[0, 2], [0, 1]]]
-    assert router._best(scores).tolist() == [[[0, 1], [0, 1]]]
+        assert router.best(scores).tolist() == [[[0, 2], [0, 1]]]
+    assert router.best(scores).tolist() == [[[0, 1], [0, 1]]]
     assert has_choices(router) and not has_choices(torch.nn.Linear(2, 2))
 
 

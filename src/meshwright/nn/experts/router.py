@@ -90,7 +90,7 @@ class Router(nn.Module):
     def _choose(self, scores_bte: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return experts and whether they have a slot [b, t, k], and the counts for the balance loss [b, e]."""
         config = self.config
-        experts_btk = self._uniform(scores_bte) if config.uniform else self._best(scores_bte)
+        experts_btk = self._uniform(scores_bte) if config.uniform else self.best(scores_bte)
         counts_be = sample_counts(experts_btk, config.num_experts)
         self.load.add(counts_be.sum(0))
         capacity = config.capacity(scores_bte.shape[1])
@@ -106,7 +106,8 @@ class Router(nn.Module):
         num_samples = total_e.sum() / choices_per_sample
         return experts_btk, kept_btk, (total_e / num_samples).expand_as(counts_be)
 
-    def _best(self, scores_bte: Tensor) -> Tensor:
+    def best(self, scores_bte: Tensor) -> Tensor:
+        """Return the experts with the best scores of each token, [b, t, k], best first."""
         config = self.config
         if self.load.bias is not None:
             scores_bte = scores_bte + self.load.bias

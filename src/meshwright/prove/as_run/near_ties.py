@@ -29,12 +29,12 @@ def turned_ties(model: nn.Module, unit: float) -> Iterator[None]:
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
-        router._best = _turned(router._best, TIE_UNITS * unit)  # type: ignore[method-assign, assignment]
+        router.best = _turned(router.best, TIE_UNITS * unit)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         for router in routers:
-            del router._best
+            del router.best
 
 
 def _turned(best: Callable[[Tensor], Tensor], tie: float) -> Callable[[Tensor], Tensor]:

@@ -252,10 +252,11 @@ class FaultyRouter(Router):
         scores_bte, probabilities_bte = super()._scores(logits_bte)
         return scores_bte + self.load.bias if self._bias_in_weights else scores_bte, probabilities_bte  # type: ignore[operator]
 
-    def _best(self, scores_bte: Tensor) -> Tensor:
+    def best(self, scores_bte: Tensor) -> Tensor:
+        """Return what the fault makes of the choice, [b, t, k]."""
         if self._bias_in_weights or not self._bias_in_choice:
             scores_bte = scores_bte - self.load.bias  # type: ignore[operator]
-        return super()._best(scores_bte)
+        return super().best(scores_bte)
 
     def _choose(self, scores_bte: Tensor) -> Choice:
         return self._change(self, super()._choose(scores_bte))
