@@ -192,8 +192,19 @@ def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     )
 
 
-def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", fault: str = "") -> ProofResult:
-    """The proof of a configuration on a gang, with a fault where one is named; one rank is this process."""
+def proof(
+    gang: GangPool,
+    config: RunConfig,
+    module: str = "",
+    table: str = "",
+    fault: str = "",
+    *,
+    second_pass: bool = False,
+) -> ProofResult:
+    """The proof of a configuration on a gang, with a fault where one is named; one rank is this process.
+
+    The second pass that names the place of a forward's fault is left out unless a test is about it.
+    """
     world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
     seeded = (config, module, table, fault)
 
@@ -203,7 +214,7 @@ def proof(gang: GangPool, config: RunConfig, module: str = "", table: str = "", 
         return gang(world_size).run(body, *seeded, *more)
 
     result = prove_with(on_ranks(record_on_rank, pictures), config)
-    step = step_to_locate(result)
+    step = step_to_locate(result) if second_pass else None
     if step is None:
         return result
     data = pictures or open_data(config)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright.models.contract.task import Batch, Task
@@ -98,7 +99,8 @@ def digests(rows: Tensor) -> list[str]:
 
 def _digest(row: Tensor) -> str:
     kind = f"{row.dtype} {list(row.shape)} ".encode()
-    return blake2b(kind + row.reshape(-1).numpy().tobytes(), digest_size=8).hexdigest()
+    values = row.reshape(-1).view(torch.uint8).numpy()  # NumPy has no bfloat16
+    return blake2b(kind + values.tobytes(), digest_size=8).hexdigest()
 
 
 def sample_digests(sample: Mapping[str, Any]) -> dict[str, str]:
