@@ -37,6 +37,7 @@ def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, l
         run_step.update(step, loss)
         if is_damaged:
             changed[what] = [name for name, value in _state(job) if not torch.equal(before.get(name, value), value)]
+        _restore(job, before)
     return changed
 
 
@@ -48,6 +49,13 @@ def _damage_gradient(job: Job) -> bool:
         return False
     largest[(0,) * largest.dim()] = math.inf
     return True
+
+
+@torch.no_grad()
+def _restore(job: Job, before: dict[str, Tensor]) -> None:
+    """Undo a step that should have been skipped: NaN on some ranks would make the next one hang."""
+    for name, value in _state(job):
+        value.copy_(before.get(name, value))
 
 
 def _state(job: Job) -> Iterator[tuple[str, Tensor]]:
