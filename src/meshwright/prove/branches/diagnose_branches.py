@@ -41,6 +41,8 @@ def unproved(config: RunConfig, data: TrainingData, reference: ReferenceEvidence
     notes, limit = [], config.train.max_grad_norm
     if len(reference.grad_norms) == 1 and reference.grad_norms[0] <= limit:
         notes.append(f"not proved: clipping, as the norm is below train.max_grad_norm = {limit:g}; --steps 2 proves it")
+    if reference.partial_counts:
+        notes.append("not proved: that steps with a value that isn't finite are skipped, in a model with experts")
     source = config.family.reference(run_facts(config), data)
     if not isinstance(source, ShowsSamples):
         notes.append("not proved: what is in the samples, as the family's reference doesn't show them (ShowsSamples)")

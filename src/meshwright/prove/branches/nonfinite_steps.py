@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.local_shards import to_local
+from meshwright.nn.step_handles import StepHandle
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 
@@ -26,6 +27,8 @@ def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, l
         run_step: its step.
         step: the next step.
     """
+    if any(isinstance(module, StepHandle) for part in job.parts().values() for module in part.module.modules()):
+        return {}  # ranks that don't agree would wait for each other in the reductions of counts
     changed = {}
     for what in (LOSS, GRADIENT):
         before = {name: value.clone() for name, value in _state(job)}
