@@ -18,7 +18,7 @@ LOSS, GRADIENT = "loss", "gradient"
 
 
 def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, list[str]]:
-    """Run two further steps, and return the names of what they changed on this rank, by what isn't finite in them.
+    """Update twice with a further step's gradients, and return what changed on this rank, by what isn't finite.
 
     Rank 0 has the loss, and the last rank the gradient; if that rank trains nothing, it leaves the gradient out.
 
@@ -29,13 +29,17 @@ def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, l
     """
     if any(isinstance(module, StepHandle) for part in job.parts().values() for module in part.module.modules()):
         return {}  # ranks that don't agree would wait for each other in the reductions of counts
+    before = {name: value.clone() for name, value in _state(job)}
+    finite_loss = run_step.accumulate(step)
+    gradients = {parameter: parameter.grad for parameter in job.model.parameters()}
     changed = {}
     for what in (LOSS, GRADIENT):
-        before = {name: value.clone() for name, value in _state(job)}
-        loss, rank, is_damaged = run_step.accumulate(step), job.context.rank, True
-        if what == LOSS and rank == 0:
+        loss, is_damaged = finite_loss, True
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        if what == LOSS and job.context.rank == 0:
             loss = torch.full_like(loss, math.nan)
-        elif what == GRADIENT and rank == job.context.num_ranks - 1:
+        elif what == GRADIENT and job.context.rank == job.context.num_ranks - 1:
             is_damaged = _damage_gradient(job)
         run_step.update(step, loss)
         if is_damaged:
