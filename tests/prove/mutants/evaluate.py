@@ -1,0 +1,212 @@
+"""Run the quick proofs under a mutant: in forked ranks, layout by layout, until one catches it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.prove.record.layout_run import RankRecord, record_rank
+from meshwright.prove.report import render
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from tests.helpers import open_data
+from tests.prove.mutants.layouts import LAYOUTS, Layout
+from tests.prove.proofs import NUM_STEPS, few_pictures, prove_with, reference
+
+ROUNDING = 1e-11
+"""Relative differences up to here are of rounding."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
+
+    kind: str
+    """`loud` (an error or a hang), `caught`, `same` (bit by bit the results of the right code), `rounding`,
+    `both sides` (the reference computes the same wrong values) or `survived`."""
+    layout: str = ""
+    why: str = ""
+
+
+def baseline(folder: Path, only: Sequence[str] = ()) -> None:
+    """Record the layouts of the right code in `folder`, and which lines of which files were run.
+
+    Args:
+        folder: folder for `evaluate`.
+        only: names of the layouts, if not all.
+    """
+    for layouts in _by_size(only):
+        with _ranks(layouts, folder, lines=True) as wait:
+            for layout in layouts:
+                records, error = wait(layout, 300)
+                if records is None:
+                    raise RuntimeError(f"{layout.name}: {error}")
+                proof = prove_with(records, layout.config())
+                if not proof.passed:
+                    raise RuntimeError("\n".join([layout.name, *render(proof)]))
+                (folder / f"{layout.name}.pickle").write_bytes(pickle.dumps((records, reference(layout.config()))))
+
+
+def evaluate(right: Path, folder: Path, timeout_s: float, only: Sequence[str] = ()) -> Verdict:
+    """Return what the proofs of the layouts say, in a process that imports mutated code.
+
+    Args:
+        right: folder of `baseline`.
+        folder: folder for the ranks' records.
+        timeout_s: limit for a layout.
+        only: names of the layouts, if not all.
+    """
+    changed: list[Verdict] = []
+    for layouts in _by_size(only):
+        with _ranks(layouts, folder) as wait:
+            for layout in layouts:
+                records, error = wait(layout, timeout_s)
+                if records is None:
+                    return Verdict("loud", layout.name, error)
+                right_records, right_reference = pickle.loads((right / f"{layout.name}.pickle").read_bytes())
+                if _difference(records, right_records) == 0:
+                    continue
+                try:
+                    proof = prove_with(records, layout.config())
+                except Exception as error:
+                    return Verdict("loud", layout.name, f"{type(error).__name__}: {error}")
+                if not proof.passed:
+                    return Verdict("caught", layout.name, "\n".join(render(proof)))
+                changed.append(_survivor(layout, records, right_records, right_reference))
+    return min(changed, key=lambda one: SEVERITY.index(one.kind), default=Verdict("same"))
+
+
+SEVERITY = ("survived", "both sides", "rounding")
+
+
+def _survivor(layout: Layout, records: list[RankRecord], right: list[RankRecord], right_reference: Any) -> Verdict:
+    difference = _difference(records, right)
+    if difference <= ROUNDING:
+        return Verdict("rounding", layout.name, f"{difference:.1e}")
+    both = _difference(_values(reference(layout.config())), _values(right_reference))
+    return Verdict("both sides" if both > ROUNDING else "survived", layout.name, f"{difference:.1e}")
+
+
+def _values(evidence: Any) -> list[Any]:
+    return [evidence.losses, evidence.grad_norms, evidence.gradients, evidence.parameters]
+
+
+def _difference(a: Any, b: Any) -> float:
+    """Return the largest difference of numbers in two values of the same shape, relative to the largest of a tensor."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape:
+            return float("inf")
+        if not a.numel() or torch.equal(a, b):
+            return 0.0
+        found = ((a - b).abs().max() / b.abs().max().clamp_min(1e-300)).item()
+        return found if found == found else float("inf")
+    if isinstance(a, dict) and isinstance(b, dict):
+        return max((_difference(a[k], b[k]) for k in a), default=0.0) if a.keys() == b.keys() else float("inf")
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        pairs = zip(a, b, strict=False)
+        return max((_difference(x, y) for x, y in pairs), default=0.0) if len(a) == len(b) else float("inf")
+    if isinstance(a, RankRecord):
+        return max(_difference(getattr(a, one.name), getattr(b, one.name)) for one in fields(a))
+    if isinstance(a, float) and isinstance(b, float):
+        return 0.0 if a == b else abs(a - b) / max(abs(b), 1e-300)
+    return 0.0 if a == b else float("inf")
+
+
+def _by_size(only: Sequence[str]) -> list[list[Layout]]:
+    chosen = [layout for layout in LAYOUTS if not only or layout.name in only]
+    sizes = sorted({layout.num_ranks() for layout in chosen})
+    return [[layout for layout in chosen if layout.num_ranks() == size] for size in sizes]
+
+
+Wait = Callable[[Layout, float], tuple[list[RankRecord] | None, str]]
+
+
+@contextmanager
+def _ranks(layouts: list[Layout], folder: Path, *, lines: bool = False) -> Iterator[Wait]:
+    """Fork ranks that record the layouts one after the other, and yield a function that waits for one's records."""
+    size = layouts[0].num_ranks()
+    store = folder / f"store-{size}-{os.getpid()}"
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            _rank_main(rank, size, layouts, folder, store, lines)
+        pids.append(pid)
+
+    def wait(layout: Layout, timeout_s: float) -> tuple[list[RankRecord] | None, str]:
+        paths, deadline = (
+            [folder / f"{layout.name}-{rank}.pickle" for rank in range(size)],
+            time.monotonic() + timeout_s,
+        )
+        while not all(path.exists() for path in paths):
+            errors = [path.read_text("utf-8") for rank in range(size) if (path := _error(folder, rank)).exists()]
+            if errors:
+                return None, errors[0]
+            if time.monotonic() > deadline:
+                return None, f"did not return within {timeout_s:g} s"
+            time.sleep(0.02)
+        return [pickle.loads(path.read_bytes()) for path in paths], ""
+
+    try:
+        yield wait
+    finally:
+        for pid in pids:
+            if not lines:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _error(folder: Path, rank: int) -> Path:
+    return folder / f"error-{rank}"
+
+
+def _rank_main(rank: int, size: int, layouts: list[Layout], folder: Path, store: Path, lines: bool) -> None:
+    """Record the layouts as this rank, and end the process."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    run: set[tuple[str, int]] = set()
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+        for layout in layouts:
+            if lines:
+                sys.settrace(_tracer(run))
+            config = layout.config()
+            corpus = few_pictures(config) or open_data(config)
+            context = RankContext(rank, size, rank, size, None, StatusBoard([0] * StatusBoard.length(size)))
+            record = record_rank(config, context, corpus, num_steps=NUM_STEPS)
+            sys.settrace(None)
+            _put(folder / f"{layout.name}-{rank}.pickle", pickle.dumps(record))
+        if lines:
+            _put(folder / f"lines-{size}-{rank}.pickle", pickle.dumps(run))
+    except BaseException as error:
+        _put(_error(folder, rank), f"{type(error).__name__}: {error}".encode())
+    os._exit(0)
+
+
+def _put(path: Path, data: bytes) -> None:
+    path.with_suffix(".part").write_bytes(data)
+    path.with_suffix(".part").rename(path)
+
+
+def _tracer(run: set[tuple[str, int]]) -> Callable[[FrameType, str, Any], Any]:
+    def of_line(frame: FrameType, event: str, argument: Any) -> Any:
+        run.add((frame.f_code.co_filename, frame.f_lineno))
+        return of_line
+
+    def of_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return of_line if "/meshwright/" in frame.f_code.co_filename else None
+
+    return of_call
