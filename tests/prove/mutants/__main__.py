@@ -8,10 +8,12 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -117,10 +119,8 @@ def _in_child(body, *, timeout_s: float) -> int:  # type: ignore[no-untyped-def]
             status = code
             break
         time.sleep(0.02)
-    try:
-        os.killpg(pid, 9)
-    except ProcessLookupError:
-        pass
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
     return status
 
 

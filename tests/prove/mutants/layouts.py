@@ -48,6 +48,6 @@ LAYOUTS = [
     Layout("hsdp", small_config, ("mesh.dp_replicate=2", "mesh.dp_shard=2")),
     Layout("tp, pp", small_config, ("mesh.tp=2", "mesh.pp=2", "pipeline.schedule=1f1b", "train.num_microbatches=2")),
     Layout("cp, dp_shard", small_config, ("mesh.cp=2", "mesh.dp_shard=2", "data.packing=documents", "model.window=4")),
-    Layout("ep, tp", small_expert_config, ("mesh.dp_shard=2", "mesh.ep=2", "mesh.tp=2", "model.balance_scope=global-batch",
-                                           "model.z_loss=0.01")),
+    Layout("ep, tp", small_expert_config, (
+        "mesh.dp_shard=2", "mesh.ep=2", "mesh.tp=2", "model.balance_scope=global-batch", "model.z_loss=0.01")),
 ]  # fmt: skip
