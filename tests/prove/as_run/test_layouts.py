@@ -120,12 +120,17 @@ OWN = {
 DENSE = {"deepseek-v3-like": ("model.num_dense_layers=1",)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_passes(gang: GangPool, name: str) -> None:
+def small_preset(name: str) -> tuple[str, ...]:
+    """Words that make a preset small, on two ranks."""
     kind = load(name).model.kind
     sizes = (SMALL_VIDEOS if "video" in name else SMALL_PICTURES) if kind == "dit" else ()
     sizes += ("data.source=digits",) if kind == "dit" and "video" not in name else ()
-    words = (*ONE_AXIS, *OWN[kind], *sizes, *DENSE.get(name, ()), "train.precision=bfloat16")
+    return (*ONE_AXIS, *OWN[kind], *sizes, *DENSE.get(name, ()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_passes(gang: GangPool, name: str) -> None:
+    words = (*small_preset(name), "train.precision=bfloat16")
     result = proof(gang, as_configured(load(name, words)), steps=2)
     assert result.passed, "\n".join(render(result))
