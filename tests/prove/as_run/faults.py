@@ -18,6 +18,7 @@ from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.prove import seeded_faults
+from tests.prove.data_faults import DATA_FAULTS
 from tests.prove.seeded_faults import Fault, OwnChunk, after_backward
 from tests.prove.test_dropout import number_local_tokens
 
@@ -156,6 +157,7 @@ FAULTS: dict[str, Fault] = {
     "micro-batch 0 runs in the place of 1": as_named("micro-batch 0 runs in the place of 1"),
     "a rank is given another rank's samples": as_named("a rank is given another rank's samples"),
     "every rank reads share 0": as_named("every rank reads share 0"),
+    **{name: DATA_FAULTS[name] for name in ("another seed", "one token is damaged on one rank")},
     "the norm is not reduced": Fault(seeded_faults.keep_norm_local, SHARD2, ("norm is not that of the gradients",)),
     "clipping is skipped": Fault(skip_clipping, SHARD2, ("clipping is skipped",)),
     "the learning rate is doubled": as_named("the learning rate is doubled", says=("2 times the learning rate",)),

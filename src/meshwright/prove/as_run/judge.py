@@ -13,6 +13,7 @@ from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.task import Reference
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec, compressed_units, relative_codec_errors
 from meshwright.prove.as_run.configuration import has_feedback
@@ -26,10 +27,12 @@ from meshwright.prove.as_run.update_check import update_errors
 from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import AssembledTensor
+from meshwright.prove.diagnose.contents import diagnose_contents
 from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.record.evidence import RecordedShard
+from meshwright.prove.record.recording_task import sample_contents
 
 ROUNDING_FACTOR = 3.0
 """Safety factor on the measured sensitivity to rounding: shards round partial sums that the plain module doesn't have,
@@ -74,9 +77,10 @@ def judge(config: RunConfig, plan: RunPlan, records: list[AsRunRecord], data: Tr
         data: training data.
     """
     axes, num_steps = config.mesh.axes(), len(records[0].steps)
-    reference = RoundedReference(config, plan, config.family.reference(run_facts(config), data))
+    samples = config.family.reference(run_facts(config), data)
+    reference = RoundedReference(config, plan, samples)
     counts = LayoutCounts(axes, config.train.num_microbatches, config.train.global_batch)
-    findings = [*_samples(config, records), *_initial(records, reference, counts)]
+    findings = [*_samples(config, records, samples), *_initial(records, reference, counts)]
     result = AsRunResult(
         axes, config.train.num_microbatches, num_steps, config.train.precision, (), {}, Check(0, 0), Check(0, 0), {}
     )
@@ -109,12 +113,16 @@ def judge(config: RunConfig, plan: RunPlan, records: list[AsRunRecord], data: Tr
     return replace(result, findings=tuple(findings), notes=tuple(_notes(config, plan, result, records)))
 
 
-def _samples(config: RunConfig, records: list[AsRunRecord]) -> list[Finding]:
-    size, num_steps = config.train.global_batch, len(records[0].steps)
+def _samples(config: RunConfig, records: list[AsRunRecord], reference: Reference) -> list[Finding]:
+    """Compare the order of samples, and their contents but for floating-point parts, which the precision rounds."""
+    axes, size, num_steps = config.mesh.axes(), config.train.global_batch, len(records[0].steps)
     batches = [list(range(at * size, (at + 1) * size)) for at in range(num_steps)]
     read = [[record.step(at + 1).samples for at in range(num_steps)] for record in records]
-    found = diagnose_samples(read, batches, config.mesh.axes(), config.train.num_microbatches)
-    return [Finding("sample order", diagnosis) for diagnosis in found]
+    found = list(diagnose_samples(read, batches, axes, config.train.num_microbatches))
+    expected = sample_contents(reference, num_steps * size, with_floats=False)
+    contents = [[record.step(at + 1).contents for at in range(num_steps)] for record in records]
+    found += diagnose_contents(contents, expected, batches, axes)
+    return [Finding("samples", diagnosis) for diagnosis in found]
 
 
 def _full(records: list[AsRunRecord], name: str, at: int, shape: torch.Size, counts: LayoutCounts) -> AssembledTensor:

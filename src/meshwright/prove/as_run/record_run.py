@@ -12,16 +12,16 @@ from torch import Tensor
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.dropout_add.module import DropoutAdd
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.record.layout_run import ShardsByName, Tamper
+from meshwright.prove.record.evidence import Contents
+from meshwright.prove.record.layout_run import ShardsByName, Tamper, by_microbatch, local_gradients, local_weights
 from meshwright.prove.record.recording_task import RecordingTask
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
-from meshwright.train.training_batches import microbatch_order
 
 DropoutCall = tuple[str, int, int, list[int]]
 """A call of a dropout: its name, hashes of its inputs and of its output, and the numbers of the tokens."""
@@ -36,6 +36,8 @@ class StepRecord:
     lr: float
     skipped: bool
     samples: list[int]
+    contents: Contents
+    """Digests of what each sample was, see `RecordingTask`."""
     gradients: ShardsByName
     """Shards of the gradients, before clipping."""
 
@@ -77,25 +79,24 @@ def record_as_run(
         tamper: called on the job before the first step; used only by fault-injection tests.
     """
     job = build_job(config, plan, context, torch.device("cpu"))
-    task = RecordingTask(config.family.task(run_facts(config), data, job.device))
+    task = RecordingTask(config.family.task(run_facts(config), data, job.device), config.family.conditions)
     run_step = TrainStep(job, task, stop_requested=lambda: False)
     record = AsRunRecord(loss_unit=task.unit.unscaled().name)
     if tamper is not None:
         tamper(job, run_step)
-    record.weights.append(_weights(job))
+    record.weights.append(local_weights(job))
     stop_recording = _record_dropouts(job, record.dropouts)
     for step in range(1, num_steps + 1):
         context.post("step", step)
-        task.read = []
+        task.read, task.contents = [], {}
         loss = run_step.accumulate(step)
         stop_recording()
-        gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
-        recorded = _shards(gradients)
+        gradients = local_gradients(job)
         result = run_step.update(step, loss)
-        samples = _by_microbatch(task.read, job)
-        found = StepRecord(result.loss, result.grad_norm, result.lr, result.skipped, samples, recorded)
+        samples = by_microbatch(task.read, job)
+        found = StepRecord(result.loss, result.grad_norm, result.lr, result.skipped, samples, task.contents, gradients)
         record.steps.append(vars(found))
-        record.weights.append(_weights(job))
+        record.weights.append(local_weights(job))
     return record
 
 
@@ -127,19 +128,3 @@ def _hash(*tensors: Tensor) -> int:
     for tensor in tensors:
         code = zlib.crc32(to_local(tensor.detach()).contiguous().view(torch.uint8).numpy().tobytes(), code)
     return code
-
-
-def _by_microbatch(read: list[int], job: Job) -> list[int]:
-    """Reorder samples by micro-batch, since the schedule may run micro-batches in a different order."""
-    order = microbatch_order(job.schedule, job.pipeline_rank)
-    size, rest = divmod(len(read), len(order))
-    return list(read) if rest else [sample for m in sorted(order) for sample in read[order.index(m) * size :][:size]]
-
-
-def _weights(job: Job) -> ShardsByName:
-    parameters = {name: parameter.detach() for name, parameter in job.model.named_parameters()}
-    return _shards({**parameters, **dict(job.model.named_buffers(saved_only=True))})
-
-
-def _shards(tensors: dict[str, Tensor]) -> ShardsByName:
-    return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}

@@ -100,7 +100,7 @@ def _summary(result: AsRunResult) -> str:
         (f"gradients {sum(check.ok for check in provable)} of {len(result.gradients)}", all(c.ok for c in gradients)),
         ("norm", result.norms.ok),
         (f"updates {sum(check.ok for check in updates)} of {len(result.updates)}", all(c.ok for c in updates)),
-        ("sample order", not any(finding.about == "sample order" for finding in result.findings)),
+        ("samples", not any(finding.about == "samples" for finding in result.findings)),
     ]
     if result.feedback is not None:
         shown.append(("error feedback", result.feedback.ok))

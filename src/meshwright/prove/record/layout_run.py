@@ -92,15 +92,14 @@ def record_rank(
         task.read, task.contents = [], {}
         loss = run_step.accumulate(step)
         if step == 1:
-            gradients = {name: p.grad for name, p in job.model.named_parameters() if p.grad is not None}
-            record.gradients = _local_shards(gradients)
+            record.gradients = local_gradients(job)
             record.unequal += _unequal_copies(job, "gradient of step 1", lambda parameter: parameter.grad)
         job.config = _with_limit(config, record.grad_norms, step=step, num_steps=num_steps)
         result = run_step.update(step, loss)
         record.losses.append(result.loss)
         record.grad_norms.append(result.grad_norm)
         record.rates.append(result.lr)
-        record.samples.append(_by_microbatch(task.read, job))
+        record.samples.append(by_microbatch(task.read, job))
         record.contents.append(task.contents)
         if step == 1:
             record.after_first = _weights(job)
@@ -137,22 +136,31 @@ def _unequal_copies(
     return unequal
 
 
-def _by_microbatch(read: list[int], job: Job) -> list[int]:
+def by_microbatch(read: list[int], job: Job) -> list[int]:
     """Reorder samples by micro-batch, since the schedule may run micro-batches in a different order."""
     row = (part for action in job.schedule.actions[job.pipeline_rank] for part in action.parts())
     order = list(dict.fromkeys(part.microbatch for part in row if part.kind is ActionKind.FORWARD))
     size, rest = divmod(len(read), len(order))
-    if rest:
-        return list(read)
-    return [sample for m in sorted(order) for sample in read[order.index(m) * size :][:size]]
+    return list(read) if rest else [sample for m in sorted(order) for sample in read[order.index(m) * size :][:size]]
 
 
 def _weights(job: Job) -> ShardsByName:
-    buffers = {name: buffer.to(DTYPE) for name, buffer in job.model.named_buffers(saved_only=True)}
-    return _local_shards({**{name: parameter.detach() for name, parameter in job.model.named_parameters()}, **buffers})
+    return {name: (offset, value.to(DTYPE)) for name, (offset, value) in local_weights(job).items()}
 
 
-def _local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
+def local_weights(job: Job) -> ShardsByName:
+    """Return copies of this rank's shards of parameters and saved buffers."""
+    parameters = {name: parameter.detach() for name, parameter in job.model.named_parameters()}
+    return local_shards({**parameters, **dict(job.model.named_buffers(saved_only=True))})
+
+
+def local_gradients(job: Job) -> ShardsByName:
+    """Return copies of this rank's shards of the gradients that there are."""
+    return local_shards({name: p.grad for name, p in job.model.named_parameters() if p.grad is not None})
+
+
+def local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
+    """Return copies of this rank's shards of tensors."""
     return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.models.contract.task import Batch, Task
+from meshwright.models.contract.task import Batch, Reference, ShowsSamples, Task
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.prove.record.evidence import Contents
 
@@ -108,6 +108,18 @@ def sample_digests(sample: Mapping[str, Any]) -> dict[str, str]:
     return {
         part: digests(value[None])[0] if isinstance(value, Tensor) else str(value) for part, value in sample.items()
     }
+
+
+def sample_contents(reference: Reference, num_samples: int, *, with_floats: bool = True) -> Contents:
+    """Return the digests of a reference's first samples; empty if it doesn't show them."""
+    if not isinstance(reference, ShowsSamples):
+        return {}
+    found = {}
+    for index in range(num_samples):
+        parts = reference.sample(index).items()
+        kept = {n: x for n, x in parts if with_floats or not (isinstance(x, Tensor) and x.is_floating_point())}
+        found[index] = sample_digests(kept)
+    return found
 
 
 def condition_digests(conditions: Sequence[Any], names: Sequence[str] = ()) -> Mapping[str, list[str]]:

@@ -20,13 +20,13 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.initial_values import Computed, Constant
-from meshwright.models.contract.task import Reference, ShowsSamples
+from meshwright.models.contract.task import Reference
 from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
-from meshwright.prove.record.evidence import DTYPE, Contents, ReferenceEvidence
+from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
 from meshwright.prove.record.plain_optimizer import RIGHT, PlainAdamW
-from meshwright.prove.record.recording_task import sample_digests
+from meshwright.prove.record.recording_task import sample_contents
 from meshwright.prove.record.reference_by_stage import stage_gradients
 from meshwright.prove.spec import clip_limit
 from meshwright.prove.stage_placement import StagePlacement
@@ -102,7 +102,7 @@ def compute_reference(
         after_first=after_first,
         stage_gradients={name: parts for name, parts in by_stage.items() if name in training.trained},
         partial_counts=first.partial_counts,
-        contents=_contents(samples_of, num_steps * size),
+        contents=sample_contents(samples_of, num_steps * size),
         bias_rates={f"{name}.value": load.bias_rate for name, load in _loads(model).items() if load.bias is not None},
     )
 
@@ -131,12 +131,6 @@ class _Training:
         for _, buffer in step_buffers(self._model):
             buffer.commit(buffer.pending())
         self.norms.append(norm)
-
-
-def _contents(reference: Reference, num_samples: int) -> Contents:
-    if not isinstance(reference, ShowsSamples):
-        return {}
-    return {index: sample_digests(reference.sample(index)) for index in range(num_samples)}
 
 
 def build_reference(config: RunConfig) -> nn.Module:
