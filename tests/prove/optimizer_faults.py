@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
 from meshwright.mesh.local_shards import to_local
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train import train_step as step_module
@@ -52,6 +55,35 @@ def restart_steps(job: Job) -> None:
     """The count of steps stays at the first: no more bias correction than that of step 1."""
     for state in job.optimizer.state.values():
         state["step"].zero_()
+
+
+def late_weights(steps: int) -> Tamper:
+    """Forward and backward use weights that are late by some steps, and the update those that it should."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        real, versions = step.accumulate, list[list[Tensor]]()
+        held = [to_local(parameter.detach()) for parameter in job.model.parameters()]
+
+        def accumulate(number: int) -> Tensor:
+            versions.append([x.clone() for x in held])
+            for x, value in zip(held, versions[max(0, len(versions) - 1 - steps)], strict=True):
+                x.copy_(value)
+            loss = real(number)
+            for x, value in zip(held, versions[-1], strict=True):
+                x.copy_(value)
+            return loss
+
+        step.accumulate = accumulate  # type: ignore[method-assign]
+
+    return tamper
+
+
+def leave_gathered(job: Job, step: TrainStep) -> None:
+    """FSDP2 doesn't reshard after the backward."""
+    for part in job.parts().values():
+        for module in part.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_backward(False)
 
 
 def decay_in_the_gradient(job: Job, step: TrainStep) -> None:
@@ -120,6 +152,11 @@ OPTIMIZER_FAULTS: dict[str, Fault] = {
     "the second moment is cleared": Fault(before_update(clear("exp_avg_sq")), SHARD2, ("the second moment is stale",)),
     "the optimizer's state is cleared": Fault(
         before_update(clear("exp_avg", "exp_avg_sq")), HYBRID, ("both moments are stale",)
+    ),
+    "weights are one step late": Fault(late_weights(1), SHARD2, ("use weights that are one step late",)),
+    "weights are gathered once": Fault(late_weights(9), HYBRID, ("never see the updates: gathered weights are kept",)),
+    "weights are left gathered": Fault(
+        leave_gathered, SHARD2, ("weights left gathered: they are not resharded", "ranks 0 and 1 had a shard")
     ),
     "decay in the gradient": Fault(decay_in_the_gradient, SHARD2, ("L2 regularisation",)),
     "decay is missing": Fault(groups(weight_decay=0.0), SHARD2, ("weight decay is missing",)),

@@ -21,6 +21,7 @@ from meshwright.prove.compare.known_faults import (
     known_fault_of_step_1,
     losses_as_consequence,
     norms_as_consequence,
+    weights_left_gathered,
 )
 from meshwright.prove.compare.result import (
     Diagnosis,
@@ -102,7 +103,8 @@ def compare(
     context = DiagnosisContext({}, bool(_sample_findings(sides, num_steps=1)), initial_wrong)
     by_tokens = None if by_context is None or context.root_fault() else ContextContributions(by_context, counts)
     sides = replace(sides, context=context, by_tokens=by_tokens)
-    step_1 = _compare_step_1(sides, variants)
+    gathered = weights_left_gathered(layout, reference)
+    step_1 = _compare_step_1(sides, variants, gathered)
     first = _compare_first_update(sides, step_1) if layout.after_first and reference.after_first else {}
     samples = _sample_findings(sides)
     later_wrong = step_1.root_fault or ("wrong samples" if samples else "") or _wrong_updates(first)
@@ -119,8 +121,8 @@ def compare(
         gradient_tolerance=gradient_tolerance,
         later_tolerance=later_tolerance,
         num_steps=len(reference.losses),
-        findings=audit(layout, reference),
-        branches=tuple(branches),
+        findings=audit(layout, reference, same_names=gathered is None),
+        branches=tuple(branches) if gathered is None else (),
         samples=samples,
         losses=losses_as_consequence(_compare_losses(sides, update_wrong), known),
         grad_norm=norms_as_consequence(explain_later_norms(step_1.norms, update_wrong=update_wrong), known),
@@ -263,10 +265,10 @@ class _Step1:
         return self.norms.diagnosis is not None and self.norms.diagnosis.kind is FaultKind.NON_FINITE
 
 
-def _compare_step_1(sides: _Sides, variants: Variants | None) -> _Step1:
+def _compare_step_1(sides: _Sides, variants: Variants | None, gathered: KnownFault | None) -> _Step1:
     gradients, root_fault = _compare_gradients(sides), sides.context.root_fault()
-    known = None
-    if not root_fault:
+    known = gathered
+    if not root_fault and known is None:
         losses = _compare_losses(sides, update_wrong=False)
         known = known_fault_of_step_1(gradients, losses, sides.layout, sides.reference, sides.counts, variants)
     if known is not None:

@@ -11,6 +11,7 @@ from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, to_arrays
 from meshwright.prove.diagnose.expert_counts import diagnose_bias, diagnose_counts
 from meshwright.prove.diagnose.factors import LayoutCounts
+from meshwright.prove.diagnose.phrases import join_words, rank_words
 from meshwright.prove.diagnose.suspect import UNKNOWN, SuspectTensor
 from meshwright.prove.diagnose.variants import StepVector, diagnose_by_variants, diagnose_later
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence, Variants
@@ -64,6 +65,28 @@ def known_fault_of_later_steps(
     norms_sr, losses_sr = (np.array([step.observed for step in series.steps]) for series in (norms, losses))
     found = diagnose_later(vector, norms_sr, losses_sr, variants.of_later_steps())
     return None if found is None else KnownFault(found)
+
+
+def weights_left_gathered(layout: LayoutEvidence, reference: ReferenceEvidence) -> KnownFault | None:
+    """Return the fault of ranks that hold full parameters after a step, of which they had a shard before it."""
+    after, found = layout.after_first or layout.parameters, dict[str, set[int]]()
+    for name, shards in layout.initial.items():
+        before = {shard.rank: shard.value.shape for shard in shards}
+        full = reference.initial[name].shape if name in reference.initial else None
+        for shard in after.get(name, []):
+            if shard.value.shape == full != before.get(shard.rank):
+                found.setdefault(name, set()).add(shard.rank)
+    if not found:
+        return None
+    ranks, names = rank_words({rank for held in found.values() for rank in held}), [*found][:MAX_NAMES]
+    more = [f"{len(found) - MAX_NAMES} more"] if len(found) > MAX_NAMES else []
+    symptom = f"after step 1, parameters of which {ranks} had a shard are held in full: {join_words(names + more)}"
+    cause = "weights left gathered: they are not resharded after the backward, so no update reaches them"
+    return KnownFault(Diagnosis(FaultKind.EVIDENCE, symptom, cause))
+
+
+MAX_NAMES = 3
+"""Most parameters that are listed."""
 
 
 def as_consequences(verdicts: Verdicts, fault: KnownFault) -> Verdicts:

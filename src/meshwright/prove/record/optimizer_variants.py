@@ -10,6 +10,8 @@ from meshwright.prove.record.evidence import Variant
 from meshwright.prove.record.plain_optimizer import PlainAdamW
 from meshwright.prove.record.reference_run import compute_reference
 
+MANY = 1_000_000
+
 FAULTS: tuple[tuple[str, str, PlainAdamW], ...] = (
     ("gradients that are not clipped", "clipping is missing", PlainAdamW(clip="none")),
     (
@@ -57,6 +59,20 @@ FAULTS: tuple[tuple[str, str, PlainAdamW], ...] = (
 )  # fmt: skip
 """What differs, the cause, and the optimizer."""
 
+LATE_WEIGHTS = (
+    (
+        1,
+        "the weights of the step before",
+        "forward and backward use weights that are one step late: they are gathered before the update",
+    ),
+    (
+        MANY,
+        "the initial weights in every step",
+        "forward and backward never see the updates: gathered weights are kept and not gathered again",
+    ),
+)
+"""Steps by which the weights are late, what differs, and the cause."""
+
 
 class OptimizerVariants:
     """Faulty references of the optimizer."""
@@ -72,6 +88,9 @@ class OptimizerVariants:
         """Yield the variants, computed for all steps."""
         for what, cause, optimizer in FAULTS:
             yield self._run(what, cause, self._config, optimizer)
+        for late, what, cause in LATE_WEIGHTS:
+            evidence = compute_reference(self._config, self._data, num_steps=self._num_steps, weights_late=late)
+            yield Variant(what, cause, evidence)
         train = self._config.train
         for keys, cause in self._settings(train.beta1, train.beta2, train.eps):
             listed = ", ".join(f"{key} = {value:g}" for key, value in keys.items())

@@ -60,6 +60,7 @@ def compute_reference(
     ranks_a_cell: int = 1,
     samples_of: Reference | None = None,
     optimizer: PlainAdamW = RIGHT,
+    weights_late: int = 0,
 ) -> ReferenceEvidence:
     """Train for `num_steps` steps in float64 and return the reference values.
 
@@ -72,6 +73,7 @@ def compute_reference(
         ranks_a_cell: consecutive data-parallel ranks whose samples run as one micro-batch; more than 1 for variants.
         samples_of: loss of samples; another than the family's reference for variants only.
         optimizer: another than the right one for variants only.
+        weights_late: steps by which the weights of forward and backward are late, for variants only.
     """
     size = config.train.global_batch
     model, samples_of = build_reference(config), samples_of or config.family.reference(run_facts(config), data)
@@ -83,8 +85,14 @@ def compute_reference(
         handle.scale = 1.0 / size
     training, losses, after_first = _Training(model, config, optimizer, num_steps), list[float](), TensorsByName()
     first: BatchGradients | None = None
+    versions: list[TensorsByName] = []
     for indices in batches:
+        if weights_late:
+            versions.append(_values(model))
+            _set_values(model, versions[max(0, len(versions) - 1 - weights_late)])
         batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
+        if weights_late:
+            _set_values(model, versions[-1])
         first = first or batch
         training.update(batch)
         after_first = after_first or _values(model)
@@ -163,6 +171,13 @@ def _values(model: nn.Module) -> TensorsByName:
     saved = model.state_dict()
     tensors = chain(model.named_parameters(), model.named_buffers())  # yields tied parameters once
     return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
+
+
+@torch.no_grad()
+def _set_values(model: nn.Module, values: TensorsByName) -> None:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in values:
+            tensor.copy_(values[name])
 
 
 def _loads(model: nn.Module) -> dict[str, ExpertLoad]:
