@@ -10,11 +10,11 @@ import pytest
 
 from meshwright.config.schema import RunConfig
 from meshwright.prove.compare.result import FaultKind
-from meshwright.prove.report import render, to_json
+from meshwright.prove.report import to_json
 from meshwright.testing.gang import GangPool
 from tests.helpers import covering_pairs
 from tests.prove.context_faults import CONTEXT_FAULTS, NEAR_MISSES
-from tests.prove.proofs import assert_named, proof, small_config, small_expert_config
+from tests.prove.proofs import assert_named, assert_proved, proof, small_config, small_expert_config
 
 MODULE = "tests.prove.context_faults"
 
@@ -145,8 +145,7 @@ def test_a_right_layout_is_proved(
     heads = ("model.num_heads=8", "model.num_kv_heads=8") if "heads" in cp else ()
     batch = ("train.global_batch=16", f"train.num_microbatches={microbatches}")
     layout = (*CP[cp], *MASKS[mask], *AXES[axes], *PIPES[pipe], *RUNS[run], *heads, *batch)
-    result = proof(gang, config_of(layout, documents))
-    assert result.passed, "\n".join(render(result))
+    assert_proved(gang, config_of(layout, documents))
 
 
 EXPERTS = {
@@ -193,13 +192,11 @@ def test_experts_are_proved_on_more_ranks_and_split_backwards(gang: GangPool, do
     """Layouts beside the matrix below, whose pairs with each of its other values would cost more than they show."""
     words = MORE_EXPERTS[name]
     words = (*words, "train.global_batch=16", *(documents if "data.packing=documents" in words else ()))
-    result = proof(gang, small_expert_config(*words))
-    assert result.passed, "\n".join(render(result))
+    assert_proved(gang, small_expert_config(*words))
 
 
 @pytest.mark.parametrize(("experts", "balance", "more"), _marked(EXPERT_MATRIX, QUICK_EXPERTS))
 def test_experts_are_proved(gang: GangPool, documents: list[str], experts: str, balance: str, more: str) -> None:
     words = (*EXPERTS[experts], *BALANCE[balance], *MORE[more], "train.global_batch=16")
     words = (*words, *(documents if more == "documents" else ()))
-    result = proof(gang, small_expert_config(*words))
-    assert result.passed, "\n".join(render(result))
+    assert_proved(gang, small_expert_config(*words))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.prove.report import render
 from tests.helpers import quick_and_slow
-from tests.prove.proofs import proof, small_config, small_dit_config
+from tests.prove.proofs import assert_proved, small_config, small_dit_config
 
 MODELS = ("dit-digits", "dit-digits-video", "llama-tiny")
 MATRIX = [(model, pp, chunks, shards) for model in MODELS for pp in (1, 2, 4) for chunks in (1, 2) for shards in (1, 2)]
@@ -28,12 +27,6 @@ def uneven(stages):
     if stages == 1:
         return ("model.num_layers=2",)
     return (f"model.num_layers={stages + 1}", f"pipeline.layers_per_stage={[2, *[1] * (stages - 1)]}")
-
-
-def assert_proved(gang, config):
-    result = proof(gang, config)
-    assert result.passed, "\n".join(render(result))
-    return result
 
 
 @pytest.mark.parametrize(("model", "pp", "chunks", "shards"), quick_and_slow(MATRIX, QUICK))

@@ -13,7 +13,7 @@ from meshwright.prove.drift.record import train_twice, without_sync
 from meshwright.prove.drift.result import DriftCurve, DriftResult, as_json, from_json
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.helpers import alternatives, open_data
-from tests.prove.proofs import MANY_S, SMALL, SOURCE
+from tests.prove.proofs import SMALL, SOURCE
 
 STEPS = 4
 DIT = ("dit-digits", ("mesh.pp=2", "pipeline.chunks=2", "model.dim=16", "model.ffn_dim=24", "model.zero_init=false",
@@ -29,7 +29,7 @@ def drift_on_rank(rank, world_size, config, corpus):
 
 def drifts(gang, num_ranks, source, words):
     config = load_sharing(source, words)
-    return gang(num_ranks).run(drift_on_rank, config, open_data(config, timeout_s=MANY_S))
+    return gang(num_ranks).run(drift_on_rank, config, open_data(config))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.config.schema import RunConfig
-from meshwright.prove.report import render
 from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
-from tests.prove.proofs import proof, small_config, small_dit_config, small_expert_config
+from tests.prove.proofs import assert_proved, proof, small_config, small_dit_config, small_expert_config
 from tests.prove.seeded_faults import Fault
 
 DROPOUT = "train.dropout=0.25"
@@ -45,11 +43,6 @@ def test_a_layout_drops_what_one_device_drops(gang: GangPool, name: str) -> None
 def test_experts_and_images(gang: GangPool) -> None:
     assert_proved(gang, small_expert_config(DROPOUT, "mesh.dp_shard=2", "mesh.ep=2", "recompute.policy=full"))
     assert_proved(gang, small_dit_config(DROPOUT, "mesh.dp_shard=2"))
-
-
-def assert_proved(gang: GangPool, config: RunConfig) -> None:
-    result = proof(gang, config)
-    assert result.passed, "\n".join(render(result))
 
 
 def number_local_tokens(job: Job, step: TrainStep) -> None:

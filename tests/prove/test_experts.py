@@ -10,7 +10,7 @@ from meshwright.prove.report import render
 from meshwright.testing.gang import GangPool
 from tests.helpers import covering_pairs
 from tests.prove.expert_faults import EXPERT_FAULTS, UNKNOWN_FAULTS
-from tests.prove.proofs import assert_named, proof, small_expert_config
+from tests.prove.proofs import assert_named, assert_proved, proof, small_expert_config
 from tests.prove.seeded_faults import FAULTS
 
 QUICK_FAULTS = {
@@ -132,5 +132,4 @@ def test_a_right_layout_is_proved(
         f"train.num_microbatches={microbatches}",
         "train.global_batch=16",
     )
-    result = proof(gang, config)
-    assert result.passed, "\n".join(render(result))
+    assert_proved(gang, config)

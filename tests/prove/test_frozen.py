@@ -9,7 +9,7 @@ import torch
 
 from meshwright.prove.report import render
 from tests.helpers import quick_and_slow
-from tests.prove.proofs import MANY_S, few_pictures, prove_with, record_on_rank, small_config, small_dit_config
+from tests.prove.proofs import few_pictures, prove_with, record_few_steps, small_config, small_dit_config
 
 FOUR = ("train.num_microbatches=4", "model.num_layers=4")
 LAYOUTS = {
@@ -48,12 +48,8 @@ ALSO = {*QUICK, ("pp, chunks, dp_shard", "all embedders")}
 
 def assert_proved_and_kept(gang, config):
     ranks, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
-    arguments = (config, "", "", "", pictures)
-    records = (
-        gang(ranks).run(record_on_rank, *arguments, timeout_s=MANY_S)
-        if ranks > 1
-        else [record_on_rank(0, 1, *arguments)]
-    )
+    arguments = (config, pictures)
+    records = gang(ranks).run(record_few_steps, *arguments) if ranks > 1 else [record_few_steps(0, 1, *arguments)]
     result = prove_with(records, config)
     assert result.passed, "\n".join(render(result))
     seen = set()

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from meshwright.prove.report import render
 from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.helpers import open_data
-from tests.prove.proofs import proof, small_config, small_expert_config
+from tests.prove.proofs import assert_proved, proof, small_config, small_expert_config
 from tests.prove.seeded_faults import Fault
 
 SEPARATOR = 255
@@ -58,14 +57,12 @@ SLOW = {
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_documents_are_as_if_alone(gang: GangPool, source: str, name: str) -> None:
-    result = proof(gang, small_config(*words(source, *(QUICK | SLOW)[name])))
-    assert result.passed, "\n".join(render(result))
+    assert_proved(gang, small_config(*words(source, *(QUICK | SLOW)[name])))
 
 
 @pytest.mark.slow
 def test_with_experts(gang: GangPool, source: str) -> None:
-    result = proof(gang, small_expert_config(*words(source, "mesh.cp=2", "mesh.ep=2", "train.num_microbatches=2")))
-    assert result.passed, "\n".join(render(result))
+    assert_proved(gang, small_expert_config(*words(source, "mesh.cp=2", "mesh.ep=2", "train.num_microbatches=2")))
 
 
 def mean_of_means(job: Job, step: TrainStep) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.prove.report import render
 from tests.helpers import covering_pairs, quick_and_slow
-from tests.prove.proofs import MANY_S, prove_with, record_on_rank, small_config
+from tests.prove.proofs import prove_with, record_few_steps, small_config
 
 KINDS = ("f-then-b", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min")
 ONE_STAGE_A_RANK = ("f-then-b", "1f1b", "zb-h1")
@@ -24,8 +24,7 @@ MATRIX = [
 
 def proof(gang, *words):
     config = small_config(*words)
-    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "", timeout_s=MANY_S)
-    return prove_with(records, config)
+    return prove_with(gang(config.mesh.axes().num_ranks()).run(record_few_steps, config), config)
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ import torch
 from meshwright.prove.report import render
 from tests.helpers import covering_pairs
 from tests.prove.proofs import (
-    MANY_S,
     few_pictures,
     prove_with,
-    record_on_rank,
+    record_few_steps,
     small_config,
     small_dit_config,
     small_expert_config,
@@ -80,7 +79,7 @@ def assert_proved_with_the_bits_of_none(gang, family, words, policy):
     for name, own in (("none", ()), (policy, POLICIES[policy])):
         config = FAMILIES[family](*words, *own)
         ranks = config.mesh.axes().num_ranks()
-        records[name] = gang(ranks).run(record_on_rank, config, "", "", "", few_pictures(config, timeout_s=MANY_S))
+        records[name] = gang(ranks).run(record_few_steps, config, few_pictures(config))
     result = prove_with(records[policy], config)
     assert result.passed, "\n".join(render(result))
     for found, expected in zip(records[policy], records["none"], strict=True):

@@ -9,7 +9,7 @@ import pytest
 from meshwright.prove.report import render, to_json
 from meshwright.testing.gang import GangPool
 from tests.helpers import covering_pairs
-from tests.prove.proofs import MANY_S, prove_with, record_on_rank, small_config
+from tests.prove.proofs import prove_with, record_on_rank, small_config
 from tests.prove.seeded_faults import FAULTS
 
 LAYOUTS = {
@@ -34,7 +34,7 @@ def test_a_right_layout_is_proved(gang: GangPool, layout: str, num_microbatches:
     batch = () if "uneven" in layout else (f"train.global_batch={16 if num_microbatches == 4 else 8}",)
     words = (*LAYOUTS[layout], *batch, f"train.num_microbatches={num_microbatches}", f"model.tie_embeddings={tied}")
     config = small_config(*words)
-    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "", timeout_s=MANY_S)
+    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "")
     result = prove_with(records, config)
     assert result.passed, "\n".join(render(result))
 

@@ -108,7 +108,7 @@ class Gang:
         """Process ids of the workers by rank; empty while they are not running."""
         return [one.process.pid for one in self._workers]
 
-    def run(self, fn: Body, *args: Any, timeout_s: float = 30.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Body, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
         """Run `fn(rank, world_size, *args, **kwargs)` on every rank and return the results by rank.
 
         Args:

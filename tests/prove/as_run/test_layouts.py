@@ -13,7 +13,6 @@ from meshwright.prove.as_run.configuration import as_configured
 from meshwright.prove.as_run.report import render
 from meshwright.prove.as_run.result import AsRunResult
 from meshwright.testing.gang import GangPool
-from tests.helpers import covering_pairs
 from tests.prove.as_run.proofs import SIZES, as_run_config, proof
 from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, SMALL_VIDEOS, SOURCE
 
@@ -62,8 +61,17 @@ def assert_passes(result: AsRunResult) -> None:
     assert len(provable) >= least * len(result.gradients), "a proof that proves nothing is no proof"
 
 
+def _is_chosen(preset: str, layout: str, seed: int, variant: str) -> bool:
+    """Whether to test a case: seeds and variants take turns; `tests.prove.sweep` runs all of them."""
+    number = list(LAYOUTS).index(layout)
+    return seed == (number + list(SIZES).index(preset)) % 3 and bool(variant) == bool(number % 2)
+
+
+CHOSEN = [case for case in MATRIX if _is_chosen(*case)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("preset", "layout", "seed", "variant"), covering_pairs(MATRIX))
+@pytest.mark.parametrize(("preset", "layout", "seed", "variant"), CHOSEN)
 def test_a_right_run_passes(gang: GangPool, preset: str, layout: str, seed: int, variant: str) -> None:
     words = (BATCH, *LAYOUTS[layout], *VARIANTS[variant], f"train.seed={seed}")
     assert_passes(proof(gang, as_run_config(*words, preset=preset), steps=2))

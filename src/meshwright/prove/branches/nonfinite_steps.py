@@ -9,7 +9,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from meshwright.config.facts_for_family import run_facts
 from meshwright.mesh.local_shards import to_local
+from meshwright.models.contract.build_module import build_part
 from meshwright.nn.step_handles import StepHandle
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
@@ -27,8 +29,10 @@ def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, l
         run_step: its step.
         step: the next step.
     """
-    if any(isinstance(module, StepHandle) for part in job.parts().values() for module in part.module.modules()):
-        return {}  # ranks that don't agree would wait for each other in the reductions of counts
+    # Ranks that don't agree would wait for each other in the reductions of counts. A stage may have no handle itself.
+    model = build_part(job.config.family, run_facts(job.config), dtype=torch.float32)
+    if any(isinstance(module, StepHandle) for module in model.modules()):
+        return {}
     before = {name: value.clone() for name, value in _state(job)}
     finite_loss = run_step.accumulate(step)
     gradients = {parameter: parameter.grad for parameter in job.model.parameters()}

@@ -68,6 +68,7 @@ def record_rank(
     num_steps: int,
     plan: RunPlan | None = None,
     tamper: Tamper | None = None,
+    nonfinite: bool = True,
 ) -> RankRecord:
     """Train for `num_steps` steps on this rank of an existing process group, on the CPU.
 
@@ -78,6 +79,7 @@ def record_rank(
         num_steps: number of steps, at least one.
         plan: plan of the layout; made from the configuration if None.
         tamper: called on the job before the first step; used only by fault-injection tests.
+        nonfinite: whether to try steps that must be skipped.
     """
     job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
     task = RecordingTask(config.family.task(run_facts(config), corpus, job.device), config.family.conditions)
@@ -105,8 +107,8 @@ def record_rank(
             record.after_first = _weights(job)
     record.parameters = _weights(job)
     record.unequal += _unequal_copies(job, "parameter after the last step", lambda parameter: parameter.detach())
-    task.read, task.contents = [], {}
-    record.nonfinite = try_nonfinite_steps(job, run_step, num_steps + 1)
+    if nonfinite:
+        record.nonfinite = try_nonfinite_steps(job, run_step, num_steps + 1)
     return record
 
 
