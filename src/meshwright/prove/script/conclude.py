@@ -114,11 +114,13 @@ def compare_script(layout: ScriptEvidence, reference: ScriptEvidence, tolerances
     run.add(list(_first_loss(run, before)), "a wrong loss")
     run.add([] if norm else list(_scaled(run)), "gradients that are scaled before the step")
     first = _updates(run, "after_first", {})
-    uncleared = list(_uncleared(run)) if not first else []
     run.add(first, "a wrong update in step 1")
-    run.add(uncleared, "gradients that are not cleared")
     wrong = {name for one in first for name in one.members}
-    run.add(_updates(run, "parameters", dict.fromkeys(wrong, "its wrong update in step 1")), "a wrong update")
+    last = _updates(run, "parameters", dict.fromkeys(wrong, "its wrong update in step 1"))
+    if last and not run.fault and (uncleared := list(_uncleared(run))):
+        run.add(uncleared, "gradients that are not cleared")
+        last = _updates(run, "parameters", {})
+    run.add(last, "a wrong update")
     run.add(list(_later_series(run)), "")
     if layout.mesh.note:
         run.result.notes.append(layout.mesh.note)
@@ -252,7 +254,7 @@ def _first_loss(run: _Comparison, before: str) -> Iterator[ReportedFinding]:
 
 def _uncleared(run: _Comparison) -> Iterator[ReportedFinding]:
     """Recognise gradients that are still there when step 2 begins, though not in the reference."""
-    if run.result.findings or any(record.uncleared for record in run.reference.records):
+    if any(record.uncleared for record in run.reference.records):
         return
     ranks = [rank for rank, record in enumerate(run.layout.records) if record.uncleared]
     if ranks:
@@ -260,7 +262,7 @@ def _uncleared(run: _Comparison) -> Iterator[ReportedFinding]:
         symptom = f"gradients of step 1 are still there when step 2 begins, on {rank_words(ranks)}"
         cause = "gradients are not cleared after the step, so later ones are added to them: zero_grad is missing there"
         diagnosis = Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
-        yield ReportedFinding("gradients", diagnosis, names, len(run.layout.shapes))
+        yield ReportedFinding("gradient", diagnosis, names, len(run.layout.shapes))
 
 
 def _scaled(run: _Comparison) -> Iterator[ReportedFinding]:

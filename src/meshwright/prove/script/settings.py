@@ -145,9 +145,9 @@ def _schedule_cause(layout: ScriptEvidence, found: list[list[float]], expected: 
     if step == 0:
         return f"{text}, as if it stepped in each micro-batch" if micro > 1 and other == micro - 1 else text
     speed = other / step if (0, 0) in ahead else 0.0
-    if speed > 1.0 and speed == processes != micro:
+    if speed == processes > 1:
         return f"{text}, as if it stepped once per process, as one prepared by accelerate does"
-    return f"{text}, as if it stepped {number_words(speed)} times per step" if speed > 1.0 else text
+    return f"{text}, as if it stepped {speed:g} times per step" if speed > 1.0 else text
 
 
 def _options(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[ReportedFinding]:
