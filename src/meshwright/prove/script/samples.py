@@ -149,12 +149,12 @@ def _steps_that_form(found: list[Batch], expected: list[Batch], at: int) -> tupl
 
 
 def _read_by_several(layout: ScriptEvidence, expected: list[Batch]) -> str | None:
-    """Describe samples that several data-parallel ranks read in these steps, and the reference only once."""
-    if max(sum(expected, Batch()).values(), default=0) > 1:
-        return None
+    """Describe samples that several data-parallel ranks read in the steps in which the reference reads none twice."""
+    known = Counter(set().union(*expected))
+    steps = max(count for count in range(len(expected) + 1) if not sum(expected[:count], Batch()) - known)
     readers: dict[int, int] = {}
     for rank, record in enumerate(layout.records):
-        for sample in {sample for step in record.samples for sample in step}:
+        for sample in {sample for step in record.samples[:steps] for sample in step}:
             other = readers.setdefault(sample, rank)
             if layout.mesh.axes.data_index(other) != layout.mesh.axes.data_index(rank):
                 return f"{rank_words((other, rank))} both read some of the others"
