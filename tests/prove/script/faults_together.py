@@ -19,8 +19,8 @@ runpy.run_path(str(Path(__file__).with_name(sys.argv.pop(1))), run_name="__main_
 class Fault:
     """Changes of a script, and what its proof has to say.
 
-    On one process without accumulation the changes have no effect, so that the right script is the reference for all. If
-    they have one, as a schedule that the right script lacks, `own_reference` is set: the changed script is its own
+    On one process without accumulation the changes have no effect, so that the right script is the reference for all.
+    If they have one, as a schedule that the right script lacks, `own_reference` is set: the changed script is its own
     reference.
     """
 

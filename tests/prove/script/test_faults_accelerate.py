@@ -46,10 +46,10 @@ FAULTS = {
     ),
     "batch of each process not divided": Fault(
         [("GLOBAL_BATCH // accelerator.num_processes //", "GLOBAL_BATCH //")],
-        ["samples |", "step 1 reads 32 samples, those of steps 1 to 2 of the reference", "2 times too large"],
+        ["samples |", "step 1 reads 32 samples, 16 in the reference: those of its steps 1 to 2", "2 times too large"],
     ),
     "split_batches of a batch that is divided": Fault(
-        SPLIT, ["samples |", "step 1 reads 8 samples, 16 in the reference", "the global batch is 2 times too small"]
+        SPLIT, ["samples |", "step 1 reads 8 samples, 16 in the reference", "another global batch, 2 times too small"]
     ),
     "shuffled by each process": Fault(
         [(MODEL, SHUFFLED + MODEL)],

@@ -70,7 +70,7 @@ def _by_rank(layout: ScriptEvidence, kind: str) -> dict[str, dict[int, Array]]:
 def _adds_up(suspect: SuspectTensor, left: dict[int, Array]) -> bool:
     """Return whether what was left is what the gradient lacks: on each rank, or averaged over ranks, as DDP does."""
     shards = suspect.wrong_shards
-    if any(shard.rank not in left or left[shard.rank].shape != shard.value.shape for shard in shards):
+    if not shards or any(shard.rank not in left or left[shard.rank].shape != shard.value.shape for shard in shards):
         return False
     replicas: dict[tuple[int, ...], list[Array]] = defaultdict(list)
     for shard in suspect.assembly.shards:
@@ -106,8 +106,8 @@ def unequal_counts(layout: ScriptEvidence, reference: ScriptEvidence, tolerance:
 
     Weighted by the numbers of targets, the losses of step 1 average to the reference.
     """
-    losses = [loss for record in layout.records for loss in record.losses[0]]
-    counts = [count for record in layout.records for count in record.targets[0]]
+    losses = [loss for record in layout.records for step in record.losses[:1] for loss in step]
+    counts = [count for record in layout.records for step in record.targets[:1] for count in step]
     if len(losses) != len(counts) or len(set(counts)) < 2 or min(counts) < 0 or not sum(counts):
         return None
     expected = reported(reference, "losses")[0]

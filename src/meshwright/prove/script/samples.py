@@ -139,11 +139,11 @@ def _steps_that_form(found: list[Batch], expected: list[Batch], at: int) -> tupl
             symptom = f"step 1 reads {found[0].total()} samples, {expected[0].total()} in the reference"
             symptom += f", whose step 1 has those of steps 1 to {steps}"
             cause = (
-                f"the global batch is {steps} times too small: {product}, and the optimizer may step only once in it"
+                f"another global batch, {steps} times too small: {product}, and the optimizer may step only once in it"
             )
             return symptom, cause
         if sum(expected[:steps], Batch()) == found[0]:
-            symptom = f"step 1 reads {found[0].total()} samples, those of steps 1 to {steps} of the reference"
+            symptom = f"step 1 reads {found[0].total()} samples, {expected[0].total()} in the reference: those of its steps 1 to {steps}"
             return symptom, f"another global batch, {steps} times too large: {product}"
     return None
 
@@ -154,7 +154,7 @@ def _read_by_several(layout: ScriptEvidence, expected: list[Batch]) -> str | Non
     steps = max(count for count in range(len(expected) + 1) if not sum(expected[:count], Batch()) - known)
     readers: dict[int, int] = {}
     for rank, record in enumerate(layout.records):
-        for sample in {sample for step in record.samples[:steps] for sample in step}:
+        for sample in known.keys() & {sample for step in record.samples[:steps] for sample in step}:
             other = readers.setdefault(sample, rank)
             if layout.mesh.axes.data_index(other) != layout.mesh.axes.data_index(rank):
                 return f"{rank_words((other, rank))} both read some of the others"
