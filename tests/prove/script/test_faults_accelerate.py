@@ -53,7 +53,7 @@ FAULTS = {
     ),
     "shuffled by each process": Fault(
         [(MODEL, SHUFFLED + MODEL)],
-        ["samples |", "read by no rank", "ranks 0 and 1 both read some",
+        ["samples |", "read by no rank", "ranks 0 and 1 both read",
          "each rank shuffles the data in an order of its own"],
     ),
     "zero_grad before backward": Fault(

@@ -143,7 +143,8 @@ def _steps_that_form(found: list[Batch], expected: list[Batch], at: int) -> tupl
             )
             return symptom, cause
         if sum(expected[:steps], Batch()) == found[0]:
-            symptom = f"step 1 reads {found[0].total()} samples, {expected[0].total()} in the reference: those of its steps 1 to {steps}"
+            symptom = f"step 1 reads {found[0].total()} samples, {expected[0].total()} in the reference: "
+            symptom += f"those of its steps 1 to {steps}"
             return symptom, f"another global batch, {steps} times too large: {product}"
     return None
 
@@ -153,12 +154,15 @@ def _read_by_several(layout: ScriptEvidence, expected: list[Batch]) -> str | Non
     known = Counter(set().union(*expected))
     steps = max(count for count in range(len(expected) + 1) if not sum(expected[:count], Batch()) - known)
     readers: dict[int, int] = {}
+    shared: Counter[tuple[int, int]] = Counter()
     for rank, record in enumerate(layout.records):
         for sample in known.keys() & {sample for step in record.samples[:steps] for sample in step}:
             other = readers.setdefault(sample, rank)
             if layout.mesh.axes.data_index(other) != layout.mesh.axes.data_index(rank):
-                return f"{rank_words((other, rank))} both read some of the others"
-    return None
+                shared[other, rank] += 1
+    (ranks, count), *_ = shared.most_common(1) or [((0, 0), 0)]
+    # A single one may be an exchanged sample, or fill up the last batch.
+    return f"{rank_words(ranks)} both read {count} of the others" if count > 1 else None
 
 
 def _same_readers(layout: ScriptEvidence, at: int) -> list[int]:
