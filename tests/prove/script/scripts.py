@@ -44,11 +44,15 @@ ACCUMULATED = [
 
 def planted(script, folder, *changes):
     """A copy of a script in `folder` with pieces of its source replaced, each of which it has once."""
+    return written(script, folder / "train.py", *changes)
+
+
+def written(script, copy, *changes):
+    """Write a copy of a script with pieces of its source replaced, each of which it has once."""
     text = script.read_text("utf-8")
     for before, after in changes:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    copy = folder / "train.py"
     copy.write_text(text, "utf-8")
     return copy
 
@@ -59,9 +63,15 @@ def prove(script, *layouts, arguments=(), steps=3):
 
 def causes(proof):
     """What a proof says: of each finding that follows from no other, all words."""
-    found = [*proof.report["findings"], *(one for layout in proof.report["layouts"] for one in layout["findings"])]
+    return causes_in(
+        [*proof.report["findings"], *(one for layout in proof.report["layouts"] for one in layout["findings"])]
+    )
+
+
+def causes_in(findings):
+    """The words of each finding that follows from no other."""
     return [
         " | ".join([one["about"], *one["members"], one["symptom"], one["cause"], one["detail"]])
-        for one in found
+        for one in findings
         if not one["is_consequence"]
     ]

@@ -9,24 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from meshwright.prove.compare.conclude import missing_gradient, narrow_to_axis, with_empty_shards
 from meshwright.prove.compare.result import Diagnosis, FaultKind, SeriesResult, TensorResult
 from meshwright.prove.compare.scalar_verdict import explain_first_norm
-from meshwright.prove.compare.tensor_shards import Array, max_difference
+from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, compare_tensors
 from meshwright.prove.diagnose.factors import LayoutCounts, factor_cause
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
 from meshwright.prove.diagnose.losses import diagnose_loss, diagnose_series
+from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.diagnose.weights import UpdateHistory, diagnose_initial, diagnose_update
 from meshwright.prove.record.evidence import RecordedShard
 from meshwright.prove.report import ReportedFinding, group_by_cause
 from meshwright.prove.script.evidence import ScriptEvidence, Shards
+from meshwright.prove.script.gradient_causes import (
+    clipped_between,
+    copies_not_summed,
+    other_forward,
+    overwritten,
+    stepped_between,
+    unequal_counts,
+)
 from meshwright.prove.script.losses import compare_reported
 from meshwright.prove.script.samples import diagnose_batches, diagnose_epochs
-from meshwright.prove.script.settings import diagnose_settings, names_text, untied
+from meshwright.prove.script.settings import diagnose_settings, untied
+from meshwright.prove.script.stage_layers import drawn_alike, other_parameters
 from meshwright.prove.script.tolerances import ScriptTolerances, noisy_elements
 
 ABOUT = {"initial": "initial", "gradients": "gradient", "after_first": "after_first_step", "parameters": "after_steps"}
@@ -62,7 +71,7 @@ class _Comparison:
 
     def __init__(self, layout: ScriptEvidence, reference: ScriptEvidence, tolerances: ScriptTolerances) -> None:
         self.layout, self.reference, self.tolerances = layout, reference, tolerances
-        self.fault, self.wrong_gradients = "", set[str]()
+        self.fault, self.wrong_gradients, self.loss_fault = "", set[str](), ""
         self.result = LayoutResult(layout)
         num_samples = sum(len(record.samples[0]) for record in reference.records)
         self._counts = LayoutCounts(layout.mesh.axes, layout.microbatches, num_samples)
@@ -88,7 +97,8 @@ class _Comparison:
 def compare_script(layout: ScriptEvidence, reference: ScriptEvidence, tolerances: ScriptTolerances) -> LayoutResult:
     """Compare a layout with the reference."""
     run = _Comparison(layout, reference, tolerances)
-    run.add(list(_names(run)), "other parameters")
+    names = list(other_parameters(run.layout, run.reference))
+    run.add(names, "other parameters")
     settings = list(diagnose_settings(layout, reference))
     # A fault of the sampler that the reference has too is reported once, for the script.
     samples = diagnose_batches(layout, reference) or (None if diagnose_epochs(reference) else diagnose_epochs(layout))
@@ -97,6 +107,7 @@ def compare_script(layout: ScriptEvidence, reference: ScriptEvidence, tolerances
     run.add([] if samples is None else [ReportedFinding("samples", samples)], "wrong samples")
     run.add(initial, "initial weights that differ")
     before = "wrong samples" if samples is not None else "initial weights that differ" if initial else ""
+    before = before or ("other parameters" if names else "")
     run.add(_gradients(run, before), "wrong gradients")
     norm = list(_norm(run, before))
     run.add(norm, "a wrong gradient norm")
@@ -105,30 +116,24 @@ def compare_script(layout: ScriptEvidence, reference: ScriptEvidence, tolerances
     first = _updates(run, "after_first", {})
     run.add(first, "a wrong update in step 1")
     wrong = {name for one in first for name in one.members}
-    run.add(_updates(run, "parameters", dict.fromkeys(wrong, "its wrong update in step 1")), "a wrong update")
+    last = _updates(run, "parameters", dict.fromkeys(wrong, "its wrong update in step 1"))
+    if last and not run.fault and (uncleared := list(_uncleared(run))):
+        run.add(uncleared, "gradients that are not cleared")
+        last = _updates(run, "parameters", {})
+    run.add(last, "a wrong update")
     run.add(list(_later_series(run)), "")
     if layout.mesh.note:
         run.result.notes.append(layout.mesh.note)
     return run.result
 
 
-def _names(run: _Comparison) -> Iterator[ReportedFinding]:
-    expected, found = run.reference.shapes, run.layout.shapes
-    for what, names in (
-        ("in the reference but not in the layout", [name for name in expected if name not in found]),
-        ("in the layout but not in the reference", [name for name in found if name not in expected]),
-        ("of another shape", [name for name in found if expected.get(name, found[name]) != found[name]]),
-    ):
-        if names:
-            cause = "the two sides do not hold the same parameters: a stage that renumbers its layers needs names="
-            yield ReportedFinding("parameters", Diagnosis(FaultKind.EVIDENCE, f"{what}: {names_text(names)}", cause))
-
-
 def _initial(run: _Comparison) -> list[ReportedFinding]:
     expected = _expected(run, "initial")
     verdicts = run.verdicts("initial", run.layout.shards("initial"), expected)
     context = DiagnosisContext(expected)
-    return _grouped("initial", _diagnosed(verdicts, lambda one: diagnose_initial(one.suspect, context)))
+    return _grouped(
+        "initial", drawn_alike(run.layout, _diagnosed(verdicts, lambda one: diagnose_initial(one.suspect, context)))
+    )
 
 
 def _gradients(run: _Comparison, before: str) -> list[ReportedFinding]:
@@ -152,46 +157,58 @@ def _gradients(run: _Comparison, before: str) -> list[ReportedFinding]:
 
     found = narrow_to_axis(_diagnosed(verdicts, cause), counts)
     run.wrong_gradients = {name for name, verdict in found.items() if not verdict.result.ok}
-    if not before:
-        found = _overwritten(run, _copies_not_summed(run, found))
+    if run.wrong_gradients:
+        found = _unknown_as(_follows_from(before), found) if before else _by_other_evidence(run, found)
     return _grouped("gradients", found)
 
 
-def _overwritten(run: _Comparison, verdicts: Verdicts) -> Verdicts:
-    """Recognise gradients of which each micro-batch cleared what the one before had left."""
-    lost, found = run.layout.shards("before_microbatches"), dict(verdicts)
-    for name, verdict in verdicts.items():
-        if verdict.result.ok or not lost.get(name):
-            continue
-        suspect, by_rank = verdict.suspect, {shard.rank: shard.value.double().numpy() for shard in lost[name]}
-        pairs = [(one, by_rank.get(one.rank)) for one in suspect.wrong_shards]
-        if all(
-            left is not None
-            and left.shape == one.value.shape
-            and suspect.matches(one.value + left, one.slice_of(suspect.expected), max_difference(left, 0 * left)[0])
-            for one, left in pairs
-        ):
-            cause = "each micro-batch overwrites the gradient of the previous one: accumulation is missing"
-            symptom = f"only the last micro-batch is present {suspect.scope_text()}"
-            found[name] = verdict.with_diagnosis(Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause))
+def _by_other_evidence(run: _Comparison, verdicts: Verdicts) -> Verdicts:
+    """Explain wrong gradients by what was recorded between micro-batches and by the loss of step 1."""
+    layout, reference = run.layout, run.reference
+    if (stepped := stepped_between(layout, reference)) is not None:
+        run.loss_fault = "an optimizer that steps in each micro-batch"
+        return {name: one if one.result.ok else one.with_diagnosis(stepped) for name, one in verdicts.items()}
+    found = _divided_twice(run, overwritten(layout, copies_not_summed(reference, verdicts)))
+    if (clipped := clipped_between(layout, reference)) is not None:
+        return _unknown_as(clipped, found)
+    loss = _loss_verdict(run, "")
+    if loss is None or loss.kind is not FaultKind.UNRECOGNISED:
+        return found
+    step = compare_reported(layout, reference, "losses", run.tolerances.losses).steps[0]
+    if (unequal := unequal_counts(layout, reference, step.tolerance)) is not None:
+        run.loss_fault = "means over unequal numbers of targets"
+        return _unknown_as(unequal, found)
+    explained = other_forward(layout, found, f"loss of step 1: {loss.symptom}")
+    if explained != found:
+        run.loss_fault = "another forward pass"
+    return explained
+
+
+def _unknown_as(diagnosis: Diagnosis, verdicts: Verdicts) -> Verdicts:
+    """Give a diagnosis to wrong tensors that have no better one."""
+    found = dict(verdicts)
+    for name, one in verdicts.items():
+        if one.result.diagnosis is not None and one.result.diagnosis.kind is FaultKind.UNRECOGNISED:
+            found[name] = one.with_diagnosis(diagnosis)
     return found
 
 
-def _copies_not_summed(run: _Comparison, verdicts: Verdicts) -> Verdicts:
-    """Recognise copies of a tied weight on several stages, each with its own gradient only."""
-    found = dict(verdicts)
-    for group in {tuple(group) for record in run.reference.records for group in record.tied}:
-        wrong = [name for name in group if name in found and not found[name].result.ok]
-        if len(wrong) < 2 or any(found[name].suspect.assembly.faults for name in wrong):
+def _follows_from(fault: str) -> Diagnosis:
+    return Diagnosis(FaultKind.CONSEQUENCE, "wrong gradient", f"follows from {fault}")
+
+
+def _divided_twice(run: _Comparison, verdicts: Verdicts) -> Verdicts:
+    """Say how gradients come to be averaged over micro-batches once too often."""
+    micro, found = run.layout.microbatches, dict(verdicts)
+    for name, one in verdicts.items():
+        old = one.result.diagnosis
+        if old is None or old.factor is None or micro < 2 or not old.cause.startswith("averaged over "):
             continue
-        suspects = [found[name].suspect for name in wrong]
-        replicas = [next(iter(suspect.assembly.replicas()), None) for suspect in suspects]
-        total = np.sum([replica.value for replica in replicas if replica is not None], axis=0)
-        if suspects[0].matches(total, suspects[0].expected, float(np.abs(suspects[0].expected).max())):
-            cause = "the sum over the copies of the tied weight is missing: their gradients sum to the reference"
-            for name in wrong:
-                diagnosis = Diagnosis(FaultKind.SUM_MISSING, "each copy holds only its own contribution", cause)
-                found[name] = found[name].with_diagnosis(diagnosis)
+        if f"over the {micro} micro-batches" in old.cause:
+            cause = (
+                f"{old.cause}: such as a loss that the script divides, and accelerate or the pipeline's schedule too"
+            )
+            found[name] = one.with_diagnosis(replace(old, cause=cause))
     return found
 
 
@@ -214,11 +231,38 @@ def _norm(run: _Comparison, before: str) -> Iterator[ReportedFinding]:
         yield ReportedFinding("norm", found.diagnosis)
 
 
-def _first_loss(run: _Comparison, before: str) -> Iterator[ReportedFinding]:
+def _loss_verdict(run: _Comparison, before: str) -> Diagnosis | None:
+    """Return the diagnosis of a wrong loss of step 1."""
     step = compare_reported(run.layout, run.reference, "losses", run.tolerances.losses).steps[0]
-    if not step.ok:
-        counts = replace(run.counts("gradients"), rounding=step.tolerance)
-        yield ReportedFinding("loss", diagnose_loss(step, None, counts, root_fault=before))
+    if step.ok:
+        return None
+    counts = replace(run.counts("gradients"), rounding=step.tolerance)
+    found = diagnose_loss(step, None, counts, root_fault=before)
+    if found.kind is not FaultKind.UNRECOGNISED or run.wrong_gradients:
+        return found
+    # Right gradients are those of a right forward pass.
+    unequal = unequal_counts(run.layout, run.reference, step.tolerance)
+    cause = "only what is reported is wrong, since the gradients are right: it is not the mean over the global batch"
+    return unequal or replace(found, cause=cause)
+
+
+def _first_loss(run: _Comparison, before: str) -> Iterator[ReportedFinding]:
+    found = _loss_verdict(run, before or run.loss_fault)
+    if found is not None:
+        yield ReportedFinding("loss", found)
+
+
+def _uncleared(run: _Comparison) -> Iterator[ReportedFinding]:
+    """Recognise gradients that are still there when step 2 begins, though not in the reference."""
+    if any(record.uncleared for record in run.reference.records):
+        return
+    ranks = [rank for rank, record in enumerate(run.layout.records) if record.uncleared]
+    if ranks:
+        names = tuple(dict.fromkeys(name for rank in ranks for name in run.layout.records[rank].uncleared))
+        symptom = f"gradients of step 1 are still there when step 2 begins, on {rank_words(ranks)}"
+        cause = "gradients are not cleared after the step, so later ones are added to them: zero_grad is missing there"
+        diagnosis = Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
+        yield ReportedFinding("gradient", diagnosis, names, len(run.layout.shapes))
 
 
 def _scaled(run: _Comparison) -> Iterator[ReportedFinding]:
@@ -232,7 +276,12 @@ def _scaled(run: _Comparison) -> Iterator[ReportedFinding]:
         return
     low, high = min(found, key=lambda rank: found[rank]), max(found, key=lambda rank: found[rank])
     expected = f"{due[0]:.4g} in the reference, between recorder.gradients() and the optimizer's step"
-    if found[high] - found[low] > same * found[high]:
+    idle = [rank for rank, value in found.items() if abs(value - 1.0) <= same]
+    if idle and len(idle) < len(found) and set(idle) == set(wrong):
+        symptom, cause = f"not clipped on {rank_words(idle)}, scaled by {expected}", "every rank has to clip"
+    elif idle and len(idle) == len(found):
+        symptom, cause = f"not scaled, by {expected}", "gradients are not clipped"
+    elif found[high] - found[low] > same * found[high]:
         symptom = f"scaled by {found[low]:.4g} on rank {low} and {found[high]:.4g} on rank {high}, by {expected}"
         cause = "gradients are clipped by a norm of each rank's own shards: reduce the norm over all ranks"
     else:
@@ -260,9 +309,27 @@ def _updates(run: _Comparison, kind: str, own_faults: dict[str, str]) -> list[Re
         if history.root_fault:
             follows = f"follows from {own or run.fault}"
             return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {one.suspect.scope_text()}", follows)
-        return diagnose_update(one.suspect, context, history)
+        return _without_step(run, one, diagnose_update(one.suspect, context, history))
 
     return _grouped(kind, _diagnosed(verdicts, cause))
+
+
+def _without_step(run: _Comparison, one: TensorVerdict, found: Diagnosis) -> Diagnosis:
+    """Tell ranks whose optimizer takes no step from single parameters that it leaves out."""
+    ranks = one.suspect.wrong_ranks
+    records = [run.layout.records[rank] for rank in ranks]
+    still = all(
+        torch.equal(value, record.initial[name][1])
+        for record in records
+        for name, (_, value) in record.after_first.items()
+    )
+    if found.kind is not FaultKind.NOT_UPDATED or not still or not all(any(r.optimized.values()) for r in records):
+        return found
+    symptom = f"no parameter is updated in step 1 on {rank_words(ranks)}"
+    cause = f"the optimizer takes no step on {rank_words(ranks)}"
+    if not all(record.scaled for record in records):
+        cause += ", or gradients were cleared before it"
+    return Diagnosis(FaultKind.NOT_UPDATED, symptom, cause)
 
 
 def _without_noise(run: _Comparison, shards: Shards, expected: dict[str, Array]) -> tuple[Shards, int]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from meshwright.errors import InputError
 
+IGNORED = -100
+"""Target that PyTorch's cross-entropy ignores unless told otherwise."""
 ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
 """Per parameter: offset and value of the local shard."""
 
@@ -38,6 +40,16 @@ class RankRecord:
     gradients: ShardsByName = field(default_factory=dict)
     before_microbatches: ShardsByName = field(default_factory=dict)
     """Sum of the gradients at the start of each micro-batch of step 1: what an overwritten gradient has lost."""
+    before_last: ShardsByName = field(default_factory=dict)
+    """Gradients at the start of the last micro-batch of step 1."""
+    norms_between: list[float] = field(default_factory=list)
+    """Norm of this rank's gradients at the start of each micro-batch of step 1, but for the first."""
+    is_stepped_between: bool = False
+    """Whether weights changed between micro-batches of step 1."""
+    uncleared: list[str] = field(default_factory=list)
+    """Parameters that still had a gradient when step 2 began."""
+    targets: list[list[int]] = field(default_factory=list)
+    """[step][batch]: number of targets that are not ignored; -1 where there are no integers."""
     after_first: ShardsByName = field(default_factory=dict)
     parameters: ShardsByName = field(default_factory=dict)
     partial: dict[str, list[str]] = field(default_factory=dict)
@@ -99,6 +111,12 @@ def hash_rows(values: tuple[Any, ...]) -> list[int]:
         for digest, row in zip(digests, rows.view(torch.uint8).numpy(), strict=True):
             digest.update(kind + row.tobytes())
     return [int.from_bytes(digest.digest(), "big", signed=True) for digest in digests]
+
+
+def count_targets(values: tuple[Any, ...]) -> int:
+    """Return how many targets a loss counts: those of the last tensor of integers that are not ignored, -1 if none."""
+    integers = [tensor for tensor in tensors_of(values) if not (tensor.is_floating_point() or tensor.is_complex())]
+    return int((integers[-1] != IGNORED).sum()) if integers else -1
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from torch.utils.data import DistributedSampler
 from meshwright.errors import InputError
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.prove.script.layout_choice import FOLDER, SEED, STEPS, UNIT, record_path, unit_path
-from meshwright.prove.script.rank_record import RankRecord, ShardsByName, hash_rows, tensors_of
+from meshwright.prove.script.rank_record import RankRecord, ShardsByName, count_targets, hash_rows, tensors_of
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a parameter's name that `torch.compile`, activation checkpointing and FSDP add."""
@@ -65,6 +65,7 @@ class Recorder:
         self._record.initial = self._shards(lambda parameter: parameter)
         unit, seed = float(os.environ.get(UNIT, "0")), int(os.environ.get(SEED, "0"))
         _perturb(dict(self._parameters()), seed=seed, unit=unit)
+        self._start = self._shards(lambda parameter: parameter) if seed else self._record.initial
         self._dtypes: set[torch.dtype] = set()
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         self._hooks = [module.register_forward_hook(self._see_dtypes) for module in modules]
@@ -79,10 +80,12 @@ class Recorder:
         if not self._folder:
             return
         if len(self._record.samples) == 1 and self._record.microbatches[-1]:
-            lost = self._record.before_microbatches
-            for name, (offset, value) in self._shards(lambda parameter: parameter.grad).items():
-                lost[name] = offset, value + lost[name][1] if name in lost else value
+            self._see_between()
+        elif len(self._record.samples) == 2 and not self._record.microbatches[-1]:
+            left = self._shards(lambda parameter: parameter.grad)
+            self._record.uncleared = [name for name, (_, value) in left.items() if bool(value.any())]
         self._record.samples[-1] += hash_rows(values)
+        self._record.targets[-1].append(count_targets(values))
         self._record.microbatches[-1] += microbatches
 
     def loss(self, value: Any) -> None:
@@ -126,13 +129,28 @@ class Recorder:
             self._finish(Path(self._folder))
         self._begin_step()
 
+    def _see_between(self) -> None:
+        """Record gradients between two micro-batches, and whether weights have changed already."""
+        record, left = self._record, self._shards(lambda parameter: parameter.grad)
+        for name, (offset, value) in left.items():
+            lost = record.before_microbatches.get(name)
+            record.before_microbatches[name] = offset, value if lost is None else value + lost[1]
+        record.before_last = left
+        squares = sum(float(value.double().square().sum()) for _, value in left.values())
+        record.norms_between.append(squares**0.5)
+        now = self._shards(lambda parameter: parameter)
+        # A parameter that FSDP2 keeps unsharded between micro-batches can't be compared.
+        pairs = [(value, self._start[name][1]) for name, (_, value) in now.items() if name in self._start]
+        pairs = [(value, start) for value, start in pairs if (value.shape, value.dtype) == (start.shape, start.dtype)]
+        record.is_stepped_between |= any(not torch.equal(value, start) for value, start in pairs)
+
     def _see_dtypes(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self._dtypes |= {tensor.dtype for tensor in tensors_of(output)}
 
     def _begin_step(self) -> None:
         record = self._record
-        for series in (record.samples, record.losses, record.norms):
+        for series in (record.samples, record.losses, record.norms, record.targets):
             series.append([])
         record.microbatches.append(0)
 

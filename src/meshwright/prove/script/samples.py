@@ -75,10 +75,13 @@ def _split_groups(layout: ScriptEvidence, known: set[int]) -> Diagnosis | None:
         other = first.setdefault(layout.mesh.axes.data_index(rank), rank)
         if record.samples[0] != layout.records[other].samples[0]:
             symptom = f"{rank_words((other, rank))} are not data parallel to each other, but read different samples"
-            if set(record.samples[0]) <= known:
+            theirs, ours = set(layout.records[other].samples[0]), set(record.samples[0])
+            if ours <= known and not ours & theirs:
                 cause = (
                     "the sampler splits over all processes: give it the rank and size of the data-parallel mesh only"
                 )
+            elif ours <= known:
+                cause = "they read the same data in other orders: another seed of the sampler on each rank"
             else:
                 cause = "their data differ: another seed or order on each rank"
             return Diagnosis(FaultKind.SAMPLES, symptom, cause)
@@ -91,7 +94,10 @@ def _classify(layout: ScriptEvidence, at: int, found: list[Batch], expected: lis
     same = _same_readers(layout, at)
     absent = f"{missing.total()} of {counted(expected[at].total(), 'sample')} of step {at + 1} are read by no rank"
     if same and missing:
-        cause = "the same data on several ranks: the sampler is not given the rank and the number of processes"
+        cause = (
+            "the same data on several ranks: the sampler is not given the rank and the number of processes (accelerate "
+            "does so for a loader in prepare())"
+        )
         return f"{rank_words(same)} read the same samples, and {absent}", cause
     earlier = [step for step in range(at) if found[step] == found[at]]
     if earlier and _repetition([sorted(one.elements()) for one in found]):
@@ -103,6 +109,8 @@ def _classify(layout: ScriptEvidence, at: int, found: list[Batch], expected: lis
             symptom,
             f"the same data on several ranks, each sample {times:g} times: the sampler is not given the rank",
         )
+    if (steps := _steps_that_form(found, expected, at)) is not None:
+        return steps
     if found[at].total() != expected[at].total():
         symptom = f"step {at + 1} reads {counted(found[at].total(), 'sample')}, {expected[at].total()} in the reference"
         cause = "another global batch: micro-batch × accumulation steps × data-parallel processes must be the same"
@@ -114,8 +122,47 @@ def _classify(layout: ScriptEvidence, at: int, found: list[Batch], expected: lis
                 f"step {at + 1} reads the samples of step {step + 1} of the reference",
                 f"the data is {away} {'behind' if step < at else 'ahead'}",
             )
+    if (shared := _read_by_several(layout, expected)) is not None:
+        cause = "each rank shuffles the data in an order of its own (another seed), instead of reading its part of one"
+        return f"{absent}; {shared}", cause
     place = _first_place(layout, at, extra)
     return f"{absent}; {place} is not in the reference's batch", "another seed, order or shard of the data"
+
+
+def _steps_that_form(found: list[Batch], expected: list[Batch], at: int) -> tuple[str, str] | None:
+    """Recognise batches that are cut or joined: several steps of one side have the samples of one of the other."""
+    if at != 0:
+        return None
+    product = "micro-batch × accumulation steps × data-parallel processes must be the same"
+    for steps in range(2, len(found) + 1):
+        if sum(found[:steps], Batch()) == expected[0]:
+            symptom = f"step 1 reads {found[0].total()} samples, {expected[0].total()} in the reference"
+            symptom += f", whose step 1 has those of steps 1 to {steps}"
+            cause = (
+                f"another global batch, {steps} times too small: {product}, and the optimizer may step only once in it"
+            )
+            return symptom, cause
+        if sum(expected[:steps], Batch()) == found[0]:
+            symptom = f"step 1 reads {found[0].total()} samples, {expected[0].total()} in the reference: "
+            symptom += f"those of its steps 1 to {steps}"
+            return symptom, f"another global batch, {steps} times too large: {product}"
+    return None
+
+
+def _read_by_several(layout: ScriptEvidence, expected: list[Batch]) -> str | None:
+    """Describe samples that several data-parallel ranks read in the steps in which the reference reads none twice."""
+    known = Counter(set().union(*expected))
+    steps = max(count for count in range(len(expected) + 1) if not sum(expected[:count], Batch()) - known)
+    readers: dict[int, int] = {}
+    shared: Counter[tuple[int, int]] = Counter()
+    for rank, record in enumerate(layout.records):
+        for sample in known.keys() & {sample for step in record.samples[:steps] for sample in step}:
+            other = readers.setdefault(sample, rank)
+            if layout.mesh.axes.data_index(other) != layout.mesh.axes.data_index(rank):
+                shared[other, rank] += 1
+    (ranks, count), *_ = shared.most_common(1) or [((0, 0), 0)]
+    # A single one may be an exchanged sample, or fill up the last batch.
+    return f"{rank_words(ranks)} both read {count} of the others" if count > 1 else None
 
 
 def _same_readers(layout: ScriptEvidence, at: int) -> list[int]:

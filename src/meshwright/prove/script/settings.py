@@ -118,11 +118,36 @@ def _learning_rates(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterat
                 factor, sizes = rate / wanted if wanted else 0.0, {layout.mesh.axes.num_ranks(): "processes"}
                 sizes |= {layout.mesh.axes.data_parallel(): "data-parallel ranks"}
                 of = next((what for size, what in sizes.items() if abs(factor - size) <= LEARNING_RATE * size), "")
-                cause = f"the learning rate is multiplied by the number of {of}" if of else "another learning rate"
+                cause = f"the learning rate is multiplied by the number of {of}" if of else ""
+                cause = cause or _schedule_cause(layout, record.learning_rates, expected, group)
+                cause = cause or "another learning rate"
                 symptom = f"{rate:.6g} in step {step + 1} on {rank_words([rank])}, {wanted:.6g} in the reference"
                 detail = f"{number_words(factor)} × the reference, in parameter group {group}"
                 yield _finding("learning rate", FaultKind.STEP_SCALED, symptom, cause, detail)
                 return
+
+
+def _schedule_cause(layout: ScriptEvidence, found: list[list[float]], expected: list[list[float]], group: int) -> str:
+    """Recognise a schedule that runs ahead: its rates are those of later steps of the reference."""
+    due = [rates[group] for rates in expected]
+    ahead = []
+    for step, rates in enumerate(found):
+        matches = [other for other, rate in enumerate(due) if abs(rates[group] - rate) <= LEARNING_RATE * abs(rate)]
+        if len(matches) == 1:
+            ahead.append((step, matches[0]))
+    late = [(step, other) for step, other in ahead if other > step]
+    if not late:
+        return ""
+    step, other = late[0]
+    micro, processes = layout.microbatches, layout.mesh.axes.num_ranks()
+    text = f"the schedule is ahead: the rate of step {step + 1} is that of step {other + 1} of the reference"
+    # A schedule that steps in each micro-batch is ahead by all but the last when the gradients are complete.
+    if step == 0:
+        return f"{text}, as if it stepped in each micro-batch" if micro > 1 and other == micro - 1 else text
+    speed = other / step if (0, 0) in ahead else 0.0
+    if speed == processes > 1:
+        return f"{text}, as if it stepped once per process, as one prepared by accelerate does"
+    return f"{text}, as if it stepped {speed:g} times per step" if speed > 1.0 else text
 
 
 def _options(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[ReportedFinding]:

@@ -1,0 +1,59 @@
+"""Many faults of one script in one proof: they share the reference, which takes most of a proof's time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.prove.script.scripts import causes_in, prove, written
+
+START = """import runpy
+import sys
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).with_name(sys.argv.pop(1))), run_name="__main__")
+"""
+"""A script that runs the one that a layout names first, and leaves it the other arguments."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Changes of a script, and what its proof has to say.
+
+    On one process without accumulation the changes have no effect, so that the right script is the reference for all.
+    If they have one, as a schedule that the right script lacks, `own_reference` is set: the changed script is its own
+    reference.
+    """
+
+    changes: list[tuple[str, str]]
+    words: list[str]
+    layout: str = "2"
+    own_reference: bool = False
+
+
+def prove_together(script, faults, folder, *, one, base=(), steps=3):
+    """Prove copies of a script with one fault each; return the causes found by name of fault.
+
+    Args:
+        one: arguments of the script on one process, the reference.
+        base: changes of all copies and of the reference.
+    """
+    found = {}
+    shared = {name: fault for name, fault in faults.items() if not fault.own_reference}
+    for group in ([shared] if shared else []) + [{n: f} for n, f in faults.items() if f.own_reference]:
+        found |= _prove_group(script, group, folder / str(len(found)), one, base, steps)
+    return found
+
+
+def _prove_group(script, faults, folder, one, base, steps):
+    folder.mkdir()
+    (folder / "train.py").write_text(START, "utf-8")
+    (first, *_) = faults.values()
+    written(script, folder / "right.py", *base, *(first.changes if first.own_reference else ()))
+    layouts = []
+    for at, fault in enumerate(faults.values()):
+        written(script, folder / f"fault-{at}.py", *base, *fault.changes)
+        number, *arguments = fault.layout.split()
+        layouts.append(" ".join([number, f"fault-{at}.py", *arguments]))
+    proof = prove(folder / "train.py", f"1 right.py {one}", *layouts, steps=steps)
+    results = zip(faults, proof.report["layouts"], strict=True)
+    return {name: causes_in(layout["findings"]) for name, layout in results}
