@@ -7,7 +7,8 @@ itself. Gradients are computed per micro-batch of each data-parallel rank; AdamW
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -87,12 +88,8 @@ def compute_reference(
     first: BatchGradients | None = None
     versions: list[TensorsByName] = []
     for indices in batches:
-        if weights_late:
-            versions.append(_values(model))
-            _set_values(model, versions[max(0, len(versions) - 1 - weights_late)])
-        batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
-        if weights_late:
-            _set_values(model, versions[-1])
+        with _late_weights(model, versions, weights_late):
+            batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
         first = first or batch
         training.update(batch)
         after_first = after_first or _values(model)
@@ -171,6 +168,17 @@ def _values(model: nn.Module) -> TensorsByName:
     saved = model.state_dict()
     tensors = chain(model.named_parameters(), model.named_buffers())  # yields tied parameters once
     return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
+
+
+@contextmanager
+def _late_weights(model: nn.Module, versions: list[TensorsByName], late: int) -> Iterator[None]:
+    """Let the model have its values of `late` steps before; `versions` are those so far."""
+    if late:
+        versions.append(_values(model))
+        _set_values(model, versions[max(0, len(versions) - 1 - late)])
+    yield
+    if late:
+        _set_values(model, versions[-1])
 
 
 @torch.no_grad()
