@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -25,6 +26,10 @@ from tests.helpers import open_data
 from tests.prove.mutants.layouts import LAYOUTS, Layout
 from tests.prove.proofs import NUM_STEPS, few_pictures, prove_with, reference
 
+CHECK_S = 0.05
+HUNG = 200
+"""Checks in a row that find all ranks asleep if they hang."""
+MOST_CPU_S = 300
 ROUNDING = 1e-11
 """Relative differences up to here are of rounding."""
 
@@ -50,7 +55,7 @@ def baseline(folder: Path, only: Sequence[str] = ()) -> None:
     for layouts in _by_size(only):
         with _ranks(layouts, folder, lines=True) as wait:
             for layout in layouts:
-                records, error = wait(layout, 300)
+                records, error = wait(layout)
                 if records is None:
                     raise RuntimeError(f"{layout.name}: {error}")
                 proof = prove_with(records, layout.config())
@@ -59,20 +64,19 @@ def baseline(folder: Path, only: Sequence[str] = ()) -> None:
                 (folder / f"{layout.name}.pickle").write_bytes(pickle.dumps((records, reference(layout.config()))))
 
 
-def evaluate(right: Path, folder: Path, timeout_s: float, only: Sequence[str] = ()) -> Verdict:
+def evaluate(right: Path, folder: Path, only: Sequence[str] = ()) -> Verdict:
     """Return what the proofs of the layouts say, in a process that imports mutated code.
 
     Args:
         right: folder of `baseline`.
         folder: folder for the ranks' records.
-        timeout_s: limit for a layout.
         only: names of the layouts, if not all.
     """
     changed: list[Verdict] = []
     for layouts in _by_size(only):
         with _ranks(layouts, folder) as wait:
             for layout in layouts:
-                records, error = wait(layout, timeout_s)
+                records, error = wait(layout)
                 if records is None:
                     return Verdict("loud", layout.name, error)
                 right_records, right_reference = pickle.loads((right / f"{layout.name}.pickle").read_bytes())
@@ -130,7 +134,7 @@ def _by_size(only: Sequence[str]) -> list[list[Layout]]:
     return [[layout for layout in chosen if layout.num_ranks() == size] for size in sizes]
 
 
-Wait = Callable[[Layout, float], tuple[list[RankRecord] | None, str]]
+Wait = Callable[[Layout], tuple[list[RankRecord] | None, str]]
 
 
 @contextmanager
@@ -145,18 +149,17 @@ def _ranks(layouts: list[Layout], folder: Path, *, lines: bool = False) -> Itera
             _rank_main(rank, size, layouts, folder, store, lines)
         pids.append(pid)
 
-    def wait(layout: Layout, timeout_s: float) -> tuple[list[RankRecord] | None, str]:
-        paths, deadline = (
-            [folder / f"{layout.name}-{rank}.pickle" for rank in range(size)],
-            time.monotonic() + timeout_s,
-        )
+    def wait(layout: Layout) -> tuple[list[RankRecord] | None, str]:
+        paths = [folder / f"{layout.name}-{rank}.pickle" for rank in range(size)]
+        num_asleep = 0
         while not all(path.exists() for path in paths):
             errors = [path.read_text("utf-8") for rank in range(size) if (path := _error(folder, rank)).exists()]
             if errors:
                 return None, errors[0]
-            if time.monotonic() > deadline:
-                return None, f"did not return within {timeout_s:g} s"
-            time.sleep(0.02)
+            num_asleep = num_asleep + 1 if all(map(_is_asleep, pids)) else 0
+            if num_asleep > HUNG:
+                return None, "hangs: all ranks wait"
+            time.sleep(CHECK_S)
         return [pickle.loads(path.read_bytes()) for path in paths], ""
 
     try:
@@ -166,6 +169,12 @@ def _ranks(layouts: list[Layout], folder: Path, *, lines: bool = False) -> Itera
             if not lines:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+
+
+def _is_asleep(pid: int) -> bool:
+    """Whether no thread of a process runs or waits for a core, however busy the machine is."""
+    stats = [path.read_text("ascii") for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(") ")[2][0] in "SZ" for stat in stats)
 
 
 def _error(folder: Path, rank: int) -> Path:
@@ -178,6 +187,8 @@ def _rank_main(rank: int, size: int, layouts: list[Layout], folder: Path, store:
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     run: set[tuple[str, int]] = set()
+    if not lines:
+        resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))  # a loop that doesn't end
     try:
         dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
         for layout in layouts:
