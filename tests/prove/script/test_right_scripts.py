@@ -34,8 +34,7 @@ def test_an_example_is_proved_on_two_processes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("seed", "dtype"), [(0, "float32"), (1, "float64"), (2, "float32")])
 @pytest.mark.parametrize("script", LAYOUTS, ids=lambda script: script.stem)
 def test_the_examples_are_proved_on_all_layouts(script, seed, dtype):
     if script is ACCELERATE:
