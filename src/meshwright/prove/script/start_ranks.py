@@ -12,9 +12,12 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError, RunError
@@ -41,6 +44,7 @@ def run_rank(context: RankContext, run: ScriptRun) -> None:
     os.environ |= {SEED: str(run.perturbation), UNIT: str(run.unit)}
     sys.argv = [str(run.script), *run.arguments, *run.layout.arguments]
     sys.path.insert(0, str(run.script.parent))
+    dist.destroy_process_group = _keeping(dist.destroy_process_group)
     try:
         runpy.run_path(str(run.script), run_name="__main__")
     except RecordingComplete:
@@ -94,6 +98,18 @@ def _meet(context: RankContext, run: ScriptRun) -> TCPStore | None:
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return store
+
+
+def _keeping(destroy: Callable[..., None]) -> Callable[..., None]:
+    """Return what destroys process groups but keeps the default one's object, whose destructor may wait for ranks that
+    are gone."""
+    kept = []
+
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        kept.append(dist.group.WORLD)
+        destroy(*args, **kwargs)
+
+    return destroy_process_group
 
 
 def _leave(store: TCPStore | None) -> None:
