@@ -15,7 +15,7 @@ from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.train.lr_schedule import learning_rate
 from tests.helpers import open_data
-from tests.prove.proofs import few_pictures, small_config, small_dit_config
+from tests.prove.proofs import few_pictures, record_on_rank, small_config, small_dit_config, small_expert_config
 from tests.prove.synthetic import make_layout, make_reference
 
 AXES = Axes(dp_shard=2)
@@ -49,6 +49,32 @@ def test_the_closed_form_is_that_of_the_schedule(name):
 @pytest.mark.parametrize("make", [small_config, small_dit_config])
 def test_nothing_is_found_where_nothing_is_wrong(make):
     assert found_in(make()) == ""
+
+
+RIGHT = {
+    "HSDP": (small_config, ("mesh.dp_replicate=2", "mesh.dp_shard=2")),
+    "zb-v": (small_config, ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4")),
+    "cp, tp": (small_config, ("mesh.cp=2", "mesh.tp=2")),
+    "pictures": (small_dit_config, ("mesh.pp=2", "train.num_microbatches=2")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_layouts_skip_what_is_not_finite(gang, name):
+    make, layout = RIGHT[name]
+    config = make(*layout)
+    pictures = few_pictures(config)
+    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "", pictures)
+    assert {what for record in records for what in record.nonfinite} == {"loss", "gradient"}
+    assert not any(changed for record in records for changed in record.nonfinite.values())
+
+
+def test_all_ranks_agree_whether_to_try_them(gang):
+    """The first stage has a dense layer only, and would wait for the one with experts."""
+    config = small_expert_config("mesh.pp=2", "model.num_dense_layers=1", "train.num_microbatches=2")
+    records = gang(2).run(record_on_rank, config, "", "", "")
+    assert [record.nonfinite for record in records] == [{}, {}]
 
 
 @pytest.mark.parametrize(

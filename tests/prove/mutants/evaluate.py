@@ -36,7 +36,7 @@ ROUNDING = 1e-11
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """Outcome of a mutant: what the proofs say, in which layout, and why."""
 
     kind: str
     """`loud` (an error or a hang), `caught`, `same` (bit by bit the results of the right code), `rounding`,
@@ -61,7 +61,9 @@ def baseline(folder: Path, only: Sequence[str] = ()) -> None:
                 proof = prove_with(records, layout.config())
                 if not proof.passed:
                     raise RuntimeError("\n".join([layout.name, *render(proof)]))
-                (folder / f"{layout.name}.pickle").write_bytes(pickle.dumps((records, reference(layout.config()))))
+                (folder / f"{layout.name}.pickle").write_bytes(
+                    pickle.dumps((records, reference(layout.config(), NUM_STEPS)))
+                )
 
 
 def evaluate(right: Path, folder: Path, only: Sequence[str] = ()) -> Verdict:
@@ -99,7 +101,7 @@ def _survivor(layout: Layout, records: list[RankRecord], right: list[RankRecord]
     difference = _difference(records, right)
     if difference <= ROUNDING:
         return Verdict("rounding", layout.name, f"{difference:.1e}")
-    both = _difference(_values(reference(layout.config())), _values(right_reference))
+    both = _difference(_values(reference(layout.config(), NUM_STEPS)), _values(right_reference))
     return Verdict("both sides" if both > ROUNDING else "survived", layout.name, f"{difference:.1e}")
 
 

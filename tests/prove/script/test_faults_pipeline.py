@@ -27,7 +27,7 @@ FAULTS = {
     "norm of each stage": Fault(
         [("    dist.all_reduce(squares)\n", "")], ["norm |", "local norms not reduced over pp"]
     ),
-    "layers numbered anew": Fault(
+    "layers renumbered": Fault(
         [(", names=name_in_model", "")],
         ["parameters |", "in the reference but not in the layout: layers.2.norm.weight", "needs names="],
     ),

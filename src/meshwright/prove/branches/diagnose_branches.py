@@ -13,7 +13,7 @@ from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import join_words, rank_words
+from meshwright.prove.diagnose.phrases import first_words, join_words, rank_words
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.recording_task import RecordingTask, sample_digests
@@ -89,12 +89,11 @@ def _skipped_steps(layout: LayoutEvidence) -> Iterator[Diagnosis]:
         changed = {rank: found[what] for rank, found in enumerate(layout.nonfinite) if found.get(what)}
         if changed:
             names = next(iter(changed.values()))
-            more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
             yield Diagnosis(
                 FaultKind.NON_FINITE,
                 f"a step whose {what} is not finite on rank {where} changes {rank_words(changed)}",
                 "the step must be skipped by every rank: they must agree on whether loss and norm are finite",
-                f"rank {min(changed)} changed {join_words(names[:MAX_NAMES])}{more}",
+                f"rank {min(changed)} changed {first_words(names, MAX_NAMES)}",
             )
 
 

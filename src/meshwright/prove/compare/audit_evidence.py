@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import join_words, rank_words
+from meshwright.prove.diagnose.phrases import first_words, join_words, rank_words
 from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, UnequalCopies
 from meshwright.prove.stage_placement import StagePlacement
 from meshwright.units import counted
@@ -48,7 +48,8 @@ def _unequal(copies: Iterable[UnequalCopies]) -> Iterator[Diagnosis]:
     for at, (what, found) in enumerate(by_value.items()):
         names, locations = (list(dict.fromkeys(values)) for values in ([f.name for f in found], map(_location, found)))
         largest = max(f.largest for f in found)
-        symptom = f"{what}: the copies of {_truncated(names)} {_truncated(locations)} differ by up to {largest:.2g}"
+        which, where = first_words(names, MAX_NAMES), first_words(locations, MAX_NAMES)
+        symptom = f"{what}: the copies of {which} {where} differ by up to {largest:.2g}"
         kind = FaultKind.CONSEQUENCE if at else FaultKind.REPLICAS_DIFFER
         cause = COPIES_START if what == INITIAL else COPIES_STAY
         yield Diagnosis(kind, symptom, f"may follow from differing copies: {next(iter(by_value))}" if at else cause)
@@ -56,11 +57,6 @@ def _unequal(copies: Iterable[UnequalCopies]) -> Iterator[Diagnosis]:
 
 def _location(copies: UnequalCopies) -> str:
     return f"on stages {copies.stages[0]} and {copies.stages[1]} of rank {copies.rank}"
-
-
-def _truncated(words: list[str]) -> str:
-    more = [f"{len(words) - MAX_NAMES} more"] if len(words) > MAX_NAMES else []
-    return join_words(words[:MAX_NAMES] + more)
 
 
 Symptoms = Iterator[tuple[str, str]]
@@ -105,7 +101,7 @@ def _difference(
     names = [name for name in have if name not in lack]
     if names:
         expected = "" if stages is None else f": expected on {stages.describe(stages.stages_with_any(names))}"
-        yield (f"{what}: {_truncated(names)}", f"the two sides do not hold the same parameters{expected}")
+        yield (f"{what}: {first_words(names, MAX_NAMES)}", f"the two sides do not hold the same parameters{expected}")
 
 
 def _series(layout: LayoutEvidence, reference: ReferenceEvidence) -> Symptoms:

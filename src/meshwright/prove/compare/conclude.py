@@ -46,7 +46,7 @@ from meshwright.prove.diagnose.experts import narrow_to_experts
 from meshwright.prove.diagnose.factors import LayoutCounts, close
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
 from meshwright.prove.diagnose.notes import notes_on
-from meshwright.prove.diagnose.phrases import join_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import first_words, rank_words, scope_words
 from meshwright.prove.diagnose.pipeline import locate_stages
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.diagnose.shared_parameters import StageContributions
@@ -328,8 +328,7 @@ def _is_explained(verdicts: Verdicts) -> bool:
 
 def _wrong_updates(verdicts: Verdicts) -> str:
     wrong = [name for name, verdict in verdicts.items() if not verdict.result.ok]
-    more = [f"{len(wrong) - 2} more"] if len(wrong) > 2 else []
-    return f"the wrong update of {join_words(wrong[:2] + more)}" if wrong else ""
+    return f"the wrong update of {first_words(wrong, 2)}" if wrong else ""
 
 
 def _compare_final(sides: _Sides, step_1: _Step1, first: Verdicts, later_wrong: str) -> Verdicts:

@@ -11,10 +11,13 @@ from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, to_arrays
 from meshwright.prove.diagnose.expert_counts import diagnose_bias, diagnose_counts
 from meshwright.prove.diagnose.factors import LayoutCounts
-from meshwright.prove.diagnose.phrases import join_words, rank_words
+from meshwright.prove.diagnose.phrases import first_words, rank_words
 from meshwright.prove.diagnose.suspect import UNKNOWN, SuspectTensor
 from meshwright.prove.diagnose.variants import StepVector, diagnose_by_variants, diagnose_later
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence, Variants
+
+MAX_NAMES = 3
+"""Most parameters that are listed."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +81,10 @@ def weights_left_gathered(layout: LayoutEvidence, reference: ReferenceEvidence) 
                 found.setdefault(name, set()).add(shard.rank)
     if not found:
         return None
-    ranks, names = rank_words({rank for held in found.values() for rank in held}), [*found][:MAX_NAMES]
-    more = [f"{len(found) - MAX_NAMES} more"] if len(found) > MAX_NAMES else []
-    symptom = f"after step 1, parameters of which {ranks} had a shard are held in full: {join_words(names + more)}"
+    ranks, names = rank_words({rank for held in found.values() for rank in held}), first_words([*found], MAX_NAMES)
+    symptom = f"after step 1, parameters of which {ranks} had a shard are held in full: {names}"
     cause = "weights left gathered: they are not resharded after the backward, so no update reaches them"
     return KnownFault(Diagnosis(FaultKind.EVIDENCE, symptom, cause))
-
-
-MAX_NAMES = 3
-"""Most parameters that are listed."""
 
 
 def as_consequences(verdicts: Verdicts, fault: KnownFault) -> Verdicts:

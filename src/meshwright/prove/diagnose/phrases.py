@@ -20,6 +20,12 @@ def join_words(words: Sequence[str], *, last: str = "and") -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else "nothing"
 
 
+def first_words(words: Sequence[str], most: int) -> str:
+    """Join the first words: `a`, `a and b`, `a, b and 3 more`."""
+    more = [f"{len(words) - most} more"] if len(words) > most else []
+    return join_words([*words[:most], *more])
+
+
 def rank_words(ranks: Iterable[int]) -> str:
     """Format ranks: `rank 3`, `ranks 0 and 2`, `64 ranks (0, 1, 2, … 63)`."""
     found = sorted(set(ranks))

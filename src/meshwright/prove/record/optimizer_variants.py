@@ -11,6 +11,7 @@ from meshwright.prove.record.plain_optimizer import PlainAdamW
 from meshwright.prove.record.reference_run import compute_reference
 
 MANY = 1_000_000
+"""More steps than a proof has."""
 
 FAULTS: tuple[tuple[str, str, PlainAdamW], ...] = (
     ("gradients that are not clipped", "clipping is missing", PlainAdamW(clip="none")),

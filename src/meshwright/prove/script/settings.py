@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import join_words, number_words, rank_words
+from meshwright.prove.diagnose.phrases import first_words, number_words, rank_words
 from meshwright.prove.report import ReportedFinding
 from meshwright.prove.script.evidence import ScriptEvidence
 from meshwright.units import counted
@@ -48,8 +48,7 @@ def notes_on_settings(reference: ScriptEvidence, layouts: Sequence[ScriptEvidenc
 
 def names_text(names: list[str]) -> str:
     """Format names; long lists are truncated."""
-    more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
-    return join_words(names[:MAX_NAMES] + more)
+    return first_words(names, MAX_NAMES)
 
 
 def untied(layout: ScriptEvidence, reference: ScriptEvidence) -> list[str]:
