@@ -19,6 +19,9 @@ from tests.prove import proofs
 from tests.prove.as_run import proofs as as_run
 from tests.prove.as_run.test_layouts import BATCH, LAYOUTS, MATRIX, VARIANTS, small_preset
 
+EVERY = 25
+"""Proofs between two lines that say how far it is."""
+
 
 def main() -> int:
     """Prove each layout with each seed in both modes, and print the alarms."""
@@ -34,6 +37,8 @@ def main() -> int:
                 if lines:
                     alarms += 1
                     print(f"ALARM {mode}: {preset} {' '.join(words)}", *lines, sep="\n", flush=True)
+                if num_proofs % EVERY == 0:
+                    print(f"{num_proofs} proofs, {alarms} alarms", flush=True)
     took = time.monotonic() - started
     print(f"{len(kinds)} layouts, {options.seeds} seeds, {num_proofs} proofs, {alarms} alarms in {took:.0f} s")
     return int(alarms > 0)
