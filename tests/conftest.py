@@ -60,7 +60,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if "gang" in getattr(item, "fixturenames", ()) and not item.config.getoption("collectonly"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `tests.quiet`, for warnings of C++
-            start_server(PRELOADED)
+            # Inductor asks for devices when it is imported, and what was forked after that can't use CUDA.
+            start_server(PRELOAD if item.config.option.markexpr == "gpu" else PRELOADED)
 
 
 def pytest_collection_finish() -> None:

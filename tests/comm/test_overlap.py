@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import gc
 import signal
+import sys
 import threading
 import traceback
 import weakref
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from meshwright.comm.overlap import helper_thread, run_overlapped, switch_task
-from meshwright.comm.private import current_task
+from meshwright.comm.private import clear_current_task, current_task, set_current_task
 from tests.comm.virtual_clock import VirtualClock
 
 
@@ -314,6 +316,24 @@ def check_switches_of_a_backward(device):
     run_overlapped(forward, y.backward)
     assert log == ["F0", "B0 starts", "F1", "B0 ends", "B1 starts", "F2", "B1 ends"]
     assert torch.equal(x.grad, torch.ones_like(x)) and current_task() is None
+
+
+def test_a_task_is_kept_by_versions_that_take_no_reference(monkeypatch):
+    """PyTorch 2.11 releases a reference that it has not taken: the task's own would go."""
+    stash, task = torch._C._stash_obj_in_tls, object()
+    before = sys.getrefcount(task)
+
+    def takes_none(key, item):
+        references = sys.getrefcount(item)
+        stash(key, item)
+        for _ in range(sys.getrefcount(item) - references):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(item))
+
+    monkeypatch.setattr(torch._C, "_stash_obj_in_tls", takes_none)
+    set_current_task(task)
+    kept = sys.getrefcount(task)
+    clear_current_task()
+    assert (kept, sys.getrefcount(task)) == (before + 1, before)
 
 
 def test_a_backward_switches_too():

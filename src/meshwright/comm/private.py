@@ -11,7 +11,9 @@ of functional collectives with its `_resolve_group` (`_resolve_group_name` befor
 
 from __future__ import annotations
 
+import ctypes
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -126,7 +128,15 @@ def current_task() -> Any:
 
 def set_current_task(task: object) -> None:
     """Set the current task of this thread, and of the backwards that it calls."""
-    torch._C._stash_obj_in_tls(TASK_KEY, task)
+    _stash(TASK_KEY, task)
+
+
+def _stash(key: str, item: object) -> None:
+    """Keep an object for this thread. PyTorch 2.11 takes no reference to it, and yet releases one."""
+    before = sys.getrefcount(item)
+    torch._C._stash_obj_in_tls(key, item)
+    if sys.getrefcount(item) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
 
 
 def clear_current_task() -> None:

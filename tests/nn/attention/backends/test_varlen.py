@@ -48,7 +48,9 @@ def test_it_agrees_with_the_softmax_on_cuda(spec, num_kv_heads, backend):
     assert distance(found, expected) < 2e-2
     for one, other in zip(torch.autograd.grad(found, inputs, grad.bfloat16()), wanted, strict=True):
         assert distance(one, other) < 3e-2
-    for wrong in wrong_masks(spec, 128).values():
+    masks = [one for one in wrong_masks(spec, 128).values() if not one.prefix or backend != "varlen"]
+    assert masks
+    for wrong in masks:
         assert distance(attention(*inputs, mask=wrong, backend=backend), expected) > 2e-2
 
 
