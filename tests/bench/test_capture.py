@@ -34,6 +34,7 @@ def test_all_arms_compute_the_same(case):
     assert arms[SLOT].session.runner.stats().replays == 2 * num_modules * case.microbatches
 
 
+@pytest.mark.slow
 def test_figures_of_a_measurement():
     answer = measure_case(CaptureTask(Path(), PIPELINE, rounds=1, steps=1))
     figures = {figure.name: figure for figure in capture_figures(PIPELINE, answer, on_cuda=False)}

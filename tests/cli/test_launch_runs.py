@@ -16,6 +16,8 @@ from tests.train.runs import metrics, wait_until
 
 STEPS = ["train.steps=6", "checkpoint.every=0", *SMALL]
 SIZE = ["--nodes", 2, "--gpus-per-node", 2]
+ONE_GPU_EACH = ["--nodes", 2, "--gpus-per-node", 1]
+"""Enough where ranks train."""
 POD = ["--image", "i", "--volume", "v"]
 WAIT_S = 240.0
 """A loaded machine takes its time; who waits for a lost rank waits for train.timeout_s = 600."""
@@ -118,8 +120,8 @@ def test_a_pod_passes_sigterm_on_and_waits_for_its_ranks(cluster, manifest, tmp_
 
 @pytest.mark.slow
 def test_a_job_of_slurm_is_stopped_requeued_and_resumed(cluster, script, tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path / "my corpus"), "mesh.dp_shard=4"]
-    path = script(*words, size=SIZE)
+    words = [*STEPS, *small_corpus(tmp_path / "my corpus"), "mesh.dp_shard=2"]
+    path = script(*words, size=ONE_GPU_EACH)
     job_id = free_port() - LOWEST_PORT
     hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=3)
     job = cluster.sbatch(path, job_id=job_id, **hold.environment())
@@ -138,7 +140,7 @@ def test_a_job_of_slurm_is_stopped_requeued_and_resumed(cluster, script, tmp_pat
 
 @pytest.mark.slow
 def test_invalid_input_is_not_queued_again(cluster, script, tmp_path):
-    path = script(*STEPS, "mesh.dp_shard=2", "data.source=no/*.txt", size=["--nodes", 2, "--gpus-per-node", 1])
+    path = script(*STEPS, "mesh.dp_shard=2", "data.source=no/*.txt", size=ONE_GPU_EACH)
     [code], [output] = finish(cluster.sbatch(path, job_id=free_port() - LOWEST_PORT))
     assert code == 2 and cluster.num_requeued() == 0 and "no/*.txt" in output, output
 
@@ -146,8 +148,8 @@ def test_invalid_input_is_not_queued_again(cluster, script, tmp_path):
 @pytest.mark.slow
 def test_pods_are_stopped_by_the_loss_of_one_and_resume(cluster, manifest, tmp_path):
     """A node is drained: only its pod gets SIGTERM, and all ranks save."""
-    jobset = manifest(*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.dp_shard=4")
-    hold = HeldUntilSignalled(tmp_path / "hold", rank=3, step=3)
+    jobset = manifest(*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.dp_shard=2", size=ONE_GPU_EACH)
+    hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=3)
 
     def start(**more):
         more |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
@@ -180,15 +182,3 @@ def test_torchrun_lines_train(here, cluster, tmp_path):
     codes, outputs = finish(*nodes)
     assert codes == [0, 0], outputs
     assert len(metrics(tmp_path / "runs/llama-tiny")) == 6
-
-
-@pytest.mark.slow
-def test_one_torchrun_line_trains(here, cluster, tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path / "corpus")]
-    done = here("launch", "torchrun", "llama-tiny", *words, "mesh.dp_shard=2", "--nodes", 1, "--gpus-per-node", 2)
-    node = subprocess.Popen(
-        ["bash", "-c", done.stdout], env=cluster.environment(), cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    [code], [output] = finish(node)
-    assert code == 0 and len(metrics(tmp_path / "runs/llama-tiny")) == 6, output

@@ -96,6 +96,7 @@ def drifted(rank, world_size, name, num_steps):
     return ((got - total).norm() / total.norm()).item(), sent.payload / sent.exact
 
 
+@pytest.mark.slow
 def test_what_a_step_loses_arrives_in_later_ones(gang):
     ((loco, share), *_), ((without, _), *_) = (gang(2).run(drifted, name, 25) for name in ("loco4", "int4"))
     assert loco < without / 2

@@ -264,6 +264,7 @@ def turned(rank, world_size, name, layout):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), quick_and_slow(
     PLACES, {("replicate_fallback", "in another order")}
 ))  # fmt: skip

@@ -108,6 +108,7 @@ def within(rank, world_size):
     }
 
 
+@pytest.mark.slow
 def test_they_are_right_in_the_fallback(gang):
     for found in gang(4).run(within, timeout_s=120.0):
         assert found == dict.fromkeys(CASES, True)

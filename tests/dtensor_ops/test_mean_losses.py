@@ -161,6 +161,7 @@ def cost(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_what_an_average_costs(gang):
     for found in gang(4).run(cost, timeout_s=120.0):
         assert found == {

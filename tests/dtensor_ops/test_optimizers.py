@@ -100,6 +100,7 @@ NAMES = tuple(LAYOUTS)
 QUICK = [("adamw", "for_dtensor", NAMES[::2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "context", "layouts"), quick_and_slow(
     [*QUICK, *((name, context, NAMES) for name in OPTIMIZERS for context in CONTEXTS)], QUICK
 ))  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -85,6 +86,7 @@ def filled(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_partial_values_are_filled(gang):
     for found in gang(4).run(filled, timeout_s=120.0):
         assert {key for key, same in found.items() if not same} == set()

@@ -46,6 +46,7 @@ def sliced(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_slices_equal_dtensors(gang):
     assert gang(4).run(sliced) == [[]] * 4
 

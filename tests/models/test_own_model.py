@@ -169,11 +169,10 @@ def first(home, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["dp_replicate", "tp", "zb-v", "all"])
-def test_checkpoints_move_between_layouts(home, words, first, then, tmp_path):
+def test_checkpoints_move_between_layouts(home, words, first, tmp_path):
     """Trained to the end on one layout, and from the middle on another, in float64."""
     middle = first / "checkpoints/00000003"
-    done = command(home, "run", preset(home), *words, *MOVED, *LAYOUTS[then], "--resume", str(middle), "--out",
+    done = command(home, "run", preset(home), *words, *MOVED, *LAYOUTS["all"], "--resume", str(middle), "--out",
                    str(tmp_path / "second"))  # fmt: skip
     assert done.returncode == 0, done.stderr
     one, two = (final_state(folder) for folder in (first, tmp_path / "second"))

@@ -72,7 +72,7 @@ CASES = {
     "cp, heads": ("mesh.cp=2", "mesh.cp_method=heads"),
     "ep over cp": ("moe-tiny", "mesh.cp=2", "mesh.ep=2"),
 }  # fmt: skip
-QUICK = {"tp", "ep, shared, capacity"}
+QUICK = {"tp"}
 REPEATED = {"tp", "cp"}
 """Words of cases whose blocks communicate through operators that full recomputation repeats."""
 

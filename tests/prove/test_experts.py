@@ -60,16 +60,13 @@ def test_a_fault_of_other_parameters_keeps_its_cause(gang: GangPool, name: str) 
 
 
 EP = {
-    "ep 1": ("mesh.dp_shard=2",),
     "ep 2": ("mesh.dp_shard=2", "mesh.ep=2"),
     "ep 2 of dp_shard 4": ("mesh.dp_shard=4", "mesh.ep=2"),
-    "ep 4": ("mesh.dp_shard=4", "mesh.ep=4"),
     "ep 2, replicated": ("mesh.dp_replicate=2", "mesh.dp_shard=2", "mesh.ep=2"),
 }
 TP = {"tp 1": (), "tp 2": ("mesh.tp=2",), "tp 2, whole sequences": ("mesh.tp=2", "mesh.sequence_parallel=false")}
 PIPES = {
     "no pipeline": (),
-    "1f1b": ("mesh.pp=2", "pipeline.schedule=1f1b"),
     "zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4"),
     "dualpipe-v": ("mesh.pp=2", "pipeline.schedule=dualpipe-v", "model.num_layers=4"),
 }
@@ -89,12 +86,12 @@ ROUTING = {
     ),
 }
 RUNS = {
-    "plain": (),
     "recomputed": ("recompute.policy=full",),
     "exact-via-all-to-all": ("comm.gradients=exact-via-all-to-all",),
-    "frozen experts": ('train.freeze=["blocks.*.moe.experts.*"]',),
-    "kept gathered": ("mesh.reshard_after_forward=false",),
-}
+    "frozen experts, kept gathered": (
+        'train.freeze=["blocks.*.moe.experts.*"]', "mesh.reshard_after_forward=false",
+    ),
+}  # fmt: skip
 MICROBATCHES = (1, 4)
 
 

@@ -67,7 +67,7 @@ MATRIX = [
     (layout, what)
     for i, layout in enumerate(LAYOUTS)
     for j, what in enumerate(GLOBS)
-    if (i + j) % 4 == 0 or (layout, what) in ALSO
+    if (i + j) % 6 == 0 or (layout, what) in ALSO
 ]
 """Each layout with some of the globs, each glob on some of the layouts."""
 
@@ -86,7 +86,6 @@ def test_a_first_stage_that_trains_only_what_it_does_not_read(gang):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("freeze", ["embed.weight", "blocks.0.*", "['blocks.*','norm.weight']"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_a_llama_with_a_tied_embedding(gang, schedule, freeze):
-    words = ("mesh.pp=2", f"pipeline.schedule={schedule}", "model.tie_embeddings=true", f"train.freeze={freeze}")
+def test_a_llama_with_a_tied_embedding(gang, freeze):
+    words = ("mesh.pp=2", "pipeline.schedule=zb-v", "model.tie_embeddings=true", f"train.freeze={freeze}")
     assert_proved_and_kept(gang, small_config(*words, *FOUR))

@@ -18,12 +18,7 @@ TABLES = {
     "data_faults.IMAGE_FAULTS": IMAGE_FAULTS,
     "branch_faults.BRANCH_FAULTS": BRANCH_FAULTS,
 }
-QUICK = {
-    "the epsilon of a norm on one rank",
-    "GELU instead of SiLU",
-    "the betas of PyTorch",
-    "a rank is given its neighbour's samples",
-}
+QUICK = {"the epsilon of a norm on one rank", "a rank is given its neighbour's samples"}
 CASES = [
     pytest.param(where, name, marks=() if name in QUICK else pytest.mark.slow, id=name)
     for where, table in TABLES.items()

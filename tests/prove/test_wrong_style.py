@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import GradientPlacement
@@ -47,6 +49,7 @@ def forget_plans():
     make_plan.__globals__["_make_plan"].cache_clear()
 
 
+@pytest.mark.slow
 def test_a_wrong_style_passes_verify_and_fails_the_proof(gang, tmp_path):
     words = [*WORDS, *small_corpus(tmp_path)]
     with mock.patch.object(sys, "path", [str(EXAMPLE), *sys.path]):

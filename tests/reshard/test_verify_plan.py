@@ -45,6 +45,7 @@ def large():
     return plan_of((32, 32), (2048, 2048), "S0 S1", ("all-to-all", "0 1", "S1 S0"), bound=8192)
 
 
+@pytest.mark.slow
 def test_a_right_plan_of_a_thousand_ranks_is_accepted():
     verify(large())
 

@@ -42,9 +42,7 @@ CASES = quick_and_slow(
         (2, ("mesh.cp=2", HEADS, SELECTIVE)),
     ],
     quick=[
-        (4, ("mesh.cp=4", *MIXED, SELECTIVE, "model.num_kv_heads=4", "train.seq_len=64")),
         (2, ("mesh.cp=2", HEADS, FULL, "train.precision=float64")),
-        (4, ("mesh.cp=4", "model.num_kv_heads=4", *PACKED, *MIXED, FULL, TWICE)),
     ],
 )
 

@@ -32,7 +32,7 @@ def alone(corpus):
     return trace(0, 1, [*corpus, *TINY, *BALANCED, FP64], 20)
 
 
-@pytest.mark.parametrize(("dp", "ep"), quick_and_slow([(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)], quick=[(2, 2)]))
+@pytest.mark.parametrize(("dp", "ep"), quick_and_slow([(2, 2), (4, 2)], quick=[(2, 2)]))
 def test_losses_do_not_depend_on_the_layout(gang, corpus, alone, dp, ep):
     words = [*corpus, *TINY, *BALANCED, FP64, f"mesh.dp_shard={dp}", f"mesh.ep={ep}"]
     found = run_on(gang, dp, trace, words, 20)[0]
@@ -94,7 +94,7 @@ def test_bytes_are_predicted_exactly_with_uniform_routing(gang, corpus, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [4])
 def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus, ep):
     """The prediction from the experts' counts is within 5 % on each rank, where the uniform one may be far off."""
     words = [*corpus, *TINY, "mesh.dp_shard=4", f"mesh.ep={ep}", "model.balance_loss=0", "train.lr=1e-2"]
@@ -136,11 +136,9 @@ EXPERTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [["mesh.dp_shard=2", "mesh.ep=2"], ["mesh.dp_shard=2", "mesh.ep=2", "mesh.pp=2",
-                                                                     "train.num_microbatches=2"]])  # fmt: skip
-def test_a_kill_costs_nothing(corpus, tmp_path, layout):
+def test_a_kill_costs_nothing(corpus, tmp_path):
     """Biases and counters are in the checkpoint: what follows is bitwise what would have been."""
-    words = [*corpus, *EXPERTS, *layout]
+    words = [*corpus, *EXPERTS, "mesh.dp_shard=2", "mesh.ep=2", "mesh.pp=2", "train.num_microbatches=2"]
     killed(words, tmp_path / "killed", Fault(rank=1, step=5))
     train(words, tmp_path / "killed", resume="auto")
     train(words, tmp_path / "whole")

@@ -40,6 +40,7 @@ def deferred_shapes(rank, world_size, words):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["mesh.dp_shard=2", "mesh.ep=2"]], ids=["pp", "pp and ep"])
 def test_zb_v_defers_the_products_of_experts(gang, corpus, layout):
     """Three stacked matrices and the router's of each of a rank's two layers, in each split backward."""

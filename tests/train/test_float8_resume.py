@@ -53,6 +53,7 @@ def restored(rank, world_size, words, path):
     return said, None if history is None else (history.history.clone(), history.known.clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(1, ["train.precision=float32"]), (2, ["mesh.pp=2", "train.num_microbatches=4"]), (2, ["mesh.cp=2"])],

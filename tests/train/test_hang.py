@@ -45,7 +45,6 @@ def sleepy_body(context, argument):
 
 
 CASES = {
-    "sharded": (["mesh.dp_shard=2"], r"(all_gather|reduce_scatter)\w*, sequence number \d+", r"step\.py"),
     "compressed": (
         ["mesh.dp_shard=2", "comm.gradients=loco4", "comm.weights=int8"],
         r"all_gather, number \d+",

@@ -15,9 +15,7 @@ LOSS = "loss_bits_per_byte"
 
 LAYOUTS = {
     "one process": [],
-    "dp_shard 4": ["mesh.dp_shard=4"],
     "tp 2, dp_shard 2": ["mesh.tp=2", "mesh.dp_shard=2"],
-    "dp_replicate 2, dp_shard 2": ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
 }
 
 

@@ -65,6 +65,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_rank_writes_a_file_a_range_and_computes_the_same(run, tmp_path):
     words = ["train.num_microbatches=2", "train.profile=2,4-5"]
     notes = run(*words)

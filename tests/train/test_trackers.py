@@ -99,6 +99,7 @@ def resumed(run):
     return replace(run, after_step=3, recorded_step=6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_no_step_twice_in_a_users_sink_and_tensorboard(own, tmp_path):
     """Killed in step 7, it repeats 5 and 6 from the checkpoint of step 4. A sink that fails is not called again."""
     words = [

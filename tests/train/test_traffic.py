@@ -82,8 +82,6 @@ LAYOUTS = quick_and_slow(
     quick=[
         (2, ("mesh.dp_shard=2", MICROBATCHES, VOCABULARY)),
         (2, ("mesh.dp_shard=2", "train.precision=bfloat16", "model.tie_embeddings=true")),
-        (4, ("mesh.dp_shard=4", "model.ffn_dim=50")),
-        (4, ("mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true", VOCABULARY)),
     ],
 )
 

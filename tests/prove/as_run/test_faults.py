@@ -11,8 +11,6 @@ from tests.prove.as_run.proofs import as_run_config, proof
 
 QUICK = {
     "gradients are reduced in bfloat16",
-    "tp ranks drop other elements",
-    "clipping is skipped",
 }
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAULTS]
 

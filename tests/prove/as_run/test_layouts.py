@@ -1,4 +1,7 @@
-"""No false alarms: right runs in bfloat16 pass on every layout with three seeds, and most gradients are proved."""
+"""No false alarms: right runs in bfloat16 pass on every layout, and most gradients are proved.
+
+Presets, layouts and seeds take turns; `python -m tests.prove.sweep` runs all of them with all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from itertools import product
 
 import pytest
 
-from meshwright.config.source import preset_names
 from meshwright.errors import MeshwrightError
 from meshwright.plan.load_config import load
 from meshwright.prove.as_run.configuration import as_configured
@@ -61,13 +63,10 @@ def assert_passes(result: AsRunResult) -> None:
     assert len(provable) >= least * len(result.gradients), "a proof that proves nothing is no proof"
 
 
-def _is_chosen(preset: str, layout: str, seed: int, variant: str) -> bool:
-    """Whether to test a case: seeds and variants take turns; `tests.prove.sweep` runs all of them."""
-    number = list(LAYOUTS).index(layout)
-    return seed == (number + list(SIZES).index(preset)) % 3 and bool(variant) == bool(number % 2)
-
-
-CHOSEN = [case for case in MATRIX if _is_chosen(*case)]
+CHOSEN = [
+    [case for case in MATRIX if case[1] == layout and case[2] == number % 3][number % len(SIZES)]
+    for number, layout in enumerate(LAYOUTS)
+]
 
 
 @pytest.mark.slow
@@ -77,6 +76,7 @@ def test_a_right_run_passes(gang: GangPool, preset: str, layout: str, seed: int,
     assert_passes(proof(gang, as_run_config(*words, preset=preset), steps=2))
 
 
+@pytest.mark.slow
 def test_sharded_experts_pass(gang: GangPool) -> None:
     assert_passes(proof(gang, as_run_config("mesh.dp_shard=2", "mesh.ep=2", preset="moe-tiny"), steps=2))
 
@@ -137,8 +137,8 @@ def small_preset(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_passes(gang: GangPool, name: str) -> None:
+@pytest.mark.parametrize("name", ["deepseek-v3-like", "dit-digits-video"])
+def test_presets_with_blocks_of_several_kinds_pass(gang: GangPool, name: str) -> None:
     words = (*small_preset(name), "train.precision=bfloat16")
     result = proof(gang, as_configured(load(name, words)), steps=2)
     assert result.passed, "\n".join(render(result))

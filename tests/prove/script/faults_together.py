@@ -29,6 +29,11 @@ class Fault:
     layout: str = "2"
     own_reference: bool = False
 
+    def assert_named(self, found):
+        """The first cause found is this fault's, and at most one other is."""
+        assert 1 <= len(found) <= 2, found
+        assert all(word in found[0] for word in self.words), found
+
 
 def prove_together(script, faults, folder, *, one, base=(), steps=3):
     """Prove copies of a script with one fault each; return the causes found by name of fault.

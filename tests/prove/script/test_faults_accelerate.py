@@ -110,5 +110,4 @@ def found(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_fault_is_found_by_name_and_cause(fault, found):
-    assert 1 <= len(found[fault]) <= 2, found[fault]
-    assert all(word in found[fault][0] for word in FAULTS[fault].words), found[fault]
+    FAULTS[fault].assert_named(found[fault])

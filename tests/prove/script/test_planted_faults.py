@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.prove.script.scripts import ACCUMULATED, BFLOAT16, DDP, FSDP2_TP, causes, planted, prove
+from tests.prove.script.faults_together import Fault, prove_together
+from tests.prove.script.scripts import ACCUMULATED, BFLOAT16, DDP, FSDP2_TP
 
-ONE = "1 --accumulate 1"
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 NORM = "norm = global_norm(model)"
 LOCAL_NORM = "norm = torch.stack([local(p.grad).norm() for p in model.parameters()]).norm()"
@@ -20,107 +20,129 @@ SUMMED = """    shard(model, mesh)
 """
 
 FAULTS = {
-    "accumulation not divided": (
-        FSDP2_TP, [("            loss = loss / options.accumulate\n", "")], [ONE, "2 --accumulate 4"],
+    "accumulation not divided": Fault(
+        [("            loss = loss / options.accumulate\n", "")],
         ["gradient |", "4.000 × the reference", "summed over the 4 micro-batches instead of averaged"],
+        "2 --accumulate 4",
     ),
-    "gradients cleared between micro-batches": (
-        FSDP2_TP, [("loss.backward()\n", "optimizer.zero_grad()\n            loss.backward()\n")],
-        [ONE, "2 --accumulate 4"],
+    "gradients cleared between micro-batches": Fault(
+        [("loss.backward()\n", "optimizer.zero_grad()\n            loss.backward()\n")],
         ["gradient |", "only the last micro-batch is present", "accumulation is missing"],
+        "2 --accumulate 4",
     ),
-    "another weight decay": (
-        FSDP2_TP, [("lr=1e-2", "lr=1e-2, weight_decay=0.01 * dp_size")], [ONE, "2"],
-        ["optimizer |", "weight_decay is 0.02 on rank 0, 0.01 in the reference"],
+    "another weight decay": Fault(
+        [("lr=1e-2", "lr=1e-2, weight_decay=0.01 * dp_size")],
+        ["optimizer |", "weight_decay is 0.02 on rank 0, 0.01 in the reference"]
     ),
-    "accumulation not divided, in bfloat16": (
-        FSDP2_TP, [*BFLOAT16, ("            loss = loss / options.accumulate\n", "")], [ONE, "2 --accumulate 4"],
+    "accumulation not divided, in bfloat16": Fault(
+        [*BFLOAT16, ("            loss = loss / options.accumulate\n", "")],
         ["gradient |", "4.000 × the reference", "summed over the 4 micro-batches instead of averaged"],
+        "2 --accumulate 4", own_reference=True,
     ),
-    "norms not reduced over tp, in bfloat16": (
-        FSDP2_TP, [*BFLOAT16, ("            reduce_norm_gradients(model, mesh)\n", "")], [ONE, "2 --tp 2"],
+    "norms not reduced over tp, in bfloat16": Fault(
+        [*BFLOAT16, ("            reduce_norm_gradients(model, mesh)\n", "")],
         ["gradient |", "blocks.1.norm.weight", "the sum over tp is missing: the replicas sum to the reference"],
+        "2 --tp 2", own_reference=True,
     ),
-    "no set_epoch": (
-        FSDP2_TP, [("        sampler.set_epoch(epoch)\n", "")], [ONE, "2"],
+    "no set_epoch": Fault(
+        [("        sampler.set_epoch(epoch)\n", "")],
         ["samples", "step 3 reads the samples of step 1", "set_epoch(epoch) is not called"],
+        own_reference=True,
     ),
-    "same data on all ranks": (
-        FSDP2_TP, [("num_replicas=dp_size, rank=dp_rank", "num_replicas=1, rank=0")], [ONE, "2"],
-        ["ranks 0 and 1 read the same samples, and 8 of 16 samples", "the same data on several ranks"],
+    "same data on all ranks": Fault(
+        [("num_replicas=dp_size, rank=dp_rank", "num_replicas=1, rank=0")],
+        ["ranks 0 and 1 read the same samples, and 8 of 16 samples", "the same data on several ranks"]
     ),
-    "data split over tp": (
-        FSDP2_TP, [("num_replicas=dp_size, rank=dp_rank", "num_replicas=dist.get_world_size(), rank=dist.get_rank()")],
-        [ONE, "2 --tp 2 --accumulate 1"],
+    "data split over tp": Fault(
+        [("num_replicas=dp_size, rank=dp_rank", "num_replicas=dist.get_world_size(), rank=dist.get_rank()")],
         ["ranks 0 and 1 are not data parallel to each other", "the data-parallel mesh only"],
+        "2 --tp 2 --accumulate 1",
     ),
-    "another global batch": (
-        FSDP2_TP, [("GLOBAL_BATCH // dp_size //", "GLOBAL_BATCH //")], [ONE, "2 --accumulate 1"],
+    "another global batch": Fault(
+        [("GLOBAL_BATCH // dp_size //", "GLOBAL_BATCH //")],
         ["step 1 reads 32 samples, 16 in the reference", "another global batch"],
+        "2 --accumulate 1",
     ),
-    "norm of each rank": (
-        FSDP2_TP, [(NORM, LOCAL_NORM)], [ONE, "2"],
-        ["norm |", "ranks 0 and 1 report different norms", "local norms not reduced over dp_shard"],
+    "norm of each rank": Fault(
+        [(NORM, LOCAL_NORM)],
+        ["norm |", "ranks 0 and 1 report different norms", "local norms not reduced over dp_shard"]
     ),
-    "norm of each rank, not recorded": (
-        FSDP2_TP, [(NORM, LOCAL_NORM), ("            recorder.norm(norm)\n", "")], [ONE, "2"],
-        ["clipping |", "on rank 0", "clipped by a norm of each rank's own shards"],
+    "norm of each rank, not recorded": Fault(
+        [(NORM, LOCAL_NORM), ("            recorder.norm(norm)\n", "")],
+        ["clipping |", "on rank 0", "clipped by a norm of each rank's own shards"]
     ),
-    "frozen": (
-        FSDP2_TP, [(SHARDED, FROZEN + SHARDED)], [ONE, "2"],
-        ["frozen |", "blocks.0.up.weight", "frozen by mistake: requires_grad is False"],
+    "frozen": Fault(
+        [(SHARDED, FROZEN + SHARDED)],
+        ["frozen |", "blocks.0.up.weight", "frozen by mistake: requires_grad is False"]
     ),
-    "optimizer made before sharding": (
-        FSDP2_TP, [(BUILT + OPTIMIZER, BUILT.replace("    shard", OPTIMIZER + "    shard"))], [ONE, "2"],
-        ["optimizer |", "lacks embed.weight, blocks.0.norm.weight", "make it after sharding"],
+    "optimizer made before sharding": Fault(
+        [(BUILT + OPTIMIZER, BUILT.replace("    shard", OPTIMIZER + "    shard"))],
+        ["optimizer |", "lacks embed.weight, blocks.0.norm.weight", "make it after sharding"]
     ),
-    "parameters not in the optimizer": (
-        FSDP2_TP, [("AdamW(model.parameters()", "AdamW((model if dp_size == 1 else model.blocks).parameters()")],
-        [ONE, "2"], ["optimizer |", "lacks embed.weight, norm.weight", "not in the optimizer"],
+    "parameters not in the optimizer": Fault(
+        [("AdamW(model.parameters()", "AdamW((model if dp_size == 1 else model.blocks).parameters()")],
+        ["optimizer |", "lacks embed.weight, norm.weight", "not in the optimizer"]
     ),
-    "not tied after sharding": (
-        FSDP2_TP, [("parallelize_module(model, mesh[\"tp\"], plan)\n        model.head.weight = model.embed.weight\n",
-          "parallelize_module(model, mesh[\"tp\"], plan)\n")], [ONE, "2 --tp 2"],
+    "not tied after sharding": Fault(
+        [("parallelize_module(model, mesh[\"tp\"], plan)\n        model.head.weight = model.embed.weight\n",
+          "parallelize_module(model, mesh[\"tp\"], plan)\n")],
         ["tied weights |", "embed.weight and head.weight do not share one tensor", "not tied after sharding"],
+        "2 --tp 2",
     ),
-    "norms not reduced over tp": (
-        FSDP2_TP, [("            reduce_norm_gradients(model, mesh)\n", "")], [ONE, "2 --tp 2"],
+    "norms not reduced over tp": Fault(
+        [("            reduce_norm_gradients(model, mesh)\n", "")],
         ["gradient |", "blocks.1.norm.weight", "the sum over tp is missing: the replicas sum to the reference"],
+        "2 --tp 2",
     ),
-    "learning rate times processes": (
-        FSDP2_TP, [("lr=1e-2", "lr=1e-2 * dp_size")], [ONE, "2"],
-        ["learning rate |", "0.02 in step 1", "multiplied by the number of"],
+    "learning rate times processes": Fault(
+        [("lr=1e-2", "lr=1e-2 * dp_size")],
+        ["learning rate |", "0.02 in step 1", "multiplied by the number of"]
     ),
-    "initial weights of each rank": (
-        FSDP2_TP, [("    model = Model()\n", "    torch.manual_seed(dist.get_rank())\n    model = Model()\n")],
-        [ONE, "2"],
+    "initial weights of each rank": Fault(
+        [("    model = Model()\n", "    torch.manual_seed(dist.get_rank())\n    model = Model()\n")],
         ["initial |", "initial weights differ on rank 1", "start from different weights"],
+        own_reference=True,
     ),
-    "summed over data-parallel ranks": (
-        FSDP2_TP, [("    shard(model, mesh)\n", SUMMED)], [ONE, "2 --accumulate 1"],
+    "summed over data-parallel ranks": Fault(
+        [("    shard(model, mesh)\n", SUMMED)],
         ["gradient |", "2.000 × the reference", "summed over dp_shard (2 ranks) instead of averaged"],
+        "2 --accumulate 1",
     ),
-    "no reduction over data-parallel ranks": (
-        DDP, [("    model = DistributedDataParallel(net)", "    model = net")], ["1", "2"],
+}  # fmt: skip
+DDP_FAULTS = {
+    "no reduction over data-parallel ranks": Fault(
+        [("    model = DistributedDataParallel(net)", "    model = net")],
+        ["gradient |", "differ between ranks 0 and 1", "the mean over dp_replicate is missing"]
+    ),
+    "reduced in no micro-batch": Fault(
+        [(before, after.replace("at == 1", "at == 2")) for before, after in ACCUMULATED],
         ["gradient |", "differ between ranks 0 and 1", "the mean over dp_replicate is missing"],
+        own_reference=True,
     ),
-    "reduced in no micro-batch": (
-        DDP, [(before, after.replace("at == 1", "at == 2")) for before, after in ACCUMULATED], ["1", "2"],
-        ["gradient |", "differ between ranks 0 and 1", "the mean over dp_replicate is missing"],
-    ),
-    "another seed of the data": (
-        DDP, [("manual_seed(step)", "manual_seed(step + size)")], ["1", "2"],
-        ["samples |", "step 1 reads the samples of step 2 of the reference", "1 step ahead"],
+    "another seed of the data": Fault(
+        [("manual_seed(step)", "manual_seed(step + size)")],
+        ["samples |", "step 1 reads the samples of step 2 of the reference", "1 step ahead"]
     ),
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return prove_together(FSDP2_TP, FAULTS, tmp_path_factory.mktemp("faults"), one="--accumulate 1")
+
+
+@pytest.fixture(scope="module")
+def found_in_ddp(tmp_path_factory):
+    return prove_together(DDP, DDP_FAULTS, tmp_path_factory.mktemp("faults"), one="")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_fault_is_found_by_name_and_cause(fault, tmp_path):
-    script, changes, layouts, words = FAULTS[fault]
-    proof = prove(planted(script, tmp_path, *changes), *layouts)
-    assert not proof
-    found = causes(proof)
-    assert len(found) <= 2, found
-    assert all(word in found[0] for word in words), found
+def test_the_fault_is_found_by_name_and_cause(fault, found):
+    FAULTS[fault].assert_named(found[fault])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DDP_FAULTS)
+def test_the_fault_is_found_in_ddp(fault, found_in_ddp):
+    DDP_FAULTS[fault].assert_named(found_in_ddp[fault])

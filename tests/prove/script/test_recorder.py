@@ -45,6 +45,7 @@ def test_nothing_happens_outside_a_proof(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_package_stays_callable_and_free_of_torch():
     code = "import sys, meshwright.prove as p; assert callable(p) and 'torch' not in sys.modules; p.Recorder"
     assert subprocess.run([sys.executable, "-c", code + "; assert 'torch' in sys.modules"]).returncode == 0
