@@ -42,8 +42,11 @@ def main() -> int:
     if options.match:
         found = [mutant for mutant in found if any(text in str(mutant) for text in options.match)]
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
-    results = []
+    results = json.loads(options.json.read_text("utf-8")) if options.json and options.json.exists() else []
+    tried = [{name: one[name] for name in asdict(chosen[0])} for one in results]
     for at, mutant in enumerate(chosen, start=1):
+        if asdict(mutant) in tried:
+            continue
         results.append({**asdict(mutant), **_try(mutant, work, right, options)})
         print(f"{at:4} {results[-1]['kind']:10} {mutant} | {results[-1]['layout']}", flush=True)
         if options.json:
@@ -59,7 +62,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="a layout to prove, if not all")
     parser.add_argument("--match", action="append", default=[], metavar="TEXT", help="of mutants' names, if not all")
-    parser.add_argument("--json", type=Path, help="file for the results, written after each mutant")
+    parser.add_argument(
+        "--json", type=Path, help="file for the results, written after each mutant; a run goes on with what it has"
+    )
     return parser.parse_args()
 
 
