@@ -1,6 +1,8 @@
-"""Formatting of bytes, counts and durations."""
+"""Formatting of bytes, counts, durations and lists of words."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 KIB = 1024
 MIB = 1024**2
@@ -25,6 +27,17 @@ def counted(number: int, noun: str) -> str:
         return f"1 {noun}"
     found = next((ending for ending in PLURALS if noun.endswith(ending)), "")
     return f"{number} {noun.removesuffix(found)}{PLURALS[found]}"
+
+
+def join_words(words: Sequence[str], *, last: str = "and") -> str:
+    """Join words: `a`, `a and b`, `a, b and c`."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else "nothing"
+
+
+def first_words(words: Sequence[str], most: int) -> str:
+    """Join the first words: `a`, `a and b`, `a, b and 3 more`."""
+    more = [f"{len(words) - most} more"] if len(words) > most else []
+    return join_words([*words[:most], *more])
 
 
 def format_count(count: float) -> str:

@@ -177,7 +177,7 @@ UNREAD = [
     *(("llama-tiny", f"diffusion.{word}") for word in ("guidance=3", "num_samples=0", "schedule=linear")),
     *(("dit-digits", word) for word in ("train.seq_len=64", "train.sample_tokens=0", "train.sample_prompt=a",
                                         "data.tokenizer=a.json", "data.token_dtype=uint8",
-                                        "data.packing=documents", "data.separator=0")),
+                                        "data.packing=documents", "data.separator=0", "data.text_field=text")),
 ]  # fmt: skip
 
 

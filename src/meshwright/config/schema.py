@@ -23,8 +23,9 @@ class DataConfig(Section):
 
     source: str = Field(
         "stdlib",
-        description="text: stdlib (this Python's own source files), a glob of text files, or a token file "
-        "(.npy, or .bin of data.token_dtype); images and videos: digits, digits-video, or a glob of image files",
+        description="text: stdlib (this Python's own source files), a glob of files of text or JSON lines (.jsonl; see "
+        "data.text_field), or a token file (.npy, or .bin of data.token_dtype); images and videos: digits, "
+        "digits-video, or a glob of image files",
     )
     tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
@@ -35,6 +36,9 @@ class DataConfig(Section):
     )
     separator: int | None = Field(
         None, ge=0, description="token id that ends each document of a token file, needed by data.packing=documents"
+    )
+    text_field: str | None = Field(
+        None, min_length=1, description="field that is the text of each line of JSON lines (.jsonl, .ndjson)"
     )
     cache_dir: str | None = Field(
         None,

@@ -4,8 +4,9 @@ Text is tokenised once and cached; all ranks and later runs memory-map the same 
 
 A corpus is read in windows of T + 1 tokens: T inputs and, shifted by one, T targets. Window w covers tokens
 w·T … w·T + T, so windows share no input, and the last target of one is the first input of the next. With the ends of
-the documents, its documents can be packed instead (see `packed_windows.py`): each file is a document, separator
-included, or each of its two parts if the last tenth of every file is held out; token files say their separator.
+the documents, its documents can be packed instead (see `packed_windows.py`): each line of JSON lines is a document, and
+each other file, separator included, or each of its two parts if the last tenth of every file is held out; token files
+say their separator.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import cache_file, text_documents
+from meshwright.data import cache_file, json_lines, text_documents
 from meshwright.data.corpus_fingerprint import Fingerprint, packed_fingerprint
 from meshwright.data.document_ends import EndsWriter, SplitDocuments, check_ends
 from meshwright.data.packed_windows import PackedSplits
@@ -82,22 +83,28 @@ def open_corpus(
     cache_dir: str | None,
     with_documents: bool = False,
     separator: int | None = None,
+    text_field: str | None = None,
 ) -> Corpus:
     """Open the corpus named by `data.source`, tokenising and caching it if necessary.
 
     Args:
         source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or else a
-            glob of UTF-8 text files. `text_documents.py` and `token_files.py` define the held-out part.
+            glob of files of UTF-8 text or JSON lines. `text_documents.py`, `json_lines.py` and `token_files.py` define
+            the held-out part.
         tokenizer: `bytes` or the path of a `tokenizer.json`; ignored for token files.
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
         cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
         with_documents: find the ends of the documents.
         separator: last token of each document of a token file, needed to find them.
+        text_field: field that is the text of each line of JSON lines.
 
     Raises:
-        DataError: the source or the tokenizer is missing, unreadable, malformed or empty.
+        DataError: the source or the tokenizer is missing, unreadable, malformed or empty, or `text_field` is missing
+            or has no effect.
     """
     if is_token_file(source):
+        if text_field is not None:
+            raise json_lines.no_effect(text_field, source)
         assert (separator is not None) == with_documents, "documents of a token file are found by their separator"
         tokens, metadata, path = open_token_file(
             source, token_dtype=token_dtype, cache_dir=cache_dir, separator=separator
@@ -105,8 +112,14 @@ def open_corpus(
         title = os.path.basename(source)
     else:
         documents = text_documents.list_documents(source)
+        json_lines.check_text_field(documents, text_field, source=source)
         path, metadata = _open_text(
-            source, documents, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
+            source,
+            documents,
+            tokenizer=tokenizer,
+            text_field=text_field,
+            cache_dir=cache_dir,
+            with_documents=with_documents,
         )
         tokens = map_tokens(path, metadata)
         title = (
@@ -186,16 +199,22 @@ def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Cor
 
 
 def _open_text(
-    source: str, documents: list[Document], *, tokenizer: str, cache_dir: str | None, with_documents: bool
+    source: str,
+    documents: list[Document],
+    *,
+    tokenizer: str,
+    text_field: str | None,
+    cache_dir: str | None,
+    with_documents: bool,
 ) -> tuple[Path, CorpusMetadata]:
-    identity = [_FORMAT, tokenizer_identity(tokenizer)]
+    identity = [_FORMAT, tokenizer_identity(tokenizer), *([] if text_field is None else [text_field])]
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
     def build(file: BinaryIO) -> CorpusMetadata:
         size = format_bytes(sum(document.num_bytes for document in documents))
         _log.info("tokenising %d files (%s) of %s with %s", len(documents), size, source, tokenizer)
-        return _tokenise(file, documents, open_tokenizer(tokenizer), source=source)
+        return _tokenise(file, documents, open_tokenizer(tokenizer), source=source, text_field=text_field)
 
     label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
     path, metadata = cache_file.open_or_build(
@@ -209,14 +228,18 @@ def _open_text(
     if metadata.num_skipped and source != text_documents.STDLIB:
         message = "skipped %d of the %d files of %s: not UTF-8, or contain zero bytes"
         _log.warning(message, metadata.num_skipped, len(documents), source)
+    if metadata.num_empty:
+        _log.warning("left out %s of %s: %s is empty", counted(metadata.num_empty, "line"), source, text_field)
     return path, metadata
 
 
-def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str) -> CorpusMetadata:
+def _tokenise(
+    file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str, text_field: str | None
+) -> CorpusMetadata:
     """Write the tokens of all documents, training split first, each followed by a separator, and then their ends."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
-    skipped: set[str] = set()
+    left_out = _LeftOut()
     counts: list[int] = []
     lengths = array("Q")  # Of all documents: far smaller than the list of files.
     num_documents: list[int] = []
@@ -224,7 +247,7 @@ def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *
     for slices in text_documents.split(documents):
         counts.append(0)
         text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
-        for texts in _batches(_texts(slices, skipped, source=source)):
+        for texts in _batches(_texts(slices, left_out, source=source, text_field=text_field)):
             encoded = tokenizer.encode_batch(texts)
             lengths.extend(len(ids) + (tokenizer.separator_id is not None) for ids in encoded)
             tokens = _concatenate(encoded, tokenizer.separator_id, dtype)
@@ -236,7 +259,9 @@ def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *
         num_documents.append(len(lengths) - sum(num_documents))
     num_train, num_validation = counts
     if not num_train or not num_validation:
-        raise _empty(source, "training" if not num_train else "validation", len(documents), len(skipped))
+        raise _empty(source, "training" if not num_train else "validation", len(documents), len(left_out.files))
+    if left_out.empty.count:
+        _log.warning("the first line without text is %s", left_out.empty.first)
     ends = EndsWriter(file)
     ends.write(np.cumsum(np.frombuffer(lengths, dtype=np.uint64)))
     return CorpusMetadata(
@@ -246,7 +271,8 @@ def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *
         payload_bytes=(num_train + num_validation) * dtype.itemsize + ends.num_bytes,
         vocab_size=tokenizer.vocab_size,
         validation_text_bytes=text_bytes,
-        num_skipped=len(skipped),
+        num_skipped=len(left_out.files),
+        num_empty=left_out.empty.count,
         fingerprint=fingerprint.hexdigest(num_train=num_train),
         num_train_documents=num_documents[0],
         num_validation_documents=num_documents[1],
@@ -254,12 +280,23 @@ def _tokenise(file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *
     )
 
 
-def _texts(slices: Iterable[TextSlice], skipped: set[str], *, source: str) -> Iterator[str]:
-    """Yield the non-empty texts of the slices; add the names of files that are not text to `skipped`."""
+@dataclass
+class _LeftOut:
+    """What a corpus leaves out: names of files that are not text, and lines whose text is empty."""
+
+    files: set[str] = field(default_factory=set)
+    empty: json_lines.EmptyTexts = field(default_factory=json_lines.EmptyTexts)
+
+
+def _texts(slices: Iterable[TextSlice], left_out: _LeftOut, *, source: str, text_field: str | None) -> Iterator[str]:
+    """Yield the non-empty texts of the slices; add what is none to `left_out`."""
     for document_slice in slices:
+        if text_field is not None and json_lines.is_json_lines(document_slice.document.path):
+            yield from json_lines.read_texts(document_slice, text_field, left_out.empty, source=source)
+            continue
         text = text_documents.read(document_slice, source=source)
         if text is None:
-            skipped.add(document_slice.document.name)
+            left_out.files.add(document_slice.document.name)
         elif text:
             yield text
 

@@ -27,12 +27,14 @@ STDLIB = "stdlib"
 MIN_HELD_OUT_FILES = 5
 MAX_FOLDERS_SEARCHED = 1000
 TEXT_SUFFIXES = frozenset(
-    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".py", ".c",
-     ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".toml", ".yaml", ".yml", ".org")
+    (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson",
+     ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".toml", ".yaml",
+     ".yml", ".org")
 )  # fmt: skip
 """Suffixes of files that are suggested as sources."""
 OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"
-_HOLD_OUT_DIVISOR = 10
+HOLD_OUT_DIVISOR = 10
+"""One in how many is held out for validation."""
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -112,7 +114,7 @@ def read(document_slice: TextSlice, *, source: str) -> str | None:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    end = len(text) - len(text) // _HOLD_OUT_DIVISOR
+    end = len(text) - len(text) // HOLD_OUT_DIVISOR
     if document_slice.extent is Extent.HEAD:
         return text[:end]
     return text[end:] if document_slice.extent is Extent.TAIL else text
@@ -131,7 +133,7 @@ def relative_name(path: str, root: Path) -> str:
 
 def is_held_out(name: str) -> bool:
     """Return True if the file of this name is held out when the rule selects whole files."""
-    return name_hash(name) % _HOLD_OUT_DIVISOR == 0
+    return name_hash(name) % HOLD_OUT_DIVISOR == 0
 
 
 def unreadable_file(path: str | Path, source: str, error: OSError) -> DataError:
@@ -220,6 +222,6 @@ def _nothing_found(source: str, root: Path) -> DataError:
     return DataError(
         f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",
-        rule="a source is stdlib, a glob of text files, or a .npy or .bin token file",
+        rule="a source is stdlib, a glob of files of text or JSON lines, or a .npy or .bin token file",
         fix=fix,
     )

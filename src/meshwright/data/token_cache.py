@@ -32,6 +32,7 @@ class CorpusMetadata:
         fingerprint: SHA-256 of the tokens (see `corpus_fingerprint.py`).
         num_train_documents: number of training documents, which come first.
         num_validation_documents: number of held-out documents.
+        num_empty: number of lines left out because their text is empty.
         ends_fingerprint: SHA-256 of the documents' ends; empty if the file has none, as in files of earlier versions.
 
     Raises:
@@ -49,6 +50,7 @@ class CorpusMetadata:
     num_train_documents: int = 0
     num_validation_documents: int = 0
     ends_fingerprint: str = ""
+    num_empty: int = 0
 
     def __post_init__(self) -> None:
         tokens = (self.num_train + self.num_validation) * np.dtype(self.dtype).itemsize

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.diagnose.phrases import join_words
+from meshwright.units import join_words
 
 
 @dataclass(frozen=True)

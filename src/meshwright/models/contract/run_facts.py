@@ -23,6 +23,8 @@ class DataFacts:
     """Kind of samples of text: none or documents."""
     separator: int | None
     """Last token of each document of a token file."""
+    text_field: str | None
+    """Field that is the text of each line of JSON lines."""
     cache_dir: str | None
 
 

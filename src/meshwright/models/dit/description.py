@@ -72,6 +72,7 @@ UNUSED_KEYS = {
     "data.token_dtype": "text",
     "data.packing": "text",
     "data.separator": "text",
+    "data.text_field": "text",
     "train.seq_len": "text",
     "train.sample_tokens": "text",
     "train.sample_prompt": "text",

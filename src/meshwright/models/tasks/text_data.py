@@ -44,6 +44,7 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
         cache_dir=data.cache_dir,
         with_documents=is_packed,
         separator=data.separator,
+        text_field=data.text_field,
     )
     multiple_of = f.axes.tp if f.sequence_parallel else 1
     if is_packed:

@@ -19,7 +19,8 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import Array, AssembledTensor, LocalShard
 from meshwright.prove.diagnose.contributions import weights_diagnosis
 from meshwright.prove.diagnose.factors import LayoutCounts
-from meshwright.prove.diagnose.phrases import EVERYWHERE, join_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import EVERYWHERE, rank_words, scope_words
+from meshwright.units import join_words
 
 SLACK = 1.5
 """Factor on the tolerance within which a cause explains a gradient: a fault may add to rounding errors."""

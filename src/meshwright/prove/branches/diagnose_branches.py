@@ -13,11 +13,12 @@ from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import first_words, join_words, rank_words
+from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.recording_task import RecordingTask, sample_digests
 from meshwright.train.lr_schedule import learning_rate
+from meshwright.units import first_words, join_words
 
 RATE_TOLERANCE = 1e-12
 MOST_RATES = 10_000

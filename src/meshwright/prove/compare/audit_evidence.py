@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import first_words, join_words, rank_words
+from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, UnequalCopies
 from meshwright.prove.stage_placement import StagePlacement
-from meshwright.units import counted
+from meshwright.units import counted, first_words, join_words
 
 MAX_NAMES = 4
 COPIES_START = "all copies of a shared parameter must start from the weights of the first copy"

@@ -46,7 +46,7 @@ from meshwright.prove.diagnose.experts import narrow_to_experts
 from meshwright.prove.diagnose.factors import LayoutCounts, close
 from meshwright.prove.diagnose.gradients import DiagnosisContext, diagnose_gradient
 from meshwright.prove.diagnose.notes import notes_on
-from meshwright.prove.diagnose.phrases import first_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import rank_words, scope_words
 from meshwright.prove.diagnose.pipeline import locate_stages
 from meshwright.prove.diagnose.samples import diagnose_samples
 from meshwright.prove.diagnose.shared_parameters import StageContributions
@@ -60,6 +60,7 @@ from meshwright.prove.record.evidence import (
     ReferenceEvidence,
     Variants,
 )
+from meshwright.units import first_words
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import TensorVerdict, Verdicts, to_arrays
 from meshwright.prove.diagnose.expert_counts import diagnose_bias, diagnose_counts
 from meshwright.prove.diagnose.factors import LayoutCounts
-from meshwright.prove.diagnose.phrases import first_words, rank_words
+from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.diagnose.suspect import UNKNOWN, SuspectTensor
 from meshwright.prove.diagnose.variants import StepVector, diagnose_by_variants, diagnose_later
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence, Variants
+from meshwright.units import first_words
 
 MAX_NAMES = 3
 """Most parameters that are listed."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import join_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import rank_words, scope_words
 from meshwright.prove.diagnose.samples import samples_of_dp_rank
 from meshwright.prove.record.evidence import Contents
-from meshwright.units import counted
+from meshwright.units import counted, join_words
 
 ELSEWHERE = (
     "no sample of these steps is like it: it was read with another seed, from other data or at another place, or was "

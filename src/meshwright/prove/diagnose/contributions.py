@@ -12,7 +12,8 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.diagnose.factors import NOTHING_FITS, LayoutCounts, close, factor_cause
 from meshwright.prove.diagnose.fit_contributions import local_masks
-from meshwright.prove.diagnose.phrases import EVERYWHERE, index_words, join_words, number_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import EVERYWHERE, index_words, number_words, rank_words, scope_words
+from meshwright.units import join_words
 
 MAX_LISTED = 4
 SymptomAndCause = tuple[str, str]

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.diagnose.phrases import join_words
+from meshwright.units import join_words
 
 CLOSE = 1e-9
 """Relative tolerance for matching a measured factor to a count."""

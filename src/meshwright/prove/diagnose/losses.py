@@ -13,7 +13,8 @@ from meshwright.prove.compare.tensor_shards import Array, coordinates
 from meshwright.prove.diagnose.contributions import weights_diagnosis
 from meshwright.prove.diagnose.factors import LayoutCounts, close, factor_cause
 from meshwright.prove.diagnose.fit_contributions import RESIDUAL, FitProblem, contribution_weights
-from meshwright.prove.diagnose.phrases import join_words, number_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import number_words, rank_words, scope_words
+from meshwright.units import join_words
 
 UNRECOGNISED = "not recognised: the forward pass differs"
 

@@ -9,21 +9,10 @@ import numpy as np
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.tensor_shards import coordinates
-from meshwright.units import counted
+from meshwright.units import counted, join_words
 
 MAX_LISTED = 8
 EVERYWHERE = "on every rank"
-
-
-def join_words(words: Sequence[str], *, last: str = "and") -> str:
-    """Join words: `a`, `a and b`, `a, b and c`."""
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else "nothing"
-
-
-def first_words(words: Sequence[str], most: int) -> str:
-    """Join the first words: `a`, `a and b`, `a, b and 3 more`."""
-    more = [f"{len(words) - most} more"] if len(words) > most else []
-    return join_words([*words[:most], *more])
 
 
 def rank_words(ranks: Iterable[int]) -> str:

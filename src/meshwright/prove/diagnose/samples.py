@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import MAX_LISTED, index_words, join_words, rank_words
-from meshwright.units import counted
+from meshwright.prove.diagnose.phrases import MAX_LISTED, index_words, rank_words
+from meshwright.units import counted, join_words
 
 
 def diagnose_samples(

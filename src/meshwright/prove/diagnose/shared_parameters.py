@@ -16,9 +16,10 @@ import numpy.typing as npt
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import Array, LocalShard, coordinates, max_difference
 from meshwright.prove.diagnose.fit_contributions import FitProblem, stage_weights
-from meshwright.prove.diagnose.phrases import EVERYWHERE, join_words, number_words, rank_words, scope_words
+from meshwright.prove.diagnose.phrases import EVERYWHERE, number_words, rank_words, scope_words
 from meshwright.prove.diagnose.suspect import SuspectTensor
 from meshwright.prove.stage_placement import StagePlacement
+from meshwright.units import join_words
 
 MAX_LISTED = 4
 Mask = npt.NDArray[np.bool_]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import index_words, join_words, scope_words
+from meshwright.prove.diagnose.phrases import index_words, scope_words
 from meshwright.prove.locate.first_difference import TOKENS, FirstDifference, Forward
 from meshwright.prove.locate.relations import explain, parts_of
 from meshwright.prove.stage_placement import StagePlacement
+from meshwright.units import join_words
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import join_words, rank_words
+from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.script.evidence import ScriptEvidence
-from meshwright.units import counted
+from meshwright.units import counted, join_words
 
 SET_EPOCH = "every epoch has the same order: DistributedSampler.set_epoch(epoch) is not called"
 Batch = Counter[int]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.diagnose.phrases import first_words, number_words, rank_words
+from meshwright.prove.diagnose.phrases import number_words, rank_words
 from meshwright.prove.report import ReportedFinding
 from meshwright.prove.script.evidence import ScriptEvidence
-from meshwright.units import counted
+from meshwright.units import counted, first_words
 
 MAX_NAMES = 3
 LEARNING_RATE = 1e-6
