@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.json_lines import EmptyTexts, check_text_field, read_texts
+from meshwright.data.sources.json_lines import EmptyTexts, check_text_field, read_texts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice, list_documents
 from meshwright.errors import DataError
@@ -134,11 +134,11 @@ def test_lines_without_text_are_counted_and_the_first_is_named(tmp_path, caplog)
     path.write_text(lines_of(["a", "", "b" * 10, "", *["c"] * 16]))
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         first = opened(path, tmp_path, text_field="text")
-    assert f"the first line without text is {path}:2" in caplog.text
+    assert f"the first document without text is {path}:2" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="meshwright"):
         again = opened(path, tmp_path, text_field="text")
-    assert f"left out 2 lines of {path}: text is empty" in caplog.text, "also of what was tokenised before"
+    assert f"left out 2 documents of {path}: their text is empty" in caplog.text, "also of what was tokenised before"
     assert first.fingerprint == again.fingerprint
 
 

@@ -24,8 +24,8 @@ class DataConfig(Section):
     source: str = Field(
         "stdlib",
         description="text: stdlib (this Python's own source files), a glob of files of text or JSON lines (.jsonl; see "
-        "data.text_field), or a token file (.npy, or .bin of data.token_dtype); images and videos: digits, "
-        "digits-video, or a glob of image files",
+        "data.text_field), package.module:Source for your own, or a token file (.npy, or .bin of data.token_dtype); "
+        "images and videos: digits, digits-video, or a glob of image files",
     )
     tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")

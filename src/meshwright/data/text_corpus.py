@@ -23,17 +23,19 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data import cache_file, json_lines, text_documents
+from meshwright.data import cache_file
 from meshwright.data.corpus_fingerprint import Fingerprint, packed_fingerprint
 from meshwright.data.document_ends import EndsWriter, SplitDocuments, check_ends
 from meshwright.data.packed_windows import PackedSplits
-from meshwright.data.text_documents import Document, TextSlice
+from meshwright.data.sources.json_lines import no_effect
+from meshwright.data.sources.text_source import LeftOut, TextSource, open_source
+from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, map_ends, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
 from meshwright.log import get_logger
-from meshwright.units import counted, format_bytes, format_count
+from meshwright.units import counted, format_count
 
 Tokens = NDArray[np.integer]
 
@@ -89,8 +91,8 @@ def open_corpus(
 
     Args:
         source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or else a
-            glob of files of UTF-8 text or JSON lines. `text_documents.py`, `json_lines.py` and `token_files.py` define
-            the held-out part.
+            glob of files of UTF-8 text or JSON lines, or `package.module:Source`. `text_documents.py`, `sources/` and
+            `token_files.py` define the held-out part.
         tokenizer: `bytes` or the path of a `tokenizer.json`; ignored for token files.
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
         cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
@@ -104,29 +106,18 @@ def open_corpus(
     """
     if is_token_file(source):
         if text_field is not None:
-            raise json_lines.no_effect(text_field, source)
+            raise no_effect(text_field, source)
         assert (separator is not None) == with_documents, "documents of a token file are found by their separator"
         tokens, metadata, path = open_token_file(
             source, token_dtype=token_dtype, cache_dir=cache_dir, separator=separator
         )
         title = os.path.basename(source)
     else:
-        documents = text_documents.list_documents(source)
-        json_lines.check_text_field(documents, text_field, source=source)
+        found = open_source(source, text_field)
         path, metadata = _open_text(
-            source,
-            documents,
-            tokenizer=tokenizer,
-            text_field=text_field,
-            cache_dir=cache_dir,
-            with_documents=with_documents,
+            source, found, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
         )
-        tokens = map_tokens(path, metadata)
-        title = (
-            "standard library source"
-            if source == text_documents.STDLIB
-            else f"{counted(len(documents), 'file')} of {source}"
-        )
+        tokens, title = map_tokens(path, metadata), found.title
     bytes_per_token = None
     if metadata.validation_text_bytes is not None:
         bytes_per_token = metadata.validation_text_bytes / metadata.num_validation
@@ -199,24 +190,17 @@ def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Cor
 
 
 def _open_text(
-    source: str,
-    documents: list[Document],
-    *,
-    tokenizer: str,
-    text_field: str | None,
-    cache_dir: str | None,
-    with_documents: bool,
+    source: str, found: TextSource, *, tokenizer: str, cache_dir: str | None, with_documents: bool
 ) -> tuple[Path, CorpusMetadata]:
-    identity = [_FORMAT, tokenizer_identity(tokenizer), *([] if text_field is None else [text_field])]
-    listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
+    more, listing = found.key
+    identity = [_FORMAT, tokenizer_identity(tokenizer), *more]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
     def build(file: BinaryIO) -> CorpusMetadata:
-        size = format_bytes(sum(document.num_bytes for document in documents))
-        _log.info("tokenising %d files (%s) of %s with %s", len(documents), size, source, tokenizer)
-        return _tokenise(file, documents, open_tokenizer(tokenizer), source=source, text_field=text_field)
+        _log.info("tokenising %s of %s with %s", found.size, source, tokenizer)
+        return _tokenise(file, found, open_tokenizer(tokenizer), source=source)
 
-    label = text_documents.STDLIB if source == text_documents.STDLIB else "text"
+    label = STDLIB if source == STDLIB else "text"
     path, metadata = cache_file.open_or_build(
         f"{label}-{key}.tokens",
         CorpusMetadata,
@@ -225,29 +209,28 @@ def _open_text(
         # Files of earlier versions have no ends of documents.
         is_usable=lambda metadata: metadata.has_documents or not with_documents,
     )
-    if metadata.num_skipped and source != text_documents.STDLIB:
-        message = "skipped %d of the %d files of %s: not UTF-8, or contain zero bytes"
-        _log.warning(message, metadata.num_skipped, len(documents), source)
+    if metadata.num_skipped and source != STDLIB:
+        _log.warning(
+            "skipped %s of %s: not UTF-8, or contain zero bytes", counted(metadata.num_skipped, "file"), source
+        )
     if metadata.num_empty:
-        _log.warning("left out %s of %s: %s is empty", counted(metadata.num_empty, "line"), source, text_field)
+        _log.warning("left out %s of %s: their text is empty", counted(metadata.num_empty, "document"), source)
     return path, metadata
 
 
-def _tokenise(
-    file: BinaryIO, documents: list[Document], tokenizer: Tokenizer, *, source: str, text_field: str | None
-) -> CorpusMetadata:
+def _tokenise(file: BinaryIO, found: TextSource, tokenizer: Tokenizer, *, source: str) -> CorpusMetadata:
     """Write the tokens of all documents, training split first, each followed by a separator, and then their ends."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
-    left_out = _LeftOut()
+    left_out = LeftOut()
     counts: list[int] = []
     lengths = array("Q")  # Of all documents: far smaller than the list of files.
     num_documents: list[int] = []
     text_bytes = 0
-    for slices in text_documents.split(documents):
+    for split in found.splits(left_out):
         counts.append(0)
         text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
-        for texts in _batches(_texts(slices, left_out, source=source, text_field=text_field)):
+        for texts in _batches(split):
             encoded = tokenizer.encode_batch(texts)
             lengths.extend(len(ids) + (tokenizer.separator_id is not None) for ids in encoded)
             tokens = _concatenate(encoded, tokenizer.separator_id, dtype)
@@ -259,9 +242,9 @@ def _tokenise(
         num_documents.append(len(lengths) - sum(num_documents))
     num_train, num_validation = counts
     if not num_train or not num_validation:
-        raise _empty(source, "training" if not num_train else "validation", len(documents), len(left_out.files))
+        raise _empty(source, "training" if not num_train else "validation", found.size, len(left_out.files))
     if left_out.empty.count:
-        _log.warning("the first line without text is %s", left_out.empty.first)
+        _log.warning("the first document without text is %s", left_out.empty.first)
     ends = EndsWriter(file)
     ends.write(np.cumsum(np.frombuffer(lengths, dtype=np.uint64)))
     return CorpusMetadata(
@@ -278,27 +261,6 @@ def _tokenise(
         num_validation_documents=num_documents[1],
         ends_fingerprint=ends.fingerprint(),
     )
-
-
-@dataclass
-class _LeftOut:
-    """What a corpus leaves out: names of files that are not text, and lines whose text is empty."""
-
-    files: set[str] = field(default_factory=set)
-    empty: json_lines.EmptyTexts = field(default_factory=json_lines.EmptyTexts)
-
-
-def _texts(slices: Iterable[TextSlice], left_out: _LeftOut, *, source: str, text_field: str | None) -> Iterator[str]:
-    """Yield the non-empty texts of the slices; add what is none to `left_out`."""
-    for document_slice in slices:
-        if text_field is not None and json_lines.is_json_lines(document_slice.document.path):
-            yield from json_lines.read_texts(document_slice, text_field, left_out.empty, source=source)
-            continue
-        text = text_documents.read(document_slice, source=source)
-        if text is None:
-            left_out.files.add(document_slice.document.name)
-        elif text:
-            yield text
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -321,12 +283,12 @@ def _concatenate(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.
     return np.concatenate(arrays).astype(dtype, copy=False)
 
 
-def _empty(source: str, split: str, num_found: int, num_skipped: int) -> DataError:
+def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:
     return DataError(
-        f"the {split} split of {source} is empty: {counted(num_found, 'file')}, {num_skipped} of them not UTF-8 text",
+        f"the {split} split of {source} is empty: it has {size}, and {counted(num_skipped, 'file')} not UTF-8 text",
         where=f"data.source, {source}",
         rule="a tenth of the text is held out for validation, and neither split is empty",
-        fix=f"a pattern that matches more text, or data.source={text_documents.STDLIB}",
+        fix=f"a source with more text, or data.source={STDLIB}",
     )
 
 

@@ -222,6 +222,6 @@ def _nothing_found(source: str, root: Path) -> DataError:
     return DataError(
         f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",
-        rule="a source is stdlib, a glob of files of text or JSON lines, or a .npy or .bin token file",
+        rule="a source is stdlib, a glob of files of text or JSON lines, package.module:Source, or a .npy or .bin token file",
         fix=fix,
     )

@@ -1,0 +1,1 @@
+"""Sources of text: files, JSON lines, and objects of the user's own code."""

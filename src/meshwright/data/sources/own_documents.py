@@ -1,0 +1,108 @@
+"""Documents of the user's own code: `data.source=package.module:Source`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+from meshwright.data.sources.json_lines import EmptyTexts
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, is_held_out
+from meshwright.errors import DataError, MeshwrightError
+from meshwright.settings.import_object import OBJECT_NAME, import_object
+
+RULE = "package.module:Source is a class or function that takes no argument and gives documents by index"
+
+
+@runtime_checkable
+class Documents(Protocol):
+    """Texts by index. Each process makes an object of its own, and one reads all texts once, into the cache.
+
+    Args:
+        identity: names the texts in the cache: another one wherever a text differs, such as a version, or a file's size
+            and time.
+    """
+
+    identity: str
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+
+    def __getitem__(self, index: int) -> str:
+        """Return the text of a document, given its index from zero."""
+
+
+def is_own(source: str) -> bool:
+    """Return True if a source names an object in the user's code, and is no file."""
+    return OBJECT_NAME.fullmatch(source) is not None and not os.path.exists(source)
+
+
+def open_documents(source: str) -> Documents:
+    """Make the documents that a source names.
+
+    Raises:
+        ConfigError: the module can't be imported, or has no such object.
+        DataError: the object raises, or gives no documents.
+    """
+    make = import_object(source, key="data.source", rule=RULE, format_setting=lambda path: f"data.source={path}")
+    try:
+        found = make()
+        lacks = [name for name in ("identity", "__len__", "__getitem__") if not hasattr(found, name)]
+        if lacks:
+            raise _bad(source, f"what {source} gives has no {' and no '.join(lacks)}")
+        identity, number = found.identity, len(found)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise _bad(source, f"{source} raises {error!r}") from error
+    if not isinstance(identity, str) or not identity:
+        raise _bad(source, f"identity is {identity!r}, and names nothing in the cache")
+    if not number:
+        raise _bad(source, f"{source} has no documents")
+    documents: Documents = found
+    return documents
+
+
+def texts_by_split(documents: Documents, empty: EmptyTexts, *, source: str) -> tuple[Iterator[str], Iterator[str]]:
+    """Return the texts for training and those held out: one in ten by a hash of the index, of few the last tenth.
+
+    Args:
+        documents: the texts.
+        empty: counts those that are empty, which are left out.
+        source: `data.source`, for messages.
+
+    Returns:
+        Both as iterators. A document that isn't a text raises a DataError with its index.
+    """
+    number = len(documents)
+    by_hash = filter(lambda index: is_held_out(str(index)), range(number))
+    if len(list(islice(by_hash, MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
+        train = filter(lambda index: not is_held_out(str(index)), range(number))
+        held_out = filter(lambda index: is_held_out(str(index)), range(number))
+        return _texts(documents, train, empty, source), _texts(documents, held_out, empty, source)
+    end = number - number // HOLD_OUT_DIVISOR
+    train, held_out = iter(range(end)), iter(range(end, number))
+    return _texts(documents, train, empty, source), _texts(documents, held_out, empty, source)
+
+
+def _texts(documents: Documents, indices: Iterator[int], empty: EmptyTexts, source: str) -> Iterator[str]:
+    for index in indices:
+        place = f"{source}[{index}]"
+        try:
+            text: Any = documents[index]
+        except Exception as error:
+            raise _bad(source, f"{place} raises {error!r}") from error
+        if not isinstance(text, str):
+            raise _bad(source, f"{place} is of type {type(text).__name__}, not str")
+        if "\0" in text:
+            raise _bad(source, f"{place} has a zero character, which separates documents")
+        if text:
+            yield text
+        else:
+            empty.add(place)
+
+
+def _bad(source: str, what: str) -> DataError:
+    fix = "mend it, as in docs/examples/own_data.py: identity, __len__() and __getitem__(index)"
+    return DataError(what, where=f"data.source, {source}", rule=RULE, fix=fix)
