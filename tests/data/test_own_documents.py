@@ -85,6 +85,7 @@ WRONG = {
     "no documents": ("number", 0, "has no documents"),
     "bytes": ("__getitem__", lambda self, index: b"a" if index == 7 else "a" * 9, "[7] is of type bytes, not str"),
     "a zero character": ("__getitem__", lambda self, index: "a\0b" * 9, "[0] has a zero character"),
+    "half a pair": ("__getitem__", lambda self, index: "\ud83d" * 9, "[0] has half a surrogate pair"),
     "a document that raises": ("__getitem__", raises(KeyError("row 5")), "[0] raises KeyError('row 5')"),
     "a length that raises": ("__len__", raises(OSError("gone")), "raises OSError('gone')"),
     "a constructor that raises": ("__init__", raises(KeyError("NOTES")), "raises KeyError('NOTES')"),

@@ -120,6 +120,17 @@ def read(document_slice: TextSlice, *, source: str) -> str | None:
     return text[end:] if document_slice.extent is Extent.TAIL else text
 
 
+def damage(text: str) -> str:
+    """Return what a text has that no document may have; empty if it has nothing of the kind."""
+    if "\0" in text:
+        return "a zero character, which separates documents"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return "half a surrogate pair, which no UTF-8 has"
+    return ""
+
+
 def name_hash(name: str) -> int:
     """Return the first 64 bits of the SHA-256 of a file's name."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
@@ -222,6 +233,7 @@ def _nothing_found(source: str, root: Path) -> DataError:
     return DataError(
         f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",
-        rule="a source is stdlib, a glob of files of text or JSON lines, package.module:Source, or a .npy or .bin token file",
+        rule="a source is stdlib, a glob of files of text or JSON lines, a .npy or .bin token file, or your own "
+        "package.module:Source",
         fix=fix,
     )

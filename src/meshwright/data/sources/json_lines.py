@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Document, Extent, TextSlice, unreadable_file
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Document, Extent, TextSlice, damage, unreadable_file
 from meshwright.errors import DataError
 from meshwright.units import counted, first_words
 
@@ -153,13 +153,10 @@ def _text(found: dict[str, Any], field: str, place: str) -> str:
             f"{field} is {_KINDS[type(text)]} in {place}", where=where, rule=rule,
             fix=f"data.text_field={_best(found)}" if _best(found) else "mend or remove the line",
         )  # fmt: skip
-    damage = "a zero character, which separates documents" if "\0" in text else ""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        damage = "half a surrogate pair, which no text has"
-    if damage:
-        raise DataError(f"{field} has {damage}, in {place}", where=where, rule=rule, fix="mend or remove the line")
+    if found_damage := damage(text):
+        raise DataError(
+            f"{field} has {found_damage}, in {place}", where=where, rule=rule, fix="mend or remove the line"
+        )
     return text
 
 

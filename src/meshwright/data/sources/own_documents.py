@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import filterfalse, islice
 from typing import Any, Protocol, runtime_checkable
 
 from meshwright.data.sources.json_lines import EmptyTexts
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, is_held_out
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, damage, is_held_out
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.settings.import_object import OBJECT_NAME, import_object
 
@@ -76,17 +76,19 @@ def texts_by_split(documents: Documents, empty: EmptyTexts, *, source: str) -> t
         Both as iterators. A document that isn't a text raises a DataError with its index.
     """
     number = len(documents)
-    by_hash = filter(lambda index: is_held_out(str(index)), range(number))
-    if len(list(islice(by_hash, MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
-        train = filter(lambda index: not is_held_out(str(index)), range(number))
-        held_out = filter(lambda index: is_held_out(str(index)), range(number))
-        return _texts(documents, train, empty, source), _texts(documents, held_out, empty, source)
     end = number - number // HOLD_OUT_DIVISOR
-    train, held_out = iter(range(end)), iter(range(end, number))
+    train: Iterable[int] = range(end)
+    held_out: Iterable[int] = range(end, number)
+    if len(list(islice(filter(_is_held_out, range(number)), MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
+        train, held_out = filterfalse(_is_held_out, range(number)), filter(_is_held_out, range(number))
     return _texts(documents, train, empty, source), _texts(documents, held_out, empty, source)
 
 
-def _texts(documents: Documents, indices: Iterator[int], empty: EmptyTexts, source: str) -> Iterator[str]:
+def _is_held_out(index: int) -> bool:
+    return is_held_out(str(index))
+
+
+def _texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, source: str) -> Iterator[str]:
     for index in indices:
         place = f"{source}[{index}]"
         try:
@@ -95,8 +97,8 @@ def _texts(documents: Documents, indices: Iterator[int], empty: EmptyTexts, sour
             raise _bad(source, f"{place} raises {error!r}") from error
         if not isinstance(text, str):
             raise _bad(source, f"{place} is of type {type(text).__name__}, not str")
-        if "\0" in text:
-            raise _bad(source, f"{place} has a zero character, which separates documents")
+        if found_damage := damage(text):
+            raise _bad(source, f"{place} has {found_damage}")
         if text:
             yield text
         else:
