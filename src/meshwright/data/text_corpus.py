@@ -210,9 +210,8 @@ def _open_text(
         is_usable=lambda metadata: metadata.has_documents or not with_documents,
     )
     if metadata.num_skipped and source != STDLIB:
-        _log.warning(
-            "skipped %s of %s: not UTF-8, or contain zero bytes", counted(metadata.num_skipped, "file"), source
-        )
+        message = "skipped %d of the %s of %s: not UTF-8, or contain zero bytes"
+        _log.warning(message, metadata.num_skipped, found.size, source)
     if metadata.num_empty:
         _log.warning("left out %s of %s: their text is empty", counted(metadata.num_empty, "document"), source)
     return path, metadata
