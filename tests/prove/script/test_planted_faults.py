@@ -46,8 +46,7 @@ FAULTS = {
     ),
     "no set_epoch": Fault(
         [("        sampler.set_epoch(epoch)\n", "")],
-        ["samples", "step 3 reads the samples of step 1", "set_epoch(epoch) is not called"],
-        own_reference=True,
+        ["samples", "step 3 reads the samples of step 1", "set_epoch(epoch) is not called"]
     ),
     "same data on all ranks": Fault(
         [("num_replicas=dp_size, rank=dp_rank", "num_replicas=1, rank=0")],
@@ -69,7 +68,8 @@ FAULTS = {
     ),
     "norm of each rank, not recorded": Fault(
         [(NORM, LOCAL_NORM), ("            recorder.norm(norm)\n", "")],
-        ["clipping |", "on rank 0", "clipped by a norm of each rank's own shards"]
+        ["clipping |", "on rank 0", "clipped by a norm of each rank's own shards"],
+        own_reference=True,
     ),
     "frozen": Fault(
         [(SHARDED, FROZEN + SHARDED)],
@@ -121,7 +121,8 @@ DDP_FAULTS = {
     ),
     "another seed of the data": Fault(
         [("manual_seed(step)", "manual_seed(step + size)")],
-        ["samples |", "step 1 reads the samples of step 2 of the reference", "1 step ahead"]
+        ["samples |", "step 1 reads the samples of step 2 of the reference", "1 step ahead"],
+        own_reference=True,
     ),
 }  # fmt: skip
 
