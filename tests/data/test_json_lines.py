@@ -55,6 +55,7 @@ BROKEN = {
     "a line that breaks off": (b'{"text": "a', "is not JSON at character 10"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "is not JSON at character 15"),
     "Latin-1": (b'{"text": "\xe9"}', "is not UTF-8 from its byte 11 on"),
+    "too deep": (b"[" * 100_000, "is not JSON: maximum recursion depth exceeded"),
     "an array": (b'["a"]', "is an array"),
     "a string": (b'"a"', "is a string"),
     "another field": (b'{"content": "a", "id": 1}', "has no field text; it has content and id"),
