@@ -40,7 +40,7 @@ LAYOUTS = {
     "cp, packed": ("mesh.cp=2", "data.packing=documents", "mesh.tp=2"),
     "zb-v": ZB,
     "recompute": ("mesh.dp_shard=2", "recompute.policy=full"),
-    "all": (*ZB, "mesh.tp=2", "mesh.dp_shard=2", "mesh.dp_replicate=2"),
+    "all": (*ZB, "mesh.tp=2", "mesh.dp_shard=2"),
     "all, recomputed": ("mesh.dp_replicate=2", "mesh.tp=2", *ZB, "recompute.policy=full"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -79,22 +80,16 @@ CASES = {
     "dit, attention": (DIT, "attention", 2, ["mesh.pp=2"]),
     "own model": (OWN, "layer", 1, []),
 }  # fmt: skip
-SCHEDULES = {
-    "f-then-b": 1,
-    "1f1b": 1,
-    "interleaved": 2,
-    "zb-h1": 1,
-    "zb-v": 2,
-    "v-half": 2,
-    "v-min": 2,
-    "dualpipe-v": 2,
+SCHEDULES = ("f-then-b", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "v-min", "dualpipe-v")
+MODELS = {
+    "llama": (LLAMA, "layer"),
+    "moe router": (MOE, "moe_router"),
+    "dit": (DIT, "layer"),
+    "own model": (OWN, "layer"),
 }
-for schedule in SCHEDULES:
-    words = ["mesh.pp=2", f"pipeline.schedule={schedule}"]
-    CASES[f"llama, {schedule}"] = (LLAMA, "layer", 2, words)
-    CASES[f"moe router, {schedule}"] = (MOE, "moe_router", 2, words)
-    CASES[f"dit, {schedule}"] = (DIT, "layer", 2, words)
-    CASES[f"own model, {schedule}"] = (OWN, "layer", 2, words)
+for schedule, models in zip(SCHEDULES, cycle((("llama", "dit"), ("moe router", "own model"))), strict=False):
+    for model in models:
+        CASES[f"{model}, {schedule}"] = (*MODELS[model], 2, ["mesh.pp=2", f"pipeline.schedule={schedule}"])
 QUICK = ["llama, zb-v"]
 
 
