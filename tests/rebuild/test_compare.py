@@ -200,9 +200,12 @@ def compare(*words: str, keep: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_this_checkout_resumes_as_itself_and_is_not_as_with_another_seed(tmp_path):
+def test_this_checkout_is_as_itself_and_not_as_with_another_seed(tmp_path):
+    same = compare("--steps", "4", keep=tmp_path)
+    assert (same.returncode, same.stderr) == (0, ""), same
+    assert "4 steps · " in same.stdout and "goes on from OLD's checkpoint" in same.stdout
+    assert same.stdout.splitlines()[-1].startswith("all 2 equal in ")
     other = compare("--steps", "4", "--new-word", "train.seed=1", keep=tmp_path)
     assert other.returncode == 1, other
-    assert "4 steps · " in other.stdout and "goes on from OLD's checkpoint" in other.stdout
     assert "DIFFERS  one" in other.stdout and " loss_bits_per_byte at step 1: " in other.stdout
     assert other.stdout.splitlines()[-1].startswith("1 of 2 differ in ")

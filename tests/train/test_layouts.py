@@ -1,7 +1,6 @@
 """Every layout is the same training: same initial weights, same samples, same losses, same gradient norm.
 
-The reference is one process without any process group. 20 steps run through the command, in
-`test_named_layouts`.
+The reference is one process without any process group. Through the command: `test_nodes` and `test_pipeline_run`.
 """
 
 from __future__ import annotations
