@@ -155,4 +155,4 @@ def test_the_example_runs_from_outside_and_resumes_on_another_layout(tmp_path):
                           *(["--resume", "auto"] if steps == 4 else []), env=environment, cwd=tmp_path)  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
-    assert np.isfinite([line["loss_bits_per_byte"] for line in metrics(tmp_path / "run")]).all()
+    assert np.isfinite([line["loss"] for line in metrics(tmp_path / "run")]).all()
