@@ -15,7 +15,6 @@ pytestmark = pytest.mark.slow
 
 PIPELINED = ["mesh.pp=2", "train.num_microbatches=4"]
 LAYOUTS = {
-    "1f1b": PIPELINED,
     "zb-v, dp_shard": [*PIPELINED, "pipeline.schedule=zb-v", "mesh.dp_shard=2"],
     "interleaved, tp": [*PIPELINED, "pipeline.schedule=interleaved", "mesh.tp=2"],
 }

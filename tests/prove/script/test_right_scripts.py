@@ -19,7 +19,7 @@ from tests.prove.script.scripts import (
 )
 
 LAYOUTS = {
-    FSDP2_TP: ("1 --accumulate 1", "2", "2 --tp 2", "4 --tp 2 --accumulate 4", "4 --accumulate 1", "4 --tp 4"),
+    FSDP2_TP: ("1 --accumulate 1", "2", "4 --tp 2 --accumulate 4", "4 --accumulate 1", "4 --tp 4"),
     PIPELINE: ("1", "2", "4"),
     ACCELERATE: ("1 --accumulate 1", "2", "2 --accumulate 4", "4 --accumulate 1"),
 }

@@ -34,7 +34,7 @@ class Documents(Protocol):
 
 
 def is_own(source: str) -> bool:
-    """Return True if a source names an object in the user's code, and is no file."""
+    """Return True if a source names an object in the user's code, rather than files."""
     return OBJECT_NAME.fullmatch(source) is not None and not os.path.exists(source)
 
 
