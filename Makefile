@@ -27,11 +27,11 @@ demo: $(READY)
 	@$(PY) -m meshwright checkpoint verify $(DEMO_OUT)
 
 test: $(READY)
-	@echo "test: all tests but the slow ones (up to 4 minutes on 2 cores) …"
+	@echo "test: all tests but the slow ones (7 to 9 minutes on 2 cores) …"
 	@$(PYTEST)
 
 test-slow: $(READY)
-	@echo "test-slow: end-to-end tests (some minutes on 2 cores) …"
+	@echo "test-slow: end-to-end tests (about an hour on 2 cores) …"
 	@$(PYTEST) -m slow
 
 # One tester: they share the device. The environment needs a CUDA build of PyTorch.

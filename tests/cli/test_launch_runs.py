@@ -182,3 +182,15 @@ def test_torchrun_lines_train(here, cluster, tmp_path):
     codes, outputs = finish(*nodes)
     assert codes == [0, 0], outputs
     assert len(metrics(tmp_path / "runs/llama-tiny")) == 6
+
+
+@pytest.mark.slow
+def test_one_torchrun_line_trains(here, cluster, tmp_path):
+    words = [*STEPS, *small_corpus(tmp_path / "corpus")]
+    done = here("launch", "torchrun", "llama-tiny", *words, "mesh.dp_shard=2", "--nodes", 1, "--gpus-per-node", 2)
+    node = subprocess.Popen(
+        ["bash", "-c", done.stdout], env=cluster.environment(), cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    [code], [output] = finish(node)
+    assert code == 0 and len(metrics(tmp_path / "runs/llama-tiny")) == 6, output

@@ -237,7 +237,7 @@ LARGER = ["model.dim=512", "model.num_heads=8", "model.ffn_dim=1536", "model.num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [[*LARGER, "mesh.dp_shard=2"]])
+@pytest.mark.parametrize("words", [["mesh.pp=2", "train.num_microbatches=4"], [*LARGER, "mesh.dp_shard=2"]])
 def test_a_process_holds_what_was_predicted(tmp_path, words):
     """Peak resident memory, of the rank with the most; docs/planning.md has more layouts. Ranks that do the same differ
     by up to 7 %."""

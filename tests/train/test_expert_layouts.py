@@ -94,10 +94,9 @@ def test_bytes_are_predicted_exactly_with_uniform_routing(gang, corpus, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ep", [4])
-def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus, ep):
+def test_bytes_follow_from_the_load_of_a_real_router(gang, corpus):
     """The prediction from the experts' counts is within 5 % on each rank, where the uniform one may be far off."""
-    words = [*corpus, *TINY, "mesh.dp_shard=4", f"mesh.ep={ep}", "model.balance_loss=0", "train.lr=1e-2"]
+    words = [*corpus, *TINY, "mesh.dp_shard=4", "mesh.ep=4", "model.balance_loss=0", "train.lr=1e-2"]
     for found in run_on(gang, 4, sent_in_steps, words, 10):
         assert found.explained == pytest.approx(found.sent, rel=0.05)
 

@@ -63,10 +63,13 @@ def assert_passes(result: AsRunResult) -> None:
     assert len(provable) >= least * len(result.gradients), "a proof that proves nothing is no proof"
 
 
-CHOSEN = [
-    [case for case in MATRIX if case[1] == layout and case[2] == number % 3][number % len(SIZES)]
-    for number, layout in enumerate(LAYOUTS)
-]
+def _chosen() -> list[tuple[str, str, int, str]]:
+    """One case of each layout: presets with variants, and seeds, take turns."""
+    of_layout = [[case for case in MATRIX if case[1:3] == (layout, at % 3)] for at, layout in enumerate(LAYOUTS)]
+    return [cases[at % len(cases)] for at, cases in enumerate(of_layout)]
+
+
+CHOSEN = _chosen()
 
 
 @pytest.mark.slow
@@ -83,6 +86,7 @@ def test_sharded_experts_pass(gang: GangPool) -> None:
 
 def test_the_layouts_are_many() -> None:
     assert len({layout for _, layout, *_ in MATRIX}) == len(LAYOUTS) >= 12
+    assert {case[0] for case in CHOSEN} == set(SIZES) and {case[3] for case in CHOSEN} == set(VARIANTS)
 
 
 CODECS = {

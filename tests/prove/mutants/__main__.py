@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from tests.prove.mutants.mutate import Mutant, mutants_of
@@ -43,7 +43,7 @@ def main() -> int:
         found = [mutant for mutant in found if any(text in str(mutant) for text in options.match)]
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
     results = json.loads(options.json.read_text("utf-8")) if options.json and options.json.exists() else []
-    tried = [{name: one[name] for name in asdict(chosen[0])} for one in results]
+    tried = [{field.name: one[field.name] for field in fields(Mutant)} for one in results]
     for at, mutant in enumerate(chosen, start=1):
         if asdict(mutant) in tried:
             continue

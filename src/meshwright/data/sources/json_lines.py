@@ -1,4 +1,4 @@
-"""JSON lines (https://jsonlines.org) as documents: one field of each line's object is the text of a document.
+"""Read JSON lines (https://jsonlines.org) as documents: one field of each line's object is the text of a document.
 
 A line that can't be read is an error with its file and number. Blank lines are none, and empty texts are counted.
 """

@@ -1,4 +1,4 @@
-"""Documents of the user's own code: `data.source=package.module:Source`."""
+"""Read documents from the user's own code, `data.source=package.module:Source`, and split them. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RULE = "package.module:Source is a class or function that takes no argument and 
 
 @runtime_checkable
 class Documents(Protocol):
-    """Texts by index. Each process makes an object of its own, and one reads all texts once, into the cache.
+    """Give texts by index. Each process makes an object of its own, and one reads all texts once, into the cache.
 
     Args:
         identity: names the texts in the cache: another one wherever a text differs, such as a version, or a file's size

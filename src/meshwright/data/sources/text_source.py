@@ -1,4 +1,4 @@
-"""What `data.source` names, as texts for training and held-out ones. Torch-free."""
+"""Find the documents that `data.source` names, and split them into training and held-out texts. Torch-free."""
 
 from __future__ import annotations
 
