@@ -27,7 +27,7 @@ from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Tokens
 from meshwright.models.contract.model_facts import Part
 from meshwright.train.build_job import initialize
-from meshwright.train.lr_schedule import learning_rate
+from meshwright.config.lr_schedule import learning_rate
 
 BareStep = Callable[[int], Tensor]
 """Function that runs the step of a given number, from 1, and returns this rank's mean loss without synchronizing."""

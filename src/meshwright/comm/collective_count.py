@@ -19,13 +19,14 @@ import torch.distributed as dist
 from meshwright.comm.collective_log import group_records
 from meshwright.comm.private import group_of, replaced_collectives
 
-SEND, ALL_TO_ALL = "send", "all_to_all"
+SEND, ALL_TO_ALL, EXCHANGE = "send", "all_to_all", "exchange"
 TENSORS = ("input", "input_tensor", "tensor", "self")
 """Names of the argument that holds a collective's input."""
 
 
 Sent = tuple[str, tuple[int, ...]]
-"""Operation, which is `all_gather`, `reduce_scatter`, `all_reduce`, `send` or `all_to_all`, and ranks of its group."""
+"""Operation, which is `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `all_to_all` or `exchange`, and ranks of its
+group."""
 
 
 class CollectiveBytes(Counter[Sent]):
@@ -36,8 +37,8 @@ class CollectiveBytes(Counter[Sent]):
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveBytes]:
-    """Yield the bytes that this rank sends to each peer in the context, by operation and group; in all-to-alls, where
-    peers get different amounts, to all of them.
+    """Yield the bytes that this rank sends to each peer in the context, by operation and group; in all-to-alls and
+    exchanges, where peers get different amounts, to all of them.
 
     An all-reduce counts as a reduce-scatter and an all-gather. Each collective counts as what it must send, whatever
     a backend does: gloo's reduce-scatter, for example, is an all-reduce.
@@ -76,9 +77,10 @@ def count_collectives() -> Iterator[CollectiveBytes]:
 
 
 def _own_counts() -> Counter[Sent]:
-    """Return the bytes that our channels and all-to-alls have sent so far."""
+    """Return the bytes that our channels, all-to-alls and exchanges have sent so far."""
     found: Counter[Sent] = Counter()
     for record in group_records().values():
         found[SEND, record.ranks] += record.channel_bytes
         found[ALL_TO_ALL, record.ranks] += record.all_to_all_bytes
+        found[EXCHANGE, record.ranks] += record.exchange_bytes
     return found

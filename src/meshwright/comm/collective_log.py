@@ -35,7 +35,7 @@ DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
 class GroupRecord:
     """Ranks of a process group, and what it has run."""
 
-    __slots__ = ("all_to_all_bytes", "channel_bytes", "count", "debug", "ranks", "split_reads")
+    __slots__ = ("all_to_all_bytes", "channel_bytes", "count", "debug", "exchange_bytes", "ranks", "split_reads")
 
     def __init__(self, group: ProcessGroup) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group))
@@ -44,6 +44,8 @@ class GroupRecord:
         """Bytes that this rank has sent to others in all-to-alls."""
         self.channel_bytes = 0
         """Bytes that this rank has sent on a pipeline channel."""
+        self.exchange_bytes = 0
+        """Bytes that this rank has sent to others in exchanges."""
         self.split_reads = 0
         """Number of times that the host has read exchanged splits."""
         self.debug = os.environ.get(DEBUG_VARIABLE) == "1"

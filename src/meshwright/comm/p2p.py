@@ -100,7 +100,8 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, gro
     operations += [dist.P2POp(dist.irecv, _bytes(x), peer, group) for peer, x in sorted(receives.items())]
     if operations:
         peers = format_ranks(sorted({*sends, *receives}))
-        with TrackedOperation(f"exchange with {peers}", None, group, counted=False):
+        with TrackedOperation(f"exchange with {peers}", None, group, counted=False) as passage:
+            passage.record.exchange_bytes += sum(x.nbytes for x in sends.values())
             timeout = message_timeout(operations[0].tensor.device, group)
             for work in dist.batch_isend_irecv(operations):
                 _wait(work, timeout)

@@ -33,6 +33,8 @@ KEYS: Mapping[str, str] = {
     "train.seq_len": "seq_length sequence_length sequence_len max_seq_length max_seq_len max_length block_size "
     "context_length context_size max_position_embeddings n_ctx n_positions encoder_seq_length",
     "train.seed": "random_seed data_seed manual_seed seed_everything",
+    "train.optimizer": "optim optimizer_type optimizer_name",
+    "train.momentum": "muon_momentum sgd_momentum",
     "train.lr": "learning_rate peak_lr max_lr base_lr",
     "train.lr_schedule": "lr_scheduler_type lr_decay_style decay_type scheduler",
     "train.warmup_steps": "warmup lr_warmup_iters lr_warmup_steps num_warmup_steps warmup_num_steps warmup_iters "

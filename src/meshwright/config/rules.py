@@ -16,12 +16,15 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.float8_layers import float8_violations
+from meshwright.config.lr_schedule import schedule_violations
+from meshwright.config.parameter_groups import group_violations
 from meshwright.config.profiled_steps import profile_violations
 from meshwright.config.recompute_blocks import recompute_violations
 from meshwright.config.rules_capture import capture_violations
 from meshwright.config.rules_compression import comm_violations
 from meshwright.config.rules_context import context_violations, packing_violations
 from meshwright.config.rules_experts import expert_violations
+from meshwright.config.rules_optimizer import optimizer_violations
 from meshwright.config.rules_precision import precision_violations
 from meshwright.config.rules_trackers import tracker_violations
 from meshwright.config.schema import RunConfig
@@ -87,7 +90,9 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
-    yield from _schedule(config)
+    yield from schedule_violations(config)
+    yield from optimizer_violations(config)
+    yield from group_violations(config)
     yield from precision_violations(config)
     yield from comm_violations(config)
     yield from recompute_violations(config)
@@ -242,19 +247,6 @@ def _ranks(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
         fixes,
         otherwise=f"start {counted(axes.num_ranks(), 'rank')}",
     )
-
-
-def _schedule(config: RunConfig) -> Iterator[Violation]:
-    train = config.train
-    room = max(0, train.steps - train.warmup_steps)
-    if train.lr_schedule == "wsd" and train.decay_steps > room:
-        yield Violation(
-            ConfigError,
-            f"warm-up of {train.warmup_steps} and decay of {train.decay_steps} exceed {counted(train.steps, 'step')}",
-            "train.decay_steps",
-            "warmup_steps + decay_steps ≤ steps",
-            [{"train.decay_steps": room}, {"train.steps": train.warmup_steps + train.decay_steps}],
-        )
 
 
 def _unread_keys(config: RunConfig) -> Iterator[Violation]:

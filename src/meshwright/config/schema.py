@@ -95,9 +95,16 @@ class TrainConfig(Section):
     seed: int = Field(
         0, ge=0, lt=2**63, description="seed for initial weights and sample order, independent of the layout"
     )
+    optimizer: str = Field(
+        "adamw",
+        description="adamw; muon, for matrices, with AdamW for embeddings, the output head and vectors; sgd, with "
+        "momentum; or package.module:factory for your own",
+    )
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
-    lr_schedule: Literal["cosine", "wsd"] = Field(
-        "cosine", description="after warm-up: cosine decay, or stable and then linear decay (warm-up–stable–decay)"
+    lr_schedule: str = Field(
+        "cosine",
+        description="after warm-up: cosine decay, or wsd: stable and then linear decay (warm-up–stable–decay); or "
+        "package.module:function for your own, of the step from 1 and the train section, which gives the rate",
     )
     warmup_steps: int = Field(20, ge=0, description="steps of linear warm-up")
     decay_steps: int = Field(100, ge=0, description="length of the final decay of lr_schedule=wsd, in steps")
@@ -105,8 +112,15 @@ class TrainConfig(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first-moment decay")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second-moment decay")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    momentum: float = Field(0.95, ge=0, lt=1, description="momentum of muon and sgd")
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled weight decay of matrices (not applied to norm weights)"
+    )
+    parameter_groups: Names = Field(
+        (),
+        description="settings of single parameters, as role:key=value,… or glob:key=value,… with keys lr and "
+        "weight_decay: ['embedding:lr=0.01','*.attention.*:lr=0.001,weight_decay=0']; roles are matrix, embedding, "
+        "head, vector and experts; later entries win",
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="probability of dropping an element of a block's branches before they are added"

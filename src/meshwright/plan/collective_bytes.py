@@ -21,6 +21,7 @@ from meshwright.plan.context.sent_bytes import sent_by_attention
 from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
 from meshwright.plan.fsdp_gathers import count_gathers
 from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
+from meshwright.plan.matrix_owners import moved_bytes
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.run_plan import BYTES, RunPlan, Stage, StepSum
 from meshwright.plan.step_buffers import LOAD_DTYPE, buffer_sums, load_rows
@@ -48,6 +49,8 @@ class Purpose(StrEnum):
     """All-reduce of buffer updates over ranks that process different samples, and of load counters over pp."""
     SHARED = "shared parameters"
     """All-reduce of the gradients of parameters shared between stages."""
+    OPTIMIZER = "optimizer"
+    """Matrices gathered on the ranks that compute their updates, and the updates sent back."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
     yield from _buffers(plan, rank)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
+    for peer, num_bytes in moved_bytes(plan, rank).items():
+        yield Message(Purpose.OPTIMIZER, (peer,), num_bytes)
 
 
 def _peers(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,28 +12,24 @@ from functools import lru_cache
 from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
-from meshwright.models.contract.model_facts import Role
 from meshwright.plan.make_kinds import KindMaker
+from meshwright.plan.make_optimizer import make_optimizer
 from meshwright.plan.make_stages import StageMaker
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.pipeline_table import lowered_table
 from meshwright.plan.run_plan import (
     FORMAT,
+    MASTER_DTYPES,
     BatchShape,
     GradientPlacement,
     Kind,
     Loss,
-    Optimizer,
-    OptimizerState,
     ReducedBy,
     RunPlan,
     Site,
     Stage,
     StepSum,
 )
-
-MASTER_DTYPES = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
-"""Dtype of parameters and optimizer state, by `train.precision`."""
 
 
 def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> RunPlan:
@@ -77,14 +73,7 @@ def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPla
             packed=config.data.packing != "none",
         ),
         schedule=table,
-        optimizer=Optimizer(
-            "adamw",
-            (
-                OptimizerState(
-                    tuple(role.value for role in Role), ("exp_avg", "exp_avg_sq"), MASTER_DTYPES[train.precision]
-                ),
-            ),
-        ),
+        optimizer=make_optimizer(train),
     )
 
 

@@ -15,7 +15,7 @@ from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
 from meshwright.plan.context.kept_bytes import kept_by_context
 from meshwright.plan.error_feedback_memory import feedback_bytes
-from meshwright.plan.run_plan import BYTES, Kind, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, Kind, Parameter, RunPlan, Stage
 from meshwright.units import MIB
 
 LIBRARIES = 325 * MIB
@@ -72,14 +72,13 @@ def _peaks(plan: RunPlan) -> tuple[PeakBytes, ...]:
 def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
     stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
     master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
-    moments = {role: len(one.names) * BYTES[one.dtype] for one in plan.optimizer.states for role in one.roles}
     for stage in stages:
         for kind, _, parameter in plan.parameters(stage):
-            elements = plan.elements(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
-            stored += elements
+            local = plan.local_shape(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
+            stored += math.prod(local)
             if parameter.trained:
-                trained += elements
-                state += elements * moments[parameter.role]
+                trained += math.prod(local)
+                state += _state_bytes(plan, parameter, local)
     saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
     return MemoryEstimate(
         parameters=stored * master + saved + sum(_cached_weights(plan, stage) for stage in stages),
@@ -89,6 +88,15 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
         errors=feedback_bytes(plan, rank),
+    )
+
+
+def _state_bytes(plan: RunPlan, parameter: Parameter, local: tuple[int, ...]) -> int:
+    """Return the bytes of the optimizer's states for a shard of this shape, without scalars."""
+    return sum(
+        math.prod(local if one.dims is None else (local[dim] for dim in one.dims)) * BYTES[one.dtype]
+        for one in plan.optimizer.update_of(parameter.role).states
+        if one.dims != ()
     )
 
 

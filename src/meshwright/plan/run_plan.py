@@ -22,8 +22,10 @@ from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Laye
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.saved_bytes import SavedBytes
 
-FORMAT = 4
+FORMAT = 5
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
+MASTER_DTYPES = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
+"""Dtype of parameters and optimizer state, by `train.precision`."""
 
 
 EXPERTS = "experts"
@@ -271,19 +273,37 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Optimizer state for parameters with certain roles."""
+    """A state that an optimizer keeps for each parameter."""
 
-    roles: tuple[str, ...]
-    names: tuple[str, ...]
+    name: str
+    dims: tuple[int, ...] | None
+    """Dims of the parameter that the state has, along which it is sharded alike; None for all."""
     dtype: str
 
 
 @dataclass(frozen=True)
+class RoleUpdate:
+    """Update of the parameters with certain roles."""
+
+    roles: tuple[str, ...]
+    optimizer: str
+    states: tuple[OptimizerState, ...]
+    whole: bool
+    """Whether it is computed from whole matrices, each by one of the ranks that have a shard (`matrix_owners`)."""
+
+
+@dataclass(frozen=True)
 class Optimizer:
-    """Name and states of the optimizer, for memory and checkpoints."""
+    """The optimizer: what updates parameters, and their states."""
 
     name: str
-    states: tuple[OptimizerState, ...]
+    updates: tuple[RoleUpdate, ...]
+    moved: str
+    """Dtype in which whole matrices are moved and their updates computed."""
+
+    def update_of(self, role: str) -> RoleUpdate:
+        """Return the update of parameters with this role."""
+        return next(one for one in self.updates if role in one.roles)
 
 
 Site = tuple[int, str]
@@ -365,11 +385,15 @@ class RunPlan:
     def elements(self, parameter: Parameter, *, sharded: Atoms = ()) -> int:
         """Return the number of elements of a parameter on a rank during computation. With `sharded`, return the number
         on the rank that stores the most: if the split is uneven, the first ranks have an extra row."""
+        return math.prod(self.local_shape(parameter, sharded=sharded))
+
+    def local_shape(self, parameter: Parameter, *, sharded: Atoms = ()) -> tuple[int, ...]:
+        """Return the shape of the largest shard, as `elements`."""
         sizes = list(parameter.shape)
         for shard in parameter.used:
             sizes[shard.dim] = -(-sizes[shard.dim] // self.mesh.size(*shard.axes))
         sizes[parameter.stored_dim] = -(-sizes[parameter.stored_dim] // self.mesh.size(*sharded))
-        return math.prod(sizes)
+        return tuple(sizes)
 
     def describe_action(self, rank: int, position: int) -> str:
         """Describe an action of a rank's row: `2F3: forward of micro-batch 3 on stage 2`."""

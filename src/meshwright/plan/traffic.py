@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.collective_bytes import Message, Purpose, context_bytes, messages
+from meshwright.plan.matrix_owners import bytes_moved_by_rank
 from meshwright.plan.run_plan import RunPlan
 
 
@@ -74,18 +75,20 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
     Args:
         plan: plan of the run.
         rank: rank on the mesh; None for the rank that sends the most. Ranks of a stage send the same number of bytes,
-            except for attention along cp, so only one rank of each is considered.
+            except for attention along cp and for updates from whole matrices, so few ranks of each are considered.
     """
     num_ranks = plan.mesh.num_ranks()
     firsts = range(0, num_ranks, num_ranks // plan.mesh.size("pp"))
-    candidates = [_busiest(plan, first) for first in firsts] if rank is None else [rank]
+    candidates = [one for first in firsts for one in _busiest(plan, first)] if rank is None else [rank]
     found = [_rank_traffic(plan, candidate) for candidate in candidates]
     return max(found, key=lambda traffic: traffic.sent().total())
 
 
-def _busiest(plan: RunPlan, first: int) -> int:
-    """Return the rank along cp whose attention sends the most."""
-    return max(plan.mesh.line(first, plan.mesh.view("cp")), key=lambda rank: context_bytes(plan, rank))
+def _busiest(plan: RunPlan, first: int) -> set[int]:
+    """Return the rank along cp whose attention sends the most, and the rank that sends the most for updates."""
+    moved = bytes_moved_by_rank(plan, plan.mesh.position(first, "pp"))
+    along_cp = max(plan.mesh.line(first, plan.mesh.view("cp")), key=lambda rank: context_bytes(plan, rank))
+    return {along_cp, max(moved, key=lambda rank: moved[rank], default=along_cp)}
 
 
 def _rank_traffic(plan: RunPlan, rank: int) -> Traffic:

@@ -13,7 +13,7 @@ from meshwright.config.rules_compression import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.run_plan import OptimizerState, RunPlan
 from meshwright.settings.violation import format_fix
 
 PROOF_STEPS = 3
@@ -135,6 +135,8 @@ def plan_in_float64(plan: RunPlan) -> RunPlan:
 
 
 def _in_float64(value: Any) -> Any:
+    if isinstance(value, OptimizerState) and value.dims == ():
+        return value  # a count of updates, in the dtype that the optimizer asks for
     if is_dataclass(value) and not isinstance(value, type | Schedule):
         return replace(value, **{field.name: _in_float64(getattr(value, field.name)) for field in fields(value)})
     if isinstance(value, tuple):

@@ -33,7 +33,7 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.train.float8_scaling import RunFloat8
 from meshwright.train.gradient_compression import RunCompression
 from meshwright.train.launch.rank_context import RankContext
-from meshwright.train.optimizer import STATE_NAMES, build_optimizer
+from meshwright.train.optimizer import RunOptimizer
 from meshwright.units import counted
 
 
@@ -48,7 +48,7 @@ class Job:
     mesh: DeviceMesh | None
     model: RankModel
     """Pipeline stages on this rank."""
-    optimizer: torch.optim.AdamW
+    optimizer: RunOptimizer
     compression: RunCompression
     float8: RunFloat8
 
@@ -144,7 +144,7 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         device=device,
         mesh=mesh,
         model=model,
-        optimizer=build_optimizer(model, config.train),
+        optimizer=RunOptimizer(model, plan, config.train, rank=context.rank),
         compression=RunCompression(config, plan, parts, mesh, rank=context.rank),
         float8=RunFloat8(plan, parts, device),
     )
@@ -196,5 +196,5 @@ def refresh_shared_parameters(job: Job) -> None:
             original = first.setdefault(name, replica)
             if original is not replica:
                 to_local(replica).copy_(to_local(original))
-                for kind in STATE_NAMES if replica in job.optimizer.state else ():
-                    to_local(job.optimizer.state[replica][kind]).copy_(to_local(job.optimizer.state[original][kind]))
+                for kind, state in job.optimizer.state.get(replica, {}).items():
+                    to_local(state).copy_(to_local(job.optimizer.state[original][kind]))

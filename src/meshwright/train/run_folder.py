@@ -34,6 +34,8 @@ from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError
+from meshwright.optim.catalogue import KEY as OPTIMIZER
+from meshwright.optim.catalogue import OTHERS
 from meshwright.plan.compare import differences
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
@@ -280,6 +282,14 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
                 fix=format_fix({f"{section}.{key}": before}),
             )
     _check_frozen(saved.get("train", {}).get("freeze", ()), config, path)
+    before = saved.get("train", {}).get("optimizer", OTHERS if saved else config.train.optimizer)
+    if before != config.train.optimizer:
+        raise CheckpointError(
+            f"{OPTIMIZER} = {config.train.optimizer}, but the checkpoint was trained with {before}",
+            where=str(path),
+            rule="a resumed run continues with the optimizer whose states the checkpoint has",
+            fix=format_fix({OPTIMIZER: before}),
+        )
     if manifest.run.get("corpus", corpus) != corpus:
         raise CheckpointError(
             "the checkpoint was trained on another corpus",

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
+from meshwright.config.lr_schedule import learning_rate
 from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Task
 from meshwright.train.build_job import Job
 from meshwright.train.graph_capture import capture_session
-from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.measure.run_measurement import RunMeasurement
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
@@ -134,7 +134,7 @@ class TrainStep:
         job.compression.settle(taken=finite)
         job.float8.settle(taken=finite)
         self.measurement.measure_memory()
-        job.optimizer.zero_grad(set_to_none=True)
+        job.optimizer.zero_grad()
         return StepResult(
             step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0, num_units=self._num_units
         )
@@ -198,6 +198,4 @@ class TrainStep:
         limit = self._job.config.train.max_grad_norm
         if grad_norm > limit:
             scale_gradients(self._parameters, limit / grad_norm)
-        for group in self._job.optimizer.param_groups:
-            group["lr"] = lr
-        self._job.optimizer.step()
+        self._job.optimizer.step(lr)

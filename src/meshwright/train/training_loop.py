@@ -15,6 +15,7 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.collectives import barrier
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
+from meshwright.config.lr_schedule import warmup_notes
 from meshwright.config.profiled_steps import profiled_steps
 from meshwright.config.rules_compression import no_effect_notes
 from meshwright.errors import RunError, StoppedError
@@ -32,7 +33,6 @@ from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
-from meshwright.train.lr_schedule import warmup_notes
 from meshwright.train.measure.run_measurement import measured_steps
 from meshwright.train.optimizer import named_state
 from meshwright.train.record.draw_expert_load import draw_expert_load

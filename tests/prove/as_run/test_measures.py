@@ -22,7 +22,7 @@ from meshwright.prove.as_run.update_check import expected_lr
 from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.record.evidence import RecordedShard
-from meshwright.train.lr_schedule import learning_rate
+from meshwright.config.lr_schedule import learning_rate
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])

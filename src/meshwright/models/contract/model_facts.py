@@ -9,23 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from meshwright.nn.attention.mask_spec import MaskSpec
-
-
-class Role(StrEnum):
-    """Role of a parameter for optimizers."""
-
-    MATRIX = "matrix"
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    VECTOR = "vector"
-    EXPERTS = "experts"
-    """Matrices of experts, stacked along dim 0, which expert parallelism shards."""
+from meshwright.optim.role import Role as Role
 
 
 @dataclass(frozen=True)
@@ -274,10 +263,10 @@ class ModelFacts:
         yield from ((kind, None) for kind in (self.last if is_last else ()))
 
     @cached_property
-    def _all_parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def _all_parameters(self) -> tuple[tuple[str, ParameterFacts], ...]:
         held = self.held(range(self.num_layers), is_first=True, is_last=True)
         return tuple(
-            (kind.full_name(parameter.name, layer), parameter.shape)
+            (kind.full_name(parameter.name, layer), parameter)
             for kind, layer in held
             for parameter in kind.parameters
             if parameter.tied_to is None
@@ -287,9 +276,13 @@ class ModelFacts:
         """Return the names of all parameters of the full model in module order, without duplicates."""
         return [name for name, _ in self._all_parameters]
 
+    def named_parameters(self) -> tuple[tuple[str, ParameterFacts], ...]:
+        """Return all parameters of the full model with their names, in module order, without duplicates."""
+        return self._all_parameters
+
     def num_params(self) -> int:
         """Return the total number of parameter elements; tied or shared parameters count once."""
-        return sum(prod(shape) for _, shape in self._all_parameters)
+        return sum(prod(parameter.shape) for _, parameter in self._all_parameters)
 
 
 @dataclass(frozen=True)

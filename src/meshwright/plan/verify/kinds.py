@@ -13,6 +13,7 @@ from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
 from meshwright.plan.step_buffers import LOAD_DTYPE
 from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
+from meshwright.units import counted
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
 """Weight dim sharded by tensor parallelism (Shoeybi et al. 2019)."""
@@ -28,7 +29,7 @@ SUMMED = {
 OPERATORS: dict[str, str] = {Purpose.TENSOR: "tp"}
 """Mesh view of operators' collectives, by purpose."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
-ONE_STATE = "a trained parameter has exactly one set of optimizer states"
+ONE_UPDATE = "a role of trained parameters has exactly one update"
 
 
 def kind_faults(plan: RunPlan) -> Iterator[Fault]:
@@ -239,16 +240,39 @@ def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
 
 
 def _states(plan: RunPlan) -> Iterator[Fault]:
-    """Check that each role of a trained parameter has exactly one set of optimizer states."""
-    kept = Counter(role for state in plan.optimizer.states for role in state.roles)
+    """Check that each role of a trained parameter has exactly one update, whose states its parameters can have."""
+    kept = Counter(role for update in plan.optimizer.updates for role in update.roles)
     needed = {
         p.role: qualified_name(kind, p) for kind in reversed(plan.kinds) for p in reversed(kind.parameters) if p.trained
     }
     for role in dict.fromkeys((*needed, *kept)):
         if kept[role] > 1 or (role in needed and not kept[role]):
             name = needed.get(role)
-            what = f"{name or 'no parameter'} has role {role}, whose optimizer state occurs {format_count(kept[role])}"
-            yield Fault(what, ONE_STATE, "optimizer.states", parameter=name)
-    for number, state in enumerate(plan.optimizer.states):
-        if len(set(state.names)) < len(state.names):
-            yield Fault(f"duplicate states: {join_names(state.names)}", ONE_STATE, f"optimizer.states[{number}].names")
+            what = f"{name or 'no parameter'} has role {role}, whose update occurs {format_count(kept[role])}"
+            yield Fault(what, ONE_UPDATE, "optimizer.updates", parameter=name)
+            return
+    for number, update in enumerate(plan.optimizer.updates):
+        names = [state.name for state in update.states]
+        if len(set(names)) < len(names):
+            rule = "a parameter has each state once"
+            yield Fault(f"duplicate states: {join_names(names)}", rule, f"optimizer.updates[{number}].states")
+    for kind in plan.kinds:
+        for parameter in kind.parameters:
+            if parameter.trained:
+                yield from _update(plan, kind, parameter)
+
+
+def _update(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+    name, dims = qualified_name(kind, parameter), len(parameter.shape)
+    update = plan.optimizer.update_of(parameter.role)
+    for state in update.states:
+        if any(not 0 <= dim < dims for dim in state.dims or ()):
+            what = (
+                f"{name} has {counted(dims, 'dim')}, but its state {state.name} has dims {join_names(state.dims or ())}"
+            )
+            rule = "a state has dims of its parameter"
+            yield Fault(what, rule, "optimizer.updates", parameter=name)
+    if update.whole and dims not in (2, 3):
+        what = f"{name} has {counted(dims, 'dim')}, but {update.optimizer} updates whole matrices"
+        rule = "a matrix has two dims, and matrices that are stacked three"
+        yield Fault(what, rule, "optimizer.updates", parameter=name)

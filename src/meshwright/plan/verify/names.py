@@ -49,8 +49,10 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
                 yield Fault(what, KNOWN, f"shared[{key}]", parameter=key, axis="pp")
     yield from _atoms(plan, tuple(axis for axis in plan.loss.summed if axis != "pp"), "loss.summed")
     yield from _atoms(plan, plan.loss.equal, "loss.equal")
-    for number, state in enumerate(plan.optimizer.states):
-        yield from _dtype(state.dtype, f"optimizer.states[{number}]", FLOATS)
+    for number, update in enumerate(plan.optimizer.updates):
+        for state in update.states:
+            yield from _dtype(state.dtype, f"optimizer.updates[{number}].states[{state.name}]")
+    yield from _dtype(plan.optimizer.moved, "optimizer.moved", FLOATS)
 
 
 def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:

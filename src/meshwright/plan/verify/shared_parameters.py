@@ -94,13 +94,13 @@ def _norm(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fa
 
 def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Iterator[Fault]:
     """Check that copies stay equal: all must be stored, trained and updated alike."""
-    first, states = found[0], plan.optimizer.states
+    first, updates = found[0], plan.optimizer.updates
     for other in found[1:]:
         for what, one, two in (
             *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _COMPARED_FIELDS),
             *(
-                (f"optimizer state {number}", first.parameter.role in state.roles, other.parameter.role in state.roles)
-                for number, state in enumerate(states)
+                (f"optimizer update {number}", first.parameter.role in one.roles, other.parameter.role in one.roles)
+                for number, one in enumerate(updates)
             ),
             ("unit", _reductions(plan, first), _reductions(plan, other)),
         ):

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.config.lr_schedule import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import WindowOrder
 from meshwright.models.contract.family import TrainingData
@@ -17,7 +18,6 @@ from meshwright.prove.diagnose.phrases import rank_words
 from meshwright.prove.record.evidence import LayoutEvidence, ReferenceEvidence
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.recording_task import RecordingTask, sample_digests
-from meshwright.train.lr_schedule import learning_rate
 from meshwright.units import first_words, join_words
 
 RATE_TOLERANCE = 1e-12

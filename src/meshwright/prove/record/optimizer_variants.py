@@ -7,58 +7,77 @@ from collections.abc import Iterator
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.prove.record.evidence import Variant
-from meshwright.prove.record.plain_optimizer import PlainAdamW
+from meshwright.prove.record.plain_optimizer import PlainOptimizer
+from meshwright.prove.record.plain_updates import UpdateFaults
 from meshwright.prove.record.reference_run import compute_reference
 
+ADAMW, SGD, MUON = "adamw", "sgd", "muon"
 MANY = 1_000_000
 """More steps than a proof has."""
 
-FAULTS: tuple[tuple[str, str, PlainAdamW], ...] = (
-    ("gradients that are not clipped", "clipping is missing", PlainAdamW(clip="none")),
+FAULTS: tuple[tuple[str, str, PlainOptimizer], ...] = (
+    ("gradients that are not clipped", "clipping is missing", PlainOptimizer(clip="none")),
     (
         "each tensor's gradient clipped by its own norm",
         "clipping uses the norm of each tensor instead of the global norm",
-        PlainAdamW(clip="tensor"),
+        PlainOptimizer(clip="tensor"),
     ),
-    ("gradients clipped twice", "clipping is applied twice", PlainAdamW(clip="twice")),
-    ("moments without bias correction", "the bias correction is missing", PlainAdamW(corrects_bias=False)),
+    ("gradients clipped twice", "clipping is applied twice", PlainOptimizer(clip="twice")),
+    ("no weight decay", "weight decay is missing", PlainOptimizer(decay="none")),
+    ("weight decay of all parameters", "norms and biases decay too, and should not", PlainOptimizer(decay="all")),
+    ("weight decay of vectors only", "weight decay is applied to the wrong parameters", PlainOptimizer(decay="vectors")),
+    (
+        "weight decay in the gradient",
+        "weight decay is added to the gradient (L2 regularisation) instead of to the weights",
+        PlainOptimizer(decay="gradient"),
+    ),
+    ("twice the weight decay", "weight decay is applied twice", PlainOptimizer(decay_factor=2.0)),
+    ("the learning rate of the step before", "the learning rate is one step behind", PlainOptimizer(late=1)),
+    ("the learning rate of the next step", "the learning rate is one step ahead", PlainOptimizer(late=-1)),
+    ("the learning rate without warm-up", "the learning rate's schedule is missing", PlainOptimizer(constant=True)),
+    ("each update applied twice", "the optimizer steps twice", PlainOptimizer(times=2)),
+    (
+        "gradients summed over the steps",
+        "gradients are not cleared between steps",
+        PlainOptimizer(sums_gradients=True),
+    ),
+)  # fmt: skip
+"""What differs, the cause, and the optimizer."""
+
+ADAMW_FAULTS = (
+    ("moments without bias correction", "the bias correction is missing", UpdateFaults(corrects_bias=False)),
     (
         "a first moment that starts from zero in every step",
         "the first moment is stale: it is not kept from step to step",
-        PlainAdamW(keeps_first=False),
+        UpdateFaults(keeps_first=False),
     ),
     (
         "a second moment that starts from zero in every step",
         "the second moment is stale: it is not kept from step to step",
-        PlainAdamW(keeps_second=False),
+        UpdateFaults(keeps_second=False),
     ),
     (
         "moments that start from zero in every step",
         "both moments are stale: they are not kept from step to step",
-        PlainAdamW(keeps_first=False, keeps_second=False),
+        UpdateFaults(keeps_first=False, keeps_second=False),
     ),
-    ("no weight decay", "weight decay is missing", PlainAdamW(decay="none")),
-    ("weight decay of all parameters", "norms and biases decay too, and should not", PlainAdamW(decay="all")),
-    ("weight decay of vectors only", "weight decay is applied to the wrong parameters", PlainAdamW(decay="vectors")),
+    ("epsilon under the root", "epsilon is added to the variance, not to its root", UpdateFaults(epsilon_inside=True)),
+    ("Nesterov momentum", "the update uses Nesterov momentum (NAdam)", UpdateFaults(nesterov=True)),
+)
+SGD_FAULTS = (
     (
-        "weight decay in the gradient",
-        "weight decay is added to the gradient (L2 regularisation) instead of to the weights",
-        PlainAdamW(decay="gradient"),
+        "momentum that starts from zero in every step",
+        "momentum is stale: it is not kept from step to step",
+        UpdateFaults(keeps_first=False),
     ),
-    ("twice the weight decay", "weight decay is applied twice", PlainAdamW(decay_factor=2.0)),
-    ("epsilon under the root", "epsilon is added to the variance, not to its root", PlainAdamW(epsilon_inside=True)),
-    ("the learning rate of the step before", "the learning rate is one step behind", PlainAdamW(late=1)),
-    ("the learning rate of the next step", "the learning rate is one step ahead", PlainAdamW(late=-1)),
-    ("the learning rate without warm-up", "the learning rate's schedule is missing", PlainAdamW(constant=True)),
-    ("each update applied twice", "the optimizer steps twice", PlainAdamW(times=2)),
-    ("Nesterov momentum", "the update uses Nesterov momentum (NAdam)", PlainAdamW(nesterov=True)),
-    (
-        "gradients summed over the steps",
-        "gradients are not cleared between steps",
-        PlainAdamW(sums_gradients=True),
-    ),
-)  # fmt: skip
-"""What differs, the cause, and the optimizer."""
+)
+MUON_FAULTS = (
+    *SGD_FAULTS,
+    ("momentum that is not Nesterov's", "the momentum is not Nesterov's", UpdateFaults(plain_momentum=True)),
+    ("updates that are not scaled", "updates are not scaled by the longer side", UpdateFaults(scales=False)),
+    ("six iterations", "Newton and Schulz iterate once too often", UpdateFaults(rounds=6)),
+    ("four iterations", "Newton and Schulz iterate once too little", UpdateFaults(rounds=4)),
+)
 
 LATE_WEIGHTS = (
     (
@@ -87,17 +106,37 @@ class OptimizerVariants:
 
     def of_later_steps(self) -> Iterator[Variant]:
         """Yield the variants, computed for all steps."""
-        for what, cause, optimizer in FAULTS:
+        faults = (*FAULTS, *((what, cause, PlainOptimizer(update=fault)) for what, cause, fault in self._updates()))
+        for what, cause, optimizer in faults:
             yield self._run(what, cause, self._config, optimizer)
         for late, what, cause in LATE_WEIGHTS:
             evidence = compute_reference(self._config, self._data, num_steps=self._num_steps, weights_late=late)
             yield Variant(what, cause, evidence)
         train = self._config.train
+        if train.optimizer not in (ADAMW, MUON):
+            return
         for keys, cause in self._settings(train.beta1, train.beta2, train.eps):
             listed = ", ".join(f"{key} = {value:g}" for key, value in keys.items())
             due = ", ".join(f"{getattr(train, key):g}" for key in keys)
             other = self._config.with_keys({f"train.{key}": value for key, value in keys.items()})
-            yield self._run(listed, f"{cause}: {listed} instead of {due}", other, PlainAdamW())
+            yield self._run(listed, f"{cause}: {listed} instead of {due}", other, PlainOptimizer())
+
+    def _updates(self) -> Iterator[tuple[str, str, UpdateFaults]]:
+        """Yield faults of the configured optimizer's update."""
+        name, axes = self._config.train.optimizer, self._config.mesh.axes()
+        if name in (ADAMW, MUON):
+            yield from ADAMW_FAULTS
+        if name == SGD:
+            yield from SGD_FAULTS
+        if name == MUON:
+            yield from MUON_FAULTS
+            for parts in sorted({axes.dp_shard * axes.cp, axes.tp, axes.dp_shard * axes.cp * axes.tp} - {1}):
+                cause = "each rank makes its own shard orthogonal, instead of the whole matrix"
+                yield (
+                    f"{parts} parts of a matrix's rows made orthogonal one by one",
+                    cause,
+                    UpdateFaults(row_parts=parts),
+                )
 
     def _settings(self, beta1: float, beta2: float, eps: float) -> Iterator[tuple[dict[str, float], str]]:
         betas = "the optimizer has other betas"
@@ -114,6 +153,6 @@ class OptimizerVariants:
             if 10.0**exponent != eps:
                 yield {"eps": 10.0**exponent}, "the optimizer has another epsilon"
 
-    def _run(self, what: str, cause: str, config: RunConfig, optimizer: PlainAdamW) -> Variant:
+    def _run(self, what: str, cause: str, config: RunConfig, optimizer: PlainOptimizer) -> Variant:
         evidence = compute_reference(config, self._data, num_steps=self._num_steps, optimizer=optimizer)
         return Variant(what, cause, evidence)

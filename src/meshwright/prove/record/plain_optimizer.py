@@ -1,26 +1,29 @@
-"""AdamW as in the paper, and the learning rate in closed form: the reference's optimizer, and known faults of it."""
+"""The reference's optimizer: clipping, the learning rate in closed form, and settings by parameter, with known faults."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
+from meshwright.config.lr_schedule import own_rate
 from meshwright.config.schema import TrainConfig
-
-Moments = Mapping[str, tuple[Tensor, Tensor]]
-"""First and second moment per parameter, updated in place."""
+from meshwright.optim.role import Role
+from meshwright.prove.record.plain_updates import ParameterStep, States, UpdateFaults, update
 
 
 def plain_learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of a step, from 1: a linear warm-up, then a cosine (Loshchilov and Hutter 2017, equation
     5) or a constant part and a linear decay (Hu et al. 2024, "MiniCPM", section 4), both down to the same ratio.
 
-    Shares no code with the trainer's.
+    Shares no code with the trainer's, except for a schedule of the user's own.
     """
+    if ":" in train.lr_schedule:
+        return own_rate(step, train)
     warmup, steps, low = train.warmup_steps, train.steps, train.min_lr_ratio * train.lr
     if step <= warmup:
         return train.lr / warmup * step
@@ -32,21 +35,16 @@ def plain_learning_rate(step: int, train: TrainConfig) -> float:
 
 
 @dataclass(frozen=True)
-class PlainAdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) with the gradient clipped by its global norm.
+class PlainOptimizer:
+    """Gradients clipped by their global norm, and updates by the optimizer that the configuration names.
 
     The defaults are right; other values are faults.
     """
 
     decay: str = "matrices"
-    """Which parameters decay: `matrices`, `all`, `vectors`, `none`, or `gradient` for L2 regularisation instead."""
+    """Which parameters decay: `matrices` as configured, `all`, `vectors`, `none`, or `gradient` for L2 regularisation
+    instead."""
     decay_factor: float = 1.0
-    corrects_bias: bool = True
-    epsilon_inside: bool = False
-    """Whether epsilon is added to the variance, under the root."""
-    keeps_first: bool = True
-    keeps_second: bool = True
-    """Whether a moment is kept from step to step."""
     clip: str = "global"
     """`global`, `none`, `tensor` for the norm of each tensor, or `twice`."""
     late: int = 0
@@ -55,16 +53,16 @@ class PlainAdamW:
     """Whether the learning rate is `train.lr` in every step."""
     times: int = 1
     """How many times each update is applied."""
-    nesterov: bool = False
     sums_gradients: bool = False
     """Whether gradients are never cleared, and so summed over steps."""
+    update: UpdateFaults = UpdateFaults()
 
     @torch.no_grad()
     def step(
         self,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, tuple[Tensor, Role]],
         gradients: Mapping[str, Tensor],
-        moments: Moments,
+        states: States,
         train: TrainConfig,
         *,
         step: int,
@@ -73,44 +71,45 @@ class PlainAdamW:
         """Update the parameters in place.
 
         Args:
-            parameters: trained parameters by name.
+            parameters: trained parameters with their roles, by name.
             gradients: their gradients before clipping.
-            moments: first and second moments.
+            states: the optimizer's states, updated in place.
             train: hyperparameters.
             step: step number, from 1.
             limit: largest norm of the gradient.
         """
-        lr = train.lr if self.constant else plain_learning_rate(max(1, step - self.late), train)
+        rate = train.lr if self.constant else plain_learning_rate(max(1, step - self.late), train)
         squares = {name: float((g * g).sum()) for name, g in gradients.items()}
         norm = math.sqrt(sum(squares.values()))
         for _ in range(self.times):
-            for name, p in parameters.items():
+            for name, (p, role) in parameters.items():
                 own = math.sqrt(squares[name]) if self.clip == "tensor" else norm
                 factor = 1.0 if self.clip == "none" or own == 0.0 else min(1.0, limit / own)
                 g = gradients[name] * (factor**2 if self.clip == "twice" else factor)
-                self._update(p, g, moments[name], train, lr=lr, step=step)
+                peak, decay = self._settings(name, role, p, train)
+                if self.decay == "gradient":
+                    g, decay = g + decay * p, 0.0
+                state = states.setdefault(name, {})
+                lr = peak / train.lr * rate
+                update(ParameterStep(name, role, p, g, state, lr, decay, step, train), self.update)
 
-    def _update(
-        self, p: Tensor, g: Tensor, moments: tuple[Tensor, Tensor], train: TrainConfig, *, lr: float, step: int
-    ) -> None:
-        first, second = moments
-        decay = train.weight_decay * self.decay_factor * self._decays(p)
-        if self.decay == "gradient":
-            g = g + decay * p
-        first.mul_(train.beta1 * self.keeps_first).add_((1 - train.beta1) * g)
-        second.mul_(train.beta2 * self.keeps_second).add_((1 - train.beta2) * g * g)
-        if self.decay != "gradient":
-            p.mul_(1 - lr * decay)
-        mean = train.beta1 * first + (1 - train.beta1) * g if self.nesterov else first
-        variance = second
-        if self.corrects_bias:
-            mean, variance = mean / (1 - train.beta1**step), second / (1 - train.beta2**step)
-        root = (variance + train.eps).sqrt() if self.epsilon_inside else variance.sqrt() + train.eps
-        p.sub_(lr * mean / root)
-
-    def _decays(self, p: Tensor) -> bool:
+    def _settings(self, name: str, role: Role, p: Tensor, train: TrainConfig) -> tuple[float, float]:
+        """Return the peak learning rate and the weight decay of a parameter."""
         is_matrix = p.dim() >= 2
-        return {"all": True, "none": False, "vectors": not is_matrix}.get(self.decay, is_matrix)
+        decays = {"all": True, "none": False, "vectors": not is_matrix}.get(self.decay, is_matrix)
+        peak, decay = train.lr, train.weight_decay * decays
+        for pattern, key, value in _entries(train):
+            if pattern == role or fnmatchcase(name, pattern):
+                peak, decay = (value, decay) if key == "lr" else (peak, value)
+        return peak, decay * self.decay_factor
 
 
-RIGHT = PlainAdamW()
+def _entries(train: TrainConfig) -> Iterator[tuple[str, str, float]]:
+    """Yield the settings of `train.parameter_groups`: role or glob, key and value."""
+    for entry in train.parameter_groups:
+        at = entry.rindex(":")
+        for setting in entry[at + 1 :].split(","):
+            yield entry[:at], setting[: setting.index("=")], float(setting[setting.index("=") + 1 :])
+
+
+RIGHT = PlainOptimizer()

@@ -26,7 +26,8 @@ from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
-from meshwright.prove.record.plain_optimizer import RIGHT, PlainAdamW
+from meshwright.prove.record.plain_optimizer import RIGHT, PlainOptimizer
+from meshwright.prove.record.plain_updates import States
 from meshwright.prove.record.recording_task import sample_contents
 from meshwright.prove.record.reference_by_stage import stage_gradients
 from meshwright.prove.spec import clip_limit
@@ -60,7 +61,7 @@ def compute_reference(
     change: Callable[[nn.Module], None] | None = None,
     ranks_a_cell: int = 1,
     samples_of: Reference | None = None,
-    optimizer: PlainAdamW = RIGHT,
+    optimizer: PlainOptimizer = RIGHT,
     weights_late: int = 0,
 ) -> ReferenceEvidence:
     """Train for `num_steps` steps in float64 and return the reference values.
@@ -115,11 +116,13 @@ def compute_reference(
 class _Training:
     """Updates of a reference, step by step."""
 
-    def __init__(self, model: nn.Module, config: RunConfig, optimizer: PlainAdamW, num_steps: int) -> None:
+    def __init__(self, model: nn.Module, config: RunConfig, optimizer: PlainOptimizer, num_steps: int) -> None:
         self._model, self._config, self._optimizer, self._num_steps = model, config, optimizer, num_steps
         self.trained = trained_parameters(model)
         self.norms: list[float] = []
-        self._moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.trained.items()}
+        self._states: States = {}
+        roles = {name: parameter.role for name, parameter in model_facts(config).named_parameters()}
+        self._roles = {name: (p, roles[name]) for name, p in self.trained.items()}
         self._kept: TensorsByName = {}
         """Clipped gradients of the step before, if a fault doesn't clear them."""
 
@@ -130,7 +133,7 @@ class _Training:
         norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
         limit = clip_limit(self._config, self.norms, step=step, num_steps=self._num_steps)
         train, optimizer = self._config.train, self._optimizer
-        optimizer.step(self.trained, gradients, self._moments, train, step=step, limit=limit)
+        optimizer.step(self._roles, gradients, self._states, train, step=step, limit=limit)
         if optimizer.sums_gradients:
             self._kept = {name: g * min(1.0, limit / norm) for name, g in gradients.items()}
         for _, buffer in step_buffers(self._model):

@@ -65,8 +65,8 @@ def _exchange(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> 
     out = local.new_empty(plan.dst.local_shape(plan.dst_ranks.index(rank)) if rank in plan.dst_ranks else 0)
     target = _indexable(out)
     if plan.has_local_copy(rank) and all(runs := plan.block(rank, rank)):
-        _unpack(target, runs, _block(source, runs))
-    sends = {move.receiver: _pack_message(source, plan.block(rank, move.receiver), move) for move in plan.sends(rank)}
+        unpack_block(target, runs, block_of(source, runs))
+    sends = {move.receiver: pack_message(source, plan.block(rank, move.receiver), move) for move in plan.sends(rank)}
     receives: dict[int, Tensor] = {}
     blocks: dict[tuple[tuple[IndexRun, ...], ...], Tensor] = {}
     for move in plan.receives(rank):
@@ -77,7 +77,7 @@ def _exchange(local: Tensor, plan: TransferPlan, group: ProcessGroup | None) -> 
     exchange(sends, receives, group=group)
     for runs, block in blocks.items():
         if _contiguous_view(target, runs) is None:
-            _unpack(target, runs, block.view(_shape(runs)))
+            unpack_block(target, runs, block.view(runs_shape(runs)))
     return out
 
 
@@ -98,11 +98,12 @@ def _indexable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 and x.dtype is not torch.bool else x
 
 
-def _shape(runs: Runs) -> list[int]:
+def runs_shape(runs: Runs) -> list[int]:
+    """Return the shape of a block."""
     return [sum(run.length for run in of_dim) for of_dim in runs]
 
 
-def _block(source: Tensor, runs: Runs) -> Tensor:
+def block_of(source: Tensor, runs: Runs) -> Tensor:
     """Return a block of the sender's tensor, as a view if each dim has a single run."""
     for dim, of_dim in enumerate(runs):
         if len(of_dim) == 1:
@@ -113,13 +114,13 @@ def _block(source: Tensor, runs: Runs) -> Tensor:
     return source
 
 
-def _pack_message(source: Tensor, runs: tuple[tuple[IndexRun, ...], ...], move: Move) -> Tensor:
+def pack_message(source: Tensor, runs: tuple[tuple[IndexRun, ...], ...], move: Move) -> Tensor:
     """Return a message's elements as a contiguous tensor, packing only the block's rows that contain them."""
     if not runs:
         return source.reshape(1)
-    row = math.prod(_shape(runs[1:]))
+    row = math.prod(runs_shape(runs[1:]))
     first, last = move.start // row, -(-move.stop // row)
-    rows = _block(source, (slice_runs(runs[0], first, last), *runs[1:]))
+    rows = block_of(source, (slice_runs(runs[0], first, last), *runs[1:]))
     return rows.reshape(-1)[move.start - first * row : move.stop - first * row].contiguous()
 
 
@@ -135,10 +136,11 @@ def _contiguous_view(target: Tensor, runs: Runs) -> Tensor | None:
 def _receive_buffer(target: Tensor, runs: Runs) -> Tensor:
     """Return a flat buffer for a block: a view of `target` if the block is contiguous there, else a new tensor."""
     view = _contiguous_view(target, runs)
-    return target.new_empty(math.prod(_shape(runs))) if view is None else view.view(-1)
+    return target.new_empty(math.prod(runs_shape(runs))) if view is None else view.view(-1)
 
 
-def _unpack(target: Tensor, runs: Runs, block: Tensor) -> None:
+def unpack_block(target: Tensor, runs: Runs, block: Tensor) -> None:
+    """Write a block into the receiver's tensor."""
     if all(len(of_dim) == 1 for of_dim in runs):
         for dim, of_dim in enumerate(runs):
             target = target.narrow(dim, of_dim[0].target, of_dim[0].length)

@@ -13,7 +13,9 @@ from meshwright.plan.collective_bytes import Message, Purpose, messages
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import LinkBytes, by_link, predict_traffic
 
-ALL_TO_ALL = "all_to_all"
+ALL_TO_ALL, EXCHANGE = "all_to_all", "exchange"
+TO_SOME = frozenset({ALL_TO_ALL, EXCHANGE})
+"""Operations that may send to some ranks of their group only, and different amounts to each."""
 Sent = tuple[str, tuple[int, ...]]
 """Operation, and global ranks of its group."""
 RING = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
@@ -25,9 +27,10 @@ OPERATIONS: Mapping[str, frozenset[str]] = {
     Purpose.SHARED: frozenset({"all_reduce"}),
     Purpose.STAGES: frozenset({"send"}),
     Purpose.CONTEXT: frozenset({ALL_TO_ALL}),
+    Purpose.OPTIMIZER: frozenset({EXCHANGE}),
     Purpose.EXPERTS: frozenset({ALL_TO_ALL, "all_reduce"}),
 }
-"""Operations of each purpose; the plan's other purposes have all but sends and all-to-alls."""
+"""Operations of each purpose; the plan's other purposes have all but sends, all-to-alls and exchanges."""
 COMPRESSED = frozenset({Purpose.GRADIENTS, Purpose.WEIGHTS, Purpose.REPLICAS})
 """Purposes that codecs compress, which are counted together."""
 
@@ -49,12 +52,12 @@ def count_purposes(
     Args:
         plan: plan of the run.
         rank: the rank.
-        sent: bytes by operation and ranks of the group: to each peer, or in all-to-alls to all of them.
+        sent: bytes by operation and ranks of the group: to each peer, or in all-to-alls and exchanges to all of them.
         compressed: bytes of compressed collectives; None without compression.
 
     Returns:
-        Entries for all purposes that are predicted or counted, largest first. Bytes of an all-to-all are split over
-        links as if each peer got the same.
+        Entries for all purposes that are predicted or counted, largest first. Bytes of an all-to-all or exchange are split
+        over links as if each peer got the same.
     """
     of_group: dict[tuple[int, ...], set[str]] = {}
     for message in messages(plan, rank):
@@ -70,7 +73,7 @@ def count_purposes(
             continue  # compressed collectives use the groups of exact ones
         found = found or {f"{op.replace('_', '-')}s that are not predicted"}
         peers = tuple(other for other in group if other != rank)
-        each = num_bytes // len(peers) if op == ALL_TO_ALL else num_bytes
+        each = num_bytes // len(peers) if op in TO_SOME else num_bytes
         counts.append((found, by_link(plan, rank, Message("", peers, each, in_ring=op in RING))))
         overlapping = [one for one in joined if one & found]
         joined = [one for one in joined if not one & found] + [found.union(*overlapping)]
@@ -87,7 +90,7 @@ def count_purposes(
 
 
 def _purposes(of_group: Mapping[tuple[int, ...], set[str]], group: tuple[int, ...], op: str) -> set[str]:
-    """Return the purposes of messages in a group; an all-to-all may have messages to some of its ranks only."""
-    if op != ALL_TO_ALL:
+    """Return the purposes of messages in a group; some operations have messages to some of its ranks only."""
+    if op not in TO_SOME:
         return of_group.get(group, set())
     return set().union(*(found for ranks, found in of_group.items() if set(ranks) <= set(group)))

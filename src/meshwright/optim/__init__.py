@@ -1,0 +1,1 @@
+"""Optimizers: what one is, those built in, and updates from whole matrices whose shards lie on several ranks."""

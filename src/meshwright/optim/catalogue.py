@@ -1,0 +1,105 @@
+"""Find the optimizer that `train.optimizer` names, and what each role of parameters is updated by. Doesn't import torch,
+unless an optimizer of the user's own does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.contract import MatrixOptimizer, Optimizer, State
+from meshwright.optim.muon import Muon
+from meshwright.optim.role import Role
+from meshwright.optim.sgd import SGD
+from meshwright.settings.import_object import OBJECT_NAME, import_object
+from meshwright.settings.violation import format_value
+
+KEY = "train.optimizer"
+BUILT_IN: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
+OTHERS = "adamw"
+"""Optimizer of the roles that another leaves out."""
+RULE = f"an optimizer is {', '.join(BUILT_IN)}, or package.module:factory for your own"
+OWN_RULE = "a factory takes no argument and gives a meshwright.optim.contract.Optimizer"
+STATE_NAME = re.compile(r"[A-Za-z_]\w*")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8")
+
+
+@cache
+def find_optimizer(name: str) -> Optimizer:
+    """Return an optimizer.
+
+    Args:
+        name: a built-in one, or `package.module:factory`.
+
+    Raises:
+        ConfigError: there is none of this name, its module can't be imported, or what it says of itself is wrong.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    if OBJECT_NAME.fullmatch(name) is None:
+        near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.0)
+        raise ConfigError(f"unknown optimizer: {name}", where=KEY, rule=RULE, fix=f"{KEY}={near[0]}")
+    factory = import_object(name, key=KEY, rule=OWN_RULE, format_setting=lambda path: f"{KEY}={path}")
+    try:
+        found = factory()
+        problem = _problem(found)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise _bad(name, f"{name} raises {error!r}") from error
+    if problem:
+        raise _bad(name, problem)
+    own: Optimizer = found
+    return own
+
+
+@cache
+def optimizers_by_role(name: str) -> Mapping[Role, tuple[str, Optimizer]]:
+    """Return what updates the parameters of each role, with its name."""
+    chosen = find_optimizer(name)
+    return {
+        role: (name, chosen) if role in chosen.roles else (OTHERS, find_optimizer(OTHERS)) for role in Role
+    }  # fmt: skip
+
+
+def _problem(found: Any) -> str:
+    """Return what is wrong with an object that should be an optimizer; empty if nothing is."""
+    if not isinstance(found, Optimizer):
+        return f"what it gives is of type {type(found).__name__}, not an Optimizer"
+    unknown = sorted(map(str, set(found.roles) - set(Role)))
+    if unknown or not found.roles:
+        return f"its roles have {unknown[0]}, which is none" if unknown else "it has no roles"
+    if isinstance(found, MatrixOptimizer) and not found.roles <= {Role.MATRIX, Role.EXPERTS}:
+        return "it needs whole matrices, but its roles have others than matrix and experts"
+    for role in Role:
+        if role not in found.roles:
+            continue
+        states = found.states(role)
+        if not isinstance(states, Mapping):
+            return f"states({role}) is of type {type(states).__name__}, not a mapping"
+        for name, state in states.items():
+            if problem := _state_problem(name, state):
+                return f"its state {format_value(name)} of parameters with role {role} {problem}"
+    return ""
+
+
+def _state_problem(name: Any, state: Any) -> str:
+    if not isinstance(name, str) or STATE_NAME.fullmatch(name) is None:
+        return "has a name that is no identifier, which names in checkpoints need"
+    if not isinstance(state, State):
+        return f"is of type {type(state).__name__}, not State"
+    if state.dims is not None and list(state.dims) != sorted({dim for dim in state.dims if dim >= 0}):
+        return f"has dims {state.dims}, which are not in ascending order from 0 on"
+    if state.dtype is not None and state.dtype not in DTYPES:
+        return f"has dtype {state.dtype}, which is none of {', '.join(DTYPES)}"
+    return ""
+
+
+def _bad(name: str, what: str) -> ConfigError:
+    fix = "mend it, as in docs/examples/own_optimizer.py: states(role) and update(slots, settings)"
+    return ConfigError(f"{name}: {what}" if not what.startswith(name) else what, where=KEY, rule=OWN_RULE, fix=fix)

@@ -1,0 +1,130 @@
+"""Updates from whole matrices: each is gathered on its owner, transformed there, and sent back.
+
+Bucket by bucket, so that an owner holds few whole matrices at a time. Both moves of a matrix are plans of `reshard`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.mesh.layout import Layout
+from meshwright.mesh.shard_intervals import Split
+from meshwright.optim.contract import MatrixOptimizer, Settings, Slot
+from meshwright.optim.whole_matrix import WholeMatrix
+from meshwright.reshard.cross_mesh.transfer_many import RankTransfer, transfer_many
+from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan, plan_transfer
+from meshwright.reshard.dtensor.redistribute_local import dtype_name
+
+Site = tuple[int, str]
+"""A stage, and the full-model name of a parameter on it."""
+
+
+def plan_moves(matrix: WholeMatrix, dtype: str) -> tuple[TransferPlan, TransferPlan]:
+    """Return the plans that gather a matrix on its owner and send it back."""
+    splits = tuple(tuple(Split(axis) for axis in axes) for axes in matrix.splits)
+    sharded = Layout(matrix.shape, matrix.axis_sizes, splits, (None,) * len(matrix.axis_sizes))
+    whole = Layout(matrix.shape, (), ((), ()), ())
+    there = plan_transfer(sharded, whole, src_ranks=matrix.ranks, dst_ranks=(matrix.owner,), dtype=dtype)
+    back = plan_transfer(whole, sharded, src_ranks=(matrix.owner,), dst_ranks=matrix.ranks, dtype=dtype)
+    return there, back
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A matrix of which this rank has a shard, and what the rank does in both moves."""
+
+    site: Site
+    index: int | None
+    """Index in this rank's shard of a parameter with three dims."""
+    moves: tuple[RankTransfer, RankTransfer] | None
+    """What this rank does to gather the matrix and to send the update back; None if no other rank has a shard."""
+
+
+class OwnerUpdates:
+    """Updates of the matrices of a rank's stages."""
+
+    def __init__(
+        self,
+        optimizer: MatrixOptimizer,
+        matrices: Iterable[WholeMatrix],
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        first_index: Mapping[Site, int],
+    ) -> None:
+        """Plan the moves.
+
+        Args:
+            optimizer: computes the updates.
+            matrices: matrices of all stages of the pipeline rank, the same on all its ranks.
+            rank: this rank.
+            dtype: dtype in which matrices are moved and updates computed.
+            first_index: for parameters with three dims, the index of the first matrix in this rank's shard.
+        """
+        self._optimizer, self._dtype = optimizer, dtype
+        buckets: dict[int, list[_Moved]] = defaultdict(list)
+        for one in matrices:
+            if rank in one.ranks:
+                site = (one.stage, one.name)
+                index = None if one.index is None else one.index - first_index[site]
+                moves = None
+                if len(one.ranks) > 1:
+                    there, back = plan_moves(one, dtype_name(dtype))
+                    moves = RankTransfer.of(there, rank), RankTransfer.of(back, rank)
+                buckets[one.bucket].append(_Moved(site, index, moves))
+        self._buckets = [buckets[number] for number in sorted(buckets)]
+        self._last = {moved.site: number for number, bucket in enumerate(self._buckets) for moved in bucket}
+        """The last bucket with a matrix of each parameter."""
+
+    @torch.no_grad()
+    def run(self, slots: Mapping[Site, tuple[Slot, Settings]]) -> None:
+        """Update all parameters; all ranks of the stages call this together."""
+        prepared: dict[Site, Tensor] = {}
+        """Shards of what is transformed; matrices that are done are overwritten by their updates."""
+        for number, bucket in enumerate(self._buckets):
+            for moved in bucket:
+                if moved.site not in prepared:
+                    prepared[moved.site] = self._optimizer.prepare(*slots[moved.site]).to(self._dtype)
+            self._update(bucket, [_at(prepared[moved.site], moved.index) for moved in bucket])
+            for site in [site for site in prepared if self._last[site] == number]:
+                slot, settings = slots[site]
+                update = prepared.pop(site)
+                self._optimizer.apply(slot, update.to(slot.parameter.dtype), settings)
+
+    def _update(self, bucket: Sequence[_Moved], shards: Sequence[Tensor]) -> None:
+        """Overwrite the shards of a bucket's matrices by those of their updates."""
+        shared = [place for place, moved in enumerate(bucket) if moved.moves is not None]
+        there, back = ([moves[side] for moved in bucket if (moves := moved.moves)] for side in (0, 1))
+        whole: list[Tensor | None] = list(shards)
+        gathered = transfer_many([shards[place] for place in shared], there, like=shards[0])
+        for place, matrix in zip(shared, gathered, strict=True):
+            whole[place] = matrix
+        updates = self._transform(whole)
+        returned = transfer_many([updates[place] for place in shared], back, like=shards[0])
+        for place, update in zip(shared, returned, strict=True):
+            updates[place] = update
+        for shard, update in zip(shards, updates, strict=True):
+            assert update is not None, "every rank with a shard gets one back"
+            shard.copy_(update)
+
+    def _transform(self, whole: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the updates of the matrices that this rank has; those of one shape are transformed together."""
+        by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+        for place, matrix in enumerate(whole):
+            if matrix is not None:
+                by_shape[matrix.shape].append(place)
+        updates: list[Tensor | None] = [None] * len(whole)
+        for places in by_shape.values():
+            stack = torch.stack([matrix for place in places if (matrix := whole[place]) is not None])
+            for place, update in zip(places, self._optimizer.transform(stack).contiguous(), strict=True):
+                updates[place] = update
+        return updates
+
+
+def _at(shard: Tensor, index: int | None) -> Tensor:
+    return shard if index is None else shard[index]

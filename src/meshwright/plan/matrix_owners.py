@@ -1,0 +1,136 @@
+"""Matrices whose update needs all of them, with the rank that computes it, from the plan. Doesn't import torch.
+
+Every rank with a shard may own a matrix; the most expensive go first, each to the rank with the least to compute so far
+(Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the best). All ranks of a stage get the same
+answer, so none has to be told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from meshwright.optim.catalogue import find_optimizer
+from meshwright.optim.contract import MatrixOptimizer
+from meshwright.optim.whole_matrix import WholeMatrix
+from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.run_plan import BYTES, Kind, Parameter, RunPlan, Stage
+
+BUCKET_ELEMENTS = 2**25
+"""Elements that an owner gathers at once, before it sends updates back: 128 MiB in float32."""
+
+
+@lru_cache(maxsize=8)
+def whole_matrices(plan: RunPlan, pipeline_rank: int) -> tuple[WholeMatrix, ...]:
+    """Return the matrices of all stages of a pipeline rank that are updated by their owners, in stage order."""
+    found = [
+        one
+        for number in plan.schedule.stages_of(pipeline_rank)
+        for kind, layer, parameter in plan.parameters(plan.stages[number])
+        if parameter.trained and plan.optimizer.update_of(parameter.role).whole
+        for one in _matrices(plan, number, kind, layer, parameter, pipeline_rank)
+    ]
+    costs = [cost_of(plan, one) for one in found]
+    owned: Counter[int] = Counter()
+    elements: Counter[int] = Counter()
+    for place in sorted(range(len(found)), key=lambda place: (-costs[place], place)):
+        one = found[place]
+        owner = min(one.ranks, key=lambda rank: (owned[rank], elements[rank], rank))
+        owned[owner] += costs[place]
+        elements[owner] += one.num_elements
+        found[place] = replace(one, owner=owner)
+    return tuple(_in_buckets(found))
+
+
+def cost_of(plan: RunPlan, matrix: WholeMatrix) -> int:
+    """Return the relative cost of a matrix's update."""
+    optimizer = find_optimizer(plan.optimizer.name)
+    assert isinstance(optimizer, MatrixOptimizer), "only its updates need whole matrices"
+    return optimizer.cost(*matrix.shape)
+
+
+def _in_buckets(matrices: list[WholeMatrix]) -> Iterator[WholeMatrix]:
+    """Give each matrix the number of its bucket: its owner's elements before it, in buckets of a fixed size."""
+    gathered: Counter[int] = Counter()
+    for one in matrices:
+        yield replace(one, bucket=gathered[one.owner] // BUCKET_ELEMENTS)
+        gathered[one.owner] += one.num_elements
+
+
+def _matrices(
+    plan: RunPlan, number: int, kind: Kind, layer: int | None, parameter: Parameter, pipeline_rank: int
+) -> Iterator[WholeMatrix]:
+    """Yield the matrix of a parameter with two dims, or those stacked along dim 0 of one with three."""
+    name, stacked = kind.full_name(parameter.name, layer), len(parameter.shape) - 2
+    first = pipeline_rank * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
+    groups = _groups(plan, plan.stages[number], kind, parameter)
+    over_stack = [atoms for dim, atoms in groups if dim is not None and dim < stacked]
+    others = [(dim, atoms) for dim, atoms in groups if dim is None or dim >= stacked]
+    # FSDP shards within the shards of tensor and expert parallelism: in a dim, their axes come first.
+    splits = [[axis for axis, (dim, _) in enumerate(others) if dim == stacked + side] for side in (0, 1)]
+    sizes = tuple(plan.mesh.size(*atoms) for _, atoms in others)
+    for index in range(parameter.shape[0]) if stacked else (None,):
+        base = first if index is None else _holder(plan, first, over_stack, parameter.shape[0], index)
+        ranks = [base]
+        for _, atoms in others:
+            ranks = [rank + other - base for rank in ranks for other in plan.mesh.line(base, atoms)]
+        yield WholeMatrix(
+            stage=number,
+            name=name,
+            index=index,
+            shape=(parameter.shape[-2], parameter.shape[-1]),
+            axis_sizes=sizes,
+            splits=(tuple(splits[0]), tuple(splits[1])),
+            ranks=tuple(ranks),
+        )
+
+
+def _groups(plan: RunPlan, stage: Stage, kind: Kind, parameter: Parameter) -> list[tuple[int | None, Atoms]]:
+    """Return the atoms of a stage in groups that shard a dim of the parameter together, or replicate it (None)."""
+    unit = plan.unit_of(stage, kind, parameter)
+    sharding: list[tuple[int | None, Atoms]] = [(shard.dim, shard.axes) for shard in parameter.used]
+    sharding.append((parameter.stored_dim, unit.sharded))
+    known = {atom for _, atoms in sharding for atom in atoms}
+    replicas = tuple(atom for atom in plan.mesh.in_stage() if atom not in known)
+    found = [*((None, (atom,)) for atom in replicas), *sharding]
+    return [(dim, atoms) for dim, atoms in found if plan.mesh.size(*atoms) > 1]
+
+
+def _holder(plan: RunPlan, first: int, over_stack: list[Atoms], size: int, index: int) -> int:
+    """Return the first rank that has a matrix of a stack, which groups of atoms shard one after the other."""
+    rank, left = first, index
+    for atoms in over_stack:
+        chunk = -(-size // plan.mesh.size(*atoms))
+        at, left = divmod(left, chunk)
+        size = min(chunk, size - at * chunk)
+        rank += plan.mesh.line(first, atoms)[at] - first
+    return rank
+
+
+def share_of_cost(plan: RunPlan, pipeline_rank: int) -> float:
+    """Return the cost of the rank that owns the most, relative to an equal share of its stage's ranks."""
+    owned: Counter[int] = Counter()
+    for one in whole_matrices(plan, pipeline_rank):
+        owned[one.owner] += cost_of(plan, one)
+    ranks = plan.mesh.size(*plan.mesh.in_stage())
+    return max(owned.values(), default=0) * ranks / max(1, sum(owned.values()))
+
+
+def moved_bytes(plan: RunPlan, rank: int) -> dict[int, int]:
+    """Return the bytes that a rank sends to each other rank for the updates of a step."""
+    sent: Counter[int] = Counter()
+    for one in whole_matrices(plan, plan.mesh.position(rank, "pp")):
+        if rank in one.ranks:
+            sent.update(one.elements_sent(rank))
+    return {peer: elements * BYTES[plan.optimizer.moved] for peer, elements in sent.items() if elements}
+
+
+@lru_cache(maxsize=8)
+def bytes_moved_by_rank(plan: RunPlan, pipeline_rank: int) -> dict[int, int]:
+    """Return the bytes that each rank of a pipeline rank sends for the updates of a step; empty if there are none."""
+    sent: Counter[int] = Counter()
+    for one in whole_matrices(plan, pipeline_rank):
+        sent.update(one.total_sent())
+    return {rank: elements * BYTES[plan.optimizer.moved] for rank, elements in sent.items()}
