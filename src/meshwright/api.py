@@ -21,6 +21,7 @@ from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.models.contract.loss_unit import unit_of_metric
+from meshwright.optim.catalogue import BUILT_IN
 from meshwright.plan.load_config import load
 from meshwright.plan.load_plan import check_fits, load_plan
 from meshwright.plan.make_plan import make_plan
@@ -126,6 +127,7 @@ def run(
     made = make_plan(config) if plan is None else _load_plan(plan, config)
     check_machine(config, made)
     check_trackers(config.train.trackers)
+    _try_optimizer(made)
     say("reading the data")
     corpus = config.family.open_data(run_facts(config))
     num_ranks = config.mesh.axes().num_ranks()
@@ -205,6 +207,7 @@ def prove(
         notes = set_aside(config, given or make_plan(config))
         made, steps = make_plan(proved) if given is None else plan_in_float64(given), steps or PROOF_STEPS
     axes, threads = proved.mesh.axes(), proved.train.threads
+    _try_optimizer(made)
     proved.family.open_data(run_facts(proved))
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
@@ -299,6 +302,14 @@ def locate_compare_body(context: RankContext, spec: ProofSpec) -> None:
 def _check(config: RunConfig) -> None:
     """Check every rule, since `RunConfig.with_keys` skips this."""
     check(config, dict.fromkeys(known_keys(config.model.kind), "the configuration"), rules=violations)
+
+
+def _try_optimizer(plan: RunPlan) -> None:
+    """Try an optimizer of the user's own, which has imported torch anyway."""
+    if plan.optimizer.name not in BUILT_IN:
+        from meshwright.train.own_optimizer import check_optimizer
+
+        check_optimizer(plan)
 
 
 def _load_plan(plan: RunPlan | str | Path, config: RunConfig) -> RunPlan:

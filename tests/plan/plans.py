@@ -140,3 +140,9 @@ def assert_found(base, plant, parameter, axis, words):
     with pytest.raises((LayoutError, ScheduleError)) as error:
         verify(wrong, where="plan.json")
     assert error.value.where.startswith("plan.json, ") and error.value.rule and error.value.fix
+
+
+def with_update(plan, **changes):
+    """Change how parameters of all roles are updated."""
+    (update,) = plan.optimizer.updates
+    return replace(plan, optimizer=replace(plan.optimizer, updates=(replace(update, **changes),)))

@@ -14,7 +14,6 @@ from meshwright.parallel.private import unsharded_parameters
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import HOLES, LIBRARIES, predict_memory, predict_process_memory
-from meshwright.train.optimizer import STATE_NAMES
 from meshwright.train.record.events import read_events
 from tests.helpers import meshwright, small_corpus
 from tests.train.jobs import load_words, make_job, run_on
@@ -42,6 +41,8 @@ LAYOUTS = [
          "model.tie_embeddings=true", "train.freeze=embed.*"]),
 ]  # fmt: skip
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def planned(name, words=()):
     return make_plan(load(name, words))
@@ -65,7 +66,7 @@ def held(rank, world_size, words):
     job, step = make_job(rank, world_size, ["model.num_layers=1", *words])
     step.accumulate(1)
     parameters = list(job.model.parameters())
-    moments = [state[name] for state in job.optimizer.state.values() for name in STATE_NAMES[1:]]
+    moments = [state[name] for state in job.optimizer.state.values() for name in MOMENTS]
     stored = [*parameters, *(buffer for _, buffer in job.model.named_buffers())]
     return num_bytes(stored), num_bytes(p.grad for p in parameters if p.grad is not None), num_bytes(moments)
 

@@ -86,7 +86,7 @@ def test_right_plans(words):
     plan = plan_of(words)
     assert faults(plan) == []
     read = from_json(to_json(plan), where="plan.json")
-    assert read == plan and read.format == 4
+    assert read == plan
     layers = [kind.attention for kind in read.kinds if kind.is_block]
     assert all(layer.axes == plan.mesh.view("cp") and layer.method in tuple(ContextMethod) for layer in layers)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.models.contract.tp_styles import COLUMN, gather
+from meshwright.optim.planned import OptimizerState
 from meshwright.plan.run_plan import Shard
 from tests.plan.plans import (
     ALL,
@@ -20,8 +21,11 @@ from tests.plan.plans import (
     with_parameter,
     with_stage,
     with_unit,
+    with_update,
     without,
 )
+
+ONE_STATE = (OptimizerState("m", None, "float32"),)
 
 
 def with_mesh_view(plan, name, atoms):
@@ -118,14 +122,29 @@ FAULTS = {
         lambda p: with_parameter(p, QUERY, role="adapter"),
         QUERY,
         None,
-        "has role adapter, whose optimizer state occurs 0 times",
+        "has role adapter, whose update occurs 0 times",
     ),
-    "state kept twice": (
+    "a role updated twice": (
         TIED,
-        lambda p: replace(p, optimizer=replace(p.optimizer, states=p.optimizer.states * 2)),
-        QUERY,
+        lambda p: replace(p, optimizer=replace(p.optimizer, updates=p.optimizer.updates * 2)),
+        "head/head.weight",
         None,
-        "has role matrix, whose optimizer state occurs twice",
+        "has role head, whose update occurs twice",
+    ),
+    "a state kept twice": (TIED, lambda p: with_update(p, states=ONE_STATE * 2), None, None, "duplicate states: m, m"),
+    "a state with dims of a matrix for vectors": (
+        TIED,
+        lambda p: with_update(p, states=(OptimizerState("m", (1,), "float32"),)),
+        "block/attention_norm.weight",
+        None,
+        "has 1 dim, but its state m has dims 1",
+    ),
+    "whole matrices of vectors": (
+        TIED,
+        lambda p: with_update(p, whole=True),
+        "block/attention_norm.weight",
+        None,
+        "has 1 dim, but adamw updates whole matrices",
     ),
     "a buffer counted per rank": (
         ALL,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +24,8 @@ def groups(**settings: Any) -> Tamper:
     """Another setting of the optimizer."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        for group in job.optimizer.param_groups:
-            group.update(settings)
+        for group in job.optimizer.groups:
+            group.settings = replace(group.settings, **settings)
 
     return tamper
 
@@ -33,11 +34,11 @@ def before_update(change: Callable[[Job], None]) -> Tamper:
     def tamper(job: Job, step: TrainStep) -> None:
         real = job.optimizer.step
 
-        def update() -> None:
+        def update(lr: float) -> None:
             change(job)
-            real()
+            real(lr)
 
-        job.optimizer.step = update  # type: ignore[method-assign, assignment]
+        job.optimizer.step = update  # type: ignore[method-assign]
 
     return tamper
 
@@ -87,7 +88,7 @@ def leave_gathered(job: Job, step: TrainStep) -> None:
 
 
 def decay_in_the_gradient(job: Job, step: TrainStep) -> None:
-    decays = [(p, group["weight_decay"]) for group in job.optimizer.param_groups for p in group["params"]]
+    decays = [(one.parameter, group.settings.weight_decay) for group in job.optimizer.groups for one in group.members]
     groups(weight_decay=0.0)(job, step)
 
     def change(job: Job) -> None:
@@ -102,8 +103,8 @@ def decay_of_all(job: Job, step: TrainStep) -> None:
 
 
 def twice_the_decay(job: Job, step: TrainStep) -> None:
-    for group in job.optimizer.param_groups:
-        group["weight_decay"] *= 2
+    for group in job.optimizer.groups:
+        group.settings = replace(group.settings, weight_decay=2 * group.settings.weight_decay)
 
 
 def no_clipping(job: Job, step: TrainStep) -> None:
@@ -139,14 +140,16 @@ def constant_rate(job: Job, step: TrainStep) -> None:
 
 
 def never_clear(job: Job, step: TrainStep) -> None:
-    job.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign, assignment]
+    job.optimizer.zero_grad = lambda: None  # type: ignore[method-assign]
 
 
 WARM = "train.warmup_steps=3"
 
 OPTIMIZER_FAULTS: dict[str, Fault] = {
-    "betas exchanged": Fault(groups(betas=(0.95, 0.9)), SHARD2, ("the betas are exchanged",)),
-    "the betas of PyTorch": Fault(groups(betas=(0.9, 0.999)), BOTH, ("other betas", "beta2 = 0.999 instead of 0.95")),
+    "betas exchanged": Fault(groups(beta1=0.95, beta2=0.9), SHARD2, ("the betas are exchanged",)),
+    "the betas of PyTorch": Fault(
+        groups(beta1=0.9, beta2=0.999), BOTH, ("other betas", "beta2 = 0.999 instead of 0.95")
+    ),
     "another epsilon": Fault(groups(eps=1e-6), TENSOR2, ("another epsilon", "eps = 1e-06 instead of 1e-08")),
     "the first moment is cleared": Fault(before_update(clear("exp_avg")), SHARD2, ("the first moment is stale",)),
     "the second moment is cleared": Fault(before_update(clear("exp_avg_sq")), SHARD2, ("the second moment is stale",)),

@@ -221,8 +221,8 @@ def keep_norm_local(job: Job, step: TrainStep) -> None:
 def freeze_by_accident(job: Job, step: TrainStep) -> None:
     """The optimizer was built before a parameter was replaced."""
     lost = job.model.get_parameter("blocks.1.attention.wv.weight")
-    for group in job.optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if p is not lost]
+    for group in job.optimizer.groups:
+        group.members = [one for one in group.members if one.parameter is not lost]
 
 
 def double_learning_rate(job: Job, step: TrainStep) -> None:
@@ -231,8 +231,8 @@ def double_learning_rate(job: Job, step: TrainStep) -> None:
 
 
 def decay_norms(job: Job, step: TrainStep) -> None:
-    for group in job.optimizer.param_groups:
-        group["weight_decay"] = job.config.train.weight_decay
+    for group in job.optimizer.groups:
+        group.settings = replace(group.settings, weight_decay=job.config.train.weight_decay)
 
 
 def other_seed_on_rank_1(job: Job, step: TrainStep) -> None:

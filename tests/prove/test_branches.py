@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshwright.config.optimizer.lr_schedule import learning_rate
 from meshwright.data.sampler import WindowOrder
 from meshwright.mesh.axes import Axes
 from meshwright.plan.load_config import load
 from meshwright.prove.branches import diagnose_branches as branches
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
-from meshwright.config.lr_schedule import learning_rate
 from tests.helpers import open_data
 from tests.prove.proofs import few_pictures, record_on_rank, small_config, small_dit_config, small_expert_config
 from tests.prove.synthetic import make_layout, make_reference

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.train.optimizer import STATE_NAMES, named_state
+from meshwright.optim.adamw import AdamW
+from meshwright.optim.role import Role
+from meshwright.train.optimizer import named_state
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.validation_loss import validate
 from tests.helpers import open_data, small_corpus
@@ -57,7 +59,7 @@ def test_layouts_agree_and_leave_the_job_as_it_was(gang, corpus, world_size, lay
         assert found[0] == pytest.approx(losses, rel=1e-12)
         assert found[1] == tokens and len(tokens) == 4
         assert all(state == found[2][0] for state in found[2])
-        assert len(found[2][0]) == found[4] * (1 + len(STATE_NAMES))
+        assert len(found[2][0]) == found[4] * (1 + len(AdamW().states(Role.MATRIX)))
         assert found[3] and found[5] == pytest.approx(last, rel=1e-11)
 
 

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.config.optimizer.lr_schedule import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Tokens
 from meshwright.models.contract.model_facts import Part
 from meshwright.train.build_job import initialize
-from meshwright.config.lr_schedule import learning_rate
 
 BareStep = Callable[[int], Tensor]
 """Function that runs the step of a given number, from 1, and returns this rank's mean loss without synchronizing."""

@@ -25,8 +25,7 @@ TENSORS = ("input", "input_tensor", "tensor", "self")
 
 
 Sent = tuple[str, tuple[int, ...]]
-"""Operation, which is `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `all_to_all` or `exchange`, and ranks of its
-group."""
+"""Operation and its group: `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `all_to_all` or `exchange`."""
 
 
 class CollectiveBytes(Counter[Sent]):

@@ -16,15 +16,15 @@ from itertools import islice
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.float8_layers import float8_violations
-from meshwright.config.lr_schedule import schedule_violations
-from meshwright.config.parameter_groups import group_violations
+from meshwright.config.optimizer.lr_schedule import schedule_violations
+from meshwright.config.optimizer.parameter_groups import group_violations
+from meshwright.config.optimizer.rules import optimizer_violations
 from meshwright.config.profiled_steps import profile_violations
 from meshwright.config.recompute_blocks import recompute_violations
 from meshwright.config.rules_capture import capture_violations
 from meshwright.config.rules_compression import comm_violations
 from meshwright.config.rules_context import context_violations, packing_violations
 from meshwright.config.rules_experts import expert_violations
-from meshwright.config.rules_optimizer import optimizer_violations
 from meshwright.config.rules_precision import precision_violations
 from meshwright.config.rules_trackers import tracker_violations
 from meshwright.config.schema import RunConfig

@@ -1,4 +1,4 @@
-"""Find the optimizer that `train.optimizer` names, and what each role of parameters is updated by. Doesn't import torch,
+"""Find the optimizer that `train.optimizer` names, and what updates the parameters of each role. Doesn't import torch,
 unless an optimizer of the user's own does.
 """
 
@@ -69,7 +69,7 @@ def optimizers_by_role(name: str) -> Mapping[Role, tuple[str, Optimizer]]:
 
 def _problem(found: Any) -> str:
     """Return what is wrong with an object that should be an optimizer; empty if nothing is."""
-    if not isinstance(found, Optimizer):
+    if not isinstance(found, Optimizer):  # what the user's code gives may be anything
         return f"what it gives is of type {type(found).__name__}, not an Optimizer"
     unknown = sorted(map(str, set(found.roles) - set(Role)))
     if unknown or not found.roles:
@@ -79,7 +79,7 @@ def _problem(found: Any) -> str:
     for role in Role:
         if role not in found.roles:
             continue
-        states = found.states(role)
+        states: Any = found.states(role)
         if not isinstance(states, Mapping):
             return f"states({role}) is of type {type(states).__name__}, not a mapping"
         for name, state in states.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from meshwright.optim.role import Role
@@ -129,8 +128,3 @@ class MatrixOptimizer(Optimizer):
             prepared = self.prepare(slot, settings)
             whole = prepared.view(-1, *prepared.shape[-2:])
             self.apply(slot, self.transform(whole).view_as(prepared), settings)
-
-
-def state_elements(state: State, local_shape: Sequence[int]) -> int:
-    """Return the elements of a state on a rank whose shard of the parameter has this shape."""
-    return prod(state.shape(local_shape))

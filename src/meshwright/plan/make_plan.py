@@ -12,8 +12,8 @@ from functools import lru_cache
 from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
+from meshwright.optim.planned import planned_optimizer
 from meshwright.plan.make_kinds import KindMaker
-from meshwright.plan.make_optimizer import make_optimizer
 from meshwright.plan.make_stages import StageMaker
 from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.pipeline_table import lowered_table
@@ -73,7 +73,7 @@ def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPla
             packed=config.data.packing != "none",
         ),
         schedule=table,
-        optimizer=make_optimizer(train),
+        optimizer=planned_optimizer(train.optimizer, masters=MASTER_DTYPES[train.precision], moved=train.precision),
     )
 
 

@@ -94,7 +94,7 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 def _state_bytes(plan: RunPlan, parameter: Parameter, local: tuple[int, ...]) -> int:
     """Return the bytes of the optimizer's states for a shard of this shape, without scalars."""
     return sum(
-        math.prod(local if one.dims is None else (local[dim] for dim in one.dims)) * BYTES[one.dtype]
+        math.prod(one.local_shape(local)) * BYTES[one.dtype]
         for one in plan.optimizer.update_of(parameter.role).states
         if one.dims != ()
     )

@@ -16,6 +16,7 @@ from functools import cached_property
 
 from meshwright.models.contract.tp_styles import Style
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.optim.planned import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers
@@ -271,41 +272,6 @@ class BatchShape:
     """Whether samples are packed documents, which differ from sample to sample."""
 
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """A state that an optimizer keeps for each parameter."""
-
-    name: str
-    dims: tuple[int, ...] | None
-    """Dims of the parameter that the state has, along which it is sharded alike; None for all."""
-    dtype: str
-
-
-@dataclass(frozen=True)
-class RoleUpdate:
-    """Update of the parameters with certain roles."""
-
-    roles: tuple[str, ...]
-    optimizer: str
-    states: tuple[OptimizerState, ...]
-    whole: bool
-    """Whether it is computed from whole matrices, each by one of the ranks that have a shard (`matrix_owners`)."""
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """The optimizer: what updates parameters, and their states."""
-
-    name: str
-    updates: tuple[RoleUpdate, ...]
-    moved: str
-    """Dtype in which whole matrices are moved and their updates computed."""
-
-    def update_of(self, role: str) -> RoleUpdate:
-        """Return the update of parameters with this role."""
-        return next(one for one in self.updates if role in one.roles)
-
-
 Site = tuple[int, str]
 """A stage and the full-model name of a parameter or buffer on it."""
 
@@ -332,7 +298,7 @@ class RunPlan:
     batch: BatchShape
     schedule: Schedule
     """The lowered schedule."""
-    optimizer: Optimizer
+    optimizer: PlannedOptimizer
 
     @cached_property
     def _kinds(self) -> dict[str, Kind]:

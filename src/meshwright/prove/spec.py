@@ -12,8 +12,9 @@ from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.rules_compression import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.optim.planned import OptimizerState
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.plan.run_plan import OptimizerState, RunPlan
+from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import format_fix
 
 PROOF_STEPS = 3

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.parameter_groups import group_settings
+from meshwright.config.optimizer.parameter_groups import group_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.mesh.local_shards import local_box, num_shards, to_local
+from meshwright.mesh.sharded_zeros import sharded_zeros
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot
 from meshwright.optim.owner_updates import OwnerUpdates, Site
 from meshwright.optim.role import Role
-from meshwright.optim.sharded_states import zero_state
 from meshwright.parallel.rank_model import RankModel, StagePart
 from meshwright.plan.matrix_owners import whole_matrices
 from meshwright.plan.run_plan import RunPlan
@@ -104,7 +104,7 @@ def _members(part: StagePart, train: TrainConfig) -> Iterator[tuple[Member, Opti
         if not planned.trained:
             continue
         parameter, update = part.module.get_parameter(name), plan.optimizer.update_of(planned.role)
-        state = {one.name: zero_state(parameter, one.dims, getattr(torch, one.dtype)) for one in update.states}
+        state = {one.name: sharded_zeros(parameter, one.dims, getattr(torch, one.dtype)) for one in update.states}
         is_matrix, key = len(planned.shape) >= 2, kind.key(planned, layer)
         peak, decay = group_settings(train, key, planned.role, is_matrix=is_matrix)
         member = Member((part.number, name), Role(planned.role), parameter, state)

@@ -30,6 +30,7 @@ from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.measure.process_memory import memory_bytes
+from meshwright.train.own_optimizer import check_optimizer
 from meshwright.train.record.events import EventLog, RecordingReporter
 from meshwright.train.record.reporter import Reporter, Start
 from meshwright.train.record.trackers import check_trackers
@@ -70,6 +71,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         plan = spec.plan or make_plan(config, nodes=shared_nodes(context.num_ranks))
         verify(plan)
         agree_on_plan(plan)
+        if spec.plan is None:
+            check_optimizer(plan)  # done before processes started otherwise
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         open_log_file(folder.log(context.rank))
         if spec.folder is None and context.rank == 0:

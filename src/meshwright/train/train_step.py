@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.config.lr_schedule import learning_rate
+from meshwright.config.optimizer.lr_schedule import learning_rate
 from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Task
 from meshwright.train.build_job import Job

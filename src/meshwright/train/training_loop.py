@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.collectives import barrier
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.lr_schedule import warmup_notes
+from meshwright.config.optimizer.lr_schedule import warmup_notes
 from meshwright.config.profiled_steps import profiled_steps
 from meshwright.config.rules_compression import no_effect_notes
 from meshwright.errors import RunError, StoppedError

@@ -43,14 +43,14 @@ def keep_weights_in_bfloat16(job: Job, step: TrainStep) -> None:
     """The optimizer's result is rounded, as if the masters were bfloat16."""
     real = job.optimizer.step
 
-    def rounded() -> None:
-        real()
+    def rounded(lr: float) -> None:
+        real(lr)
         with torch.no_grad():
             for parameter in job.model.parameters():
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
                 local.copy_(local.bfloat16().float())
 
-    job.optimizer.step = rounded  # type: ignore[method-assign, assignment]
+    job.optimizer.step = rounded  # type: ignore[method-assign]
 
 
 def lose_feedback(job: Job, step: TrainStep) -> None:
@@ -78,21 +78,21 @@ def skip_clipping(job: Job, step: TrainStep) -> None:
 
 
 def no_weight_decay(job: Job, step: TrainStep) -> None:
-    for group in job.optimizer.param_groups:
-        group["weight_decay"] = 0.0
+    for group in job.optimizer.groups:
+        group.settings = replace(group.settings, weight_decay=0.0)
 
 
 def lose_moments(job: Job, step: TrainStep) -> None:
     """The optimizer's state is created anew in every step."""
     real = job.optimizer.step
 
-    def forgetful() -> None:
+    def forgetful(lr: float) -> None:
         for state in job.optimizer.state.values():
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
-        real()
+        real(lr)
 
-    job.optimizer.step = forgetful  # type: ignore[method-assign, assignment]
+    job.optimizer.step = forgetful  # type: ignore[method-assign]
 
 
 def reduce_by_policy() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from meshwright.comm.compression.catalogue import find_method
 from meshwright.comm.compression.codecs import decode, encode
+from meshwright.config.optimizer.lr_schedule import learning_rate
 from meshwright.mesh.axes import Axes
 from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
@@ -22,7 +23,6 @@ from meshwright.prove.as_run.update_check import expected_lr
 from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.record.evidence import RecordedShard
-from meshwright.config.lr_schedule import learning_rate
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])

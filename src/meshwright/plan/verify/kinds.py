@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from itertools import islice
 
 from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.plan.collective_bytes import Purpose
@@ -256,10 +257,8 @@ def _states(plan: RunPlan) -> Iterator[Fault]:
         if len(set(names)) < len(names):
             rule = "a parameter has each state once"
             yield Fault(f"duplicate states: {join_names(names)}", rule, f"optimizer.updates[{number}].states")
-    for kind in plan.kinds:
-        for parameter in kind.parameters:
-            if parameter.trained:
-                yield from _update(plan, kind, parameter)
+    found = (_update(plan, kind, p) for kind in plan.kinds for p in kind.parameters if p.trained)
+    yield from islice((fault for faults in found for fault in faults), 1)  # others would say the same
 
 
 def _update(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from meshwright.comm.compression.catalogue import find_method
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.spec import overridden
-from meshwright.settings.violation import format_fix
+from meshwright.settings.violation import format_fix, format_value
 
 DEFAULT_STEPS = 4
 FEEDBACK_STEPS = 12
@@ -24,6 +25,16 @@ def as_configured(config: RunConfig) -> RunConfig:
     """
     if config.float8.recipe != "none":
         raise _no_float8(f"float8.recipe = {config.float8.recipe}", "float8.recipe")
+    plain: dict[str, Any] = {"train.optimizer": "adamw", "train.parameter_groups": (), "train.lr_schedule": "cosine"}
+    for key, value in plain.items():
+        found = getattr(config.train, key.removeprefix("train."))
+        if found != value and not (key == "train.lr_schedule" and found == "wsd"):
+            raise ConfigError(
+                f"cannot prove {key} = {format_value(found)} as run",
+                where=key,
+                rule="a proof as run checks each update against the rounding of AdamW with built-in schedules",
+                fix=f"{format_fix({key: value})}; without --as-run, the layout is proved in float64",
+            )
     backend = "eager" if config.train.compile else "simulate"
     return config.with_keys({"train.device": "cpu", "capture.backend": backend, **config.family.proof})
 

@@ -25,7 +25,11 @@ FAULTS: tuple[tuple[str, str, PlainOptimizer], ...] = (
     ("gradients clipped twice", "clipping is applied twice", PlainOptimizer(clip="twice")),
     ("no weight decay", "weight decay is missing", PlainOptimizer(decay="none")),
     ("weight decay of all parameters", "norms and biases decay too, and should not", PlainOptimizer(decay="all")),
-    ("weight decay of vectors only", "weight decay is applied to the wrong parameters", PlainOptimizer(decay="vectors")),
+    (
+        "weight decay of vectors only",
+        "weight decay is applied to the wrong parameters",
+        PlainOptimizer(decay="vectors"),
+    ),
     (
         "weight decay in the gradient",
         "weight decay is added to the gradient (L2 regularisation) instead of to the weights",

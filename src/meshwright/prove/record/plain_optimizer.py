@@ -1,4 +1,4 @@
-"""The reference's optimizer: clipping, the learning rate in closed form, and settings by parameter, with known faults."""
+"""The reference's optimizer: clipping, the learning rate in closed form, settings by parameter, and known faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from meshwright.config.lr_schedule import own_rate
+from meshwright.config.optimizer.lr_schedule import own_rate
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.role import Role
 from meshwright.prove.record.plain_updates import ParameterStep, States, UpdateFaults, update

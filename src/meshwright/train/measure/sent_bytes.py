@@ -56,8 +56,8 @@ def count_purposes(
         compressed: bytes of compressed collectives; None without compression.
 
     Returns:
-        Entries for all purposes that are predicted or counted, largest first. Bytes of an all-to-all or exchange are split
-        over links as if each peer got the same.
+        Entries for all purposes that are predicted or counted, largest first. Bytes of all-to-alls and exchanges are
+        split over links as if each peer got the same.
     """
     of_group: dict[tuple[int, ...], set[str]] = {}
     for message in messages(plan, rank):

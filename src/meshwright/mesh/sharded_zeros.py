@@ -1,4 +1,4 @@
-"""States of an optimizer as tensors that are sharded as their parameters are, along the dims that they have."""
+"""Tensors of zeros that are sharded as a parameter is, along some of its dims, such as an optimizer's states."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.mesh.private import StridedShard
 
 
-def zero_state(parameter: Tensor, dims: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """Return a state of zeros.
+def sharded_zeros(parameter: Tensor, dims: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    """Return zeros with some of a parameter's dims.
 
     Args:
         parameter: the parameter, a DTensor if it is sharded.
-        dims: its dims that the state has, in order; None for all of them.
-        dtype: dtype of the state.
+        dims: its dims that they have, in order; None for all of them.
+        dtype: their dtype.
     """
     if dims is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -33,7 +33,7 @@ def zero_state(parameter: Tensor, dims: Sequence[int] | None, dtype: torch.dtype
 
 
 def _placement(placement: Placement, dims: list[int]) -> Placement:
-    """Return the placement of a state along a mesh axis; one that shards a dim which the state lacks replicates it."""
+    """Return the placement along a mesh axis; one that shards a dim which is left out replicates."""
     if not isinstance(placement, Shard | StridedShard):
         return placement
     if placement.dim not in dims:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.config.optimizer.lr_schedule import learning_rate, warmup_notes
 from meshwright.config.schema import TrainConfig
-from meshwright.config.lr_schedule import learning_rate, warmup_notes
 
 steps = st.integers(1, 300)
 ratios = st.floats(0, 1)
