@@ -1,0 +1,154 @@
+"""Optimizers of a user's own, right and wrong ones."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.optim.contract import MatrixOptimizer, Optimizer, State
+
+
+class Plain(Optimizer):
+    """Right: the gradient times the learning rate, and a sum per row of a matrix."""
+
+    def states(self, role):
+        return {"total": State(), "updates": State((), "float32")}
+
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.state["updates"].add_(1)
+            slot.state["total"].add_(slot.gradient)
+            slot.parameter.sub_(slot.gradient, alpha=settings.lr)
+
+
+class NoOptimizer:
+    pass
+
+
+class NoRoles(Plain):
+    roles = frozenset()
+
+
+class UnknownRole(Plain):
+    roles = frozenset({"matrix", "tensor"})
+
+
+class DottedState(Plain):
+    def states(self, role):
+        return {"a.b": State()}
+
+
+class UnknownDtype(Plain):
+    def states(self, role):
+        return {"total": State(dtype="float7")}
+
+
+class DimsOutOfOrder(Plain):
+    def states(self, role):
+        return {"total": State((1, 0))}
+
+
+class NoState(Plain):
+    def states(self, role):
+        return {"total": 3}
+
+
+class NoMapping(Plain):
+    def states(self, role):
+        return ["total"]
+
+
+class ColumnsOfVectors(Plain):
+    def states(self, role):
+        return {"total": State((1,))}
+
+
+class Raises(Plain):
+    def update(self, slots, settings):
+        raise KeyError("total")
+
+
+class RaisesWhenMade(Plain):
+    def __init__(self):
+        raise RuntimeError("no licence")
+
+
+class WholeNorm(Plain):
+    """Needs the norm of the whole parameter."""
+
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.parameter.sub_(slot.gradient / slot.gradient.norm(), alpha=settings.lr)
+
+
+class WholeState(Plain):
+    """Only its state depends on the whole parameter."""
+
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.state["total"].fill_(slot.gradient.norm())
+
+
+class ReplacesState(Plain):
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.state["total"] = slot.state["total"] + slot.gradient
+
+
+class AddsState(Plain):
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.state["more"] = torch.zeros(())
+
+
+class ResizesState(Plain):
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.state["total"].resize_(1)
+
+
+class NotFinite(Plain):
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.parameter.div_(0.0)
+
+
+class Whole(MatrixOptimizer):
+    """Right: gradients divided by the norm of the whole matrix."""
+
+    def states(self, role):
+        return {}
+
+    def prepare(self, slot, settings):
+        return slot.gradient.clone()
+
+    def transform(self, matrices):
+        return matrices / matrices.square().sum((-2, -1), keepdim=True).sqrt()
+
+    def apply(self, slot, update, settings):
+        slot.parameter.sub_(update, alpha=settings.lr)
+
+
+class TogetherNormed(Whole):
+    """The norm of all matrices that come together."""
+
+    def transform(self, matrices):
+        return matrices / matrices.norm()
+
+
+class Transposes(Whole):
+    def transform(self, matrices):
+        return matrices.mT
+
+
+class PreparesRows(Whole):
+    def prepare(self, slot, settings):
+        return slot.gradient.sum(0)
+
+
+class PreparesByNorm(Whole):
+    def prepare(self, slot, settings):
+        return slot.gradient / slot.gradient.norm()
+
+
+class WholeVectors(Whole):
+    roles = frozenset({"vector"})

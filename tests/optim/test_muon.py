@@ -1,0 +1,48 @@
+"""Muon's iteration against the polynomial that it applies to singular values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshwright.optim.contract import Settings, Slot
+from meshwright.optim.muon import SIZE, Muon, orthogonalize
+from meshwright.optim.role import Role
+
+SETTINGS = Settings(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.9, eps=1e-8, momentum=0.8)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5), (1, 7), (3, 8, 4), (64, 48)])
+def test_singular_values_follow_the_polynomial_and_vectors_stay(shape):
+    matrices = torch.randn(shape, dtype=torch.float64)
+    u, s, v = torch.linalg.svd(matrices, full_matrices=False)
+    s = s / matrices.square().sum((-2, -1)).sqrt()[..., None]
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonalize(matrices), u * s[..., None, :] @ v, rtol=1e-6, atol=1e-6)
+
+
+def test_singular_values_become_about_one():
+    s = torch.linalg.svdvals(orthogonalize(torch.randn(4, 32, 96, dtype=torch.float64)))
+    assert s.min() > 0.3 and s.max() < 1.3 and 0.7 < s.mean() < 1.1
+
+
+def test_a_gradient_of_zeros_updates_nothing():
+    """An expert without tokens has one."""
+    assert not orthogonalize(torch.zeros(2, 4, 6)).any()
+
+
+def test_an_update_has_the_size_of_adamws_and_is_nesterovs():
+    p, g, m = (torch.randn(40, 60, dtype=torch.float64) for _ in range(3))
+    slot = Slot("w", Role.MATRIX, (40, 60), p.clone(), g.clone(), {"momentum": m.clone()})
+    Muon().update([slot], SETTINGS)
+    momentum = 0.8 * m + g
+    torch.testing.assert_close(slot.state["momentum"], momentum)
+    update = (p * (1 - 0.1 * 0.5) - slot.parameter) / 0.1
+    torch.testing.assert_close(update, SIZE * 60**0.5 * orthogonalize(g + 0.8 * momentum))
+    assert 0.15 < update.square().mean().sqrt() < 0.25
+
+
+def test_cost_is_that_of_the_products():
+    """Of a matrix of 3 × 5: X Xᵀ (3·3·5), its square (3·3·3), and their sum times X (3·3·5) multiplications."""
+    assert Muon().cost(3, 5) == Muon().cost(5, 3) == 45 + 27 + 45

@@ -1,0 +1,151 @@
+"""Owners of whole matrices: their shares of the cost, and bytes against a bound worked out from the shards."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+from meshwright.checkpoint import save_load
+from meshwright.comm.collective_count import EXCHANGE, count_collectives
+from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.optim.contract import MatrixOptimizer
+from meshwright.plan.collective_bytes import Purpose
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes, share_of_cost, whole_matrices
+from meshwright.plan.traffic import predict_traffic
+from meshwright.train.optimizer import named_state
+from tests.helpers import quick_and_slow, small_corpus
+from tests.train.jobs import load_words, make_job
+
+MUON = "train.optimizer=muon"
+ZB_V = ("mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4", "model.num_layers=4")
+UNEVEN = ("model.dim=28", "model.num_heads=2", "model.ffn_dim=25")
+LAYOUTS = {
+    "dp_shard 4": ("mesh.dp_shard=4",),
+    "dp_shard 3, uneven": (
+        "mesh.dp_shard=3",
+        "model.dim=28",
+        "model.num_heads=2",
+        "model.ffn_dim=25",
+        "train.global_batch=6",
+    ),
+    "HSDP": ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
+    "dp_shard 2 × tp 2": ("mesh.dp_shard=2", "mesh.tp=2"),
+    "zb-v × dp_shard 2": (*ZB_V, "mesh.dp_shard=2"),
+    "replicas": ("mesh.dp_replicate=2",),
+    "experts": ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
+    "experts on cp": ("moe-tiny", "mesh.dp_shard=2", "mesh.cp=2", "mesh.ep=2"),
+}
+QUICK = [("dp_shard 2 × tp 2",), ("dp_shard 3, uneven",)]
+
+
+def moved(rank, world_size, words):
+    """What a rank sends for updates in a step, and its box of every parameter that Muon updates."""
+    job, step = make_job(rank, world_size, words)
+    with count_collectives() as sent:
+        step(1)
+    boxes = {
+        (one.site, tuple(one.parameter.shape)): local_box(one.parameter)
+        for group in job.optimizer.groups
+        if isinstance(group.optimizer, MatrixOptimizer)
+        for one in group.members
+    }
+    return sum(size for (op, _), size in sent.items() if op == EXCHANGE), boxes
+
+
+def lower_bound(boxes_by_rank):
+    """Elements that ranks must receive in all: for each matrix, what the rank with the most of it lacks, then every
+    other rank its shard. Counted on matrices of flags, from the boxes of PyTorch's own tensors."""
+    holders = defaultdict(list)
+    for boxes in boxes_by_rank:
+        for (site, shape), box in boxes.items():
+            mask = torch.zeros(shape, dtype=torch.bool)
+            mask[box.slices()] = True
+            for index, matrix in enumerate(mask.view(-1, *shape[-2:])):
+                if matrix.any():
+                    holders[site, index].append(matrix)
+    total = 0
+    for masks in holders.values():
+        union = torch.stack(masks).any(0)
+        assert union.all(), "every element is on some rank"
+        sizes = [int(mask.sum()) for mask in masks]
+        total += union.numel() - max(sizes) + sum(sizes) - max(sizes)
+    return total
+
+
+@pytest.mark.parametrize("name", quick_and_slow([(name,) for name in LAYOUTS], QUICK))
+def test_bytes_are_at_the_lower_bound_and_those_predicted(gang, tmp_path, name):
+    preset, *words = LAYOUTS[name] if "=" not in LAYOUTS[name][0] else ("llama-tiny", *LAYOUTS[name])
+    words = [preset, *words, MUON, *small_corpus(tmp_path)]
+    plan = make_plan(load_words(words))
+    found = gang(plan.mesh.num_ranks()).run(moved, words)
+    sent = [num_bytes for num_bytes, _ in found]
+    assert sent == [sum(moved_bytes(plan, rank).values()) for rank in range(len(sent))], "to the byte"
+    by_rank = Counter()
+    for place in range(plan.mesh.size("pp")):
+        by_rank.update(bytes_moved_by_rank(plan, place))
+    assert sent == [by_rank[rank] for rank in range(len(sent))]
+    assert sum(sent) <= 1.05 * 4 * lower_bound([boxes for _, boxes in found])
+    assert predict_traffic(plan).of(Purpose.OPTIMIZER).sent.total() == max(sent)
+    if "uneven" not in name:
+        assert max(sent) <= 1.05 * sum(sent) / len(sent), "no rank sends more than the others"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llama-tiny", "mesh.dp_shard=4"),
+        ("llama-tiny", "mesh.dp_shard=2", "mesh.tp=2", "mesh.dp_replicate=2", "model.num_layers=8"),
+        ("llama-tiny", *ZB_V, "mesh.dp_shard=2"),
+        ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
+    ],
+)  # fmt: skip
+def test_no_rank_computes_more_than_its_share(words):
+    plan = make_plan(load(words[0], [*words[1:], MUON]))
+    for place in range(plan.mesh.size("pp")):
+        assert share_of_cost(plan, place) <= 1.1
+        owners = Counter(one.owner for one in whole_matrices(plan, place))
+        assert set(owners) == set(plan.mesh.line(next(iter(owners)), plan.mesh.in_stage())), "every rank of the stage"
+
+
+def test_every_matrix_has_one_owner_among_its_ranks():
+    plan = make_plan(load("moe-tiny", ["mesh.dp_shard=4", "mesh.ep=2", MUON]))
+    found = whole_matrices(plan, 0)
+    assert len({(one.stage, one.name, one.index) for one in found}) == len(found)
+    assert all(one.owner in one.ranks for one in found)
+    expected = sum(
+        parameter.shape[0] if len(parameter.shape) == 3 else 1
+        for stage in plan.stages
+        for _, _, parameter in plan.parameters(stage)
+        if parameter.role in ("matrix", "experts")
+    )
+    assert len(found) == expected
+
+
+def saved_and_loaded(rank, world_size, words, folder):
+    """Train two steps and save, or load into another layout; this rank's shards of the optimizer's states."""
+    job, step = make_job(rank, world_size, words)
+    tensors = named_state(job.model, job.optimizer)
+    if folder.exists():
+        save_load.load(folder / "00000002", tensors)
+    else:
+        step(1), step(2)
+        save_load.save(folder, 2, tensors, model={}, run={}, keep=1)
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer.")}
+    return {name: (local_box(tensor).slices(), to_local(tensor).clone()) for name, tensor in kept.items()}
+
+
+def test_momentum_is_bitwise_the_same_on_another_layout(gang, tmp_path):
+    corpus, folder = small_corpus(tmp_path), tmp_path / "saved"
+    there, back = ("mesh.dp_shard=2", "mesh.tp=2"), ("mesh.pp=2", "mesh.dp_replicate=2", "train.num_microbatches=2")
+    before, after = (
+        gang(4).run(saved_and_loaded, ["llama-tiny", *words, MUON, *corpus], folder) for words in (there, back)
+    )
+    stored = save_load.read_tensors(folder / "00000002", sorted({name for shards in before for name in shards}))
+    assert any("momentum" in name for name in stored) and any("exp_avg" in name for name in stored)
+    for shards in (*before, *after):
+        for name, (index, values) in shards.items():
+            assert torch.equal(stored[name][index], values), name
