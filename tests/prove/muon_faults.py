@@ -87,7 +87,9 @@ MUON_FAULTS: dict[str, Fault] = {
         shards_alone, SHARD2, ("each rank makes its own shard orthogonal, instead of the whole matrix",)
     ),
     "momentum is not Nesterov's": Fault(another(PlainMomentum), TENSOR2, ("the momentum is not Nesterov's",)),
-    "updates are not scaled": Fault(another(Unscaled), SHARD2, ("updates are not scaled by the longer side",)),
+    "updates are not scaled": Fault(
+        another(Unscaled), SHARD2, ("updated by about 0.2 × the reference step", "a different learning rate")
+    ),
     "momentum is cleared": Fault(another(Forgetful), HYBRID, ("momentum is stale",)),
     "four iterations": Fault(another(FourIterations), SHARD2, ("iterate once too little",)),
 }

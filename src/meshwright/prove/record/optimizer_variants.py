@@ -72,13 +72,12 @@ SGD_FAULTS = (
     (
         "momentum that starts from zero in every step",
         "momentum is stale: it is not kept from step to step",
-        UpdateFaults(keeps_first=False),
+        UpdateFaults(keeps_momentum=False),
     ),
 )
 MUON_FAULTS = (
     *SGD_FAULTS,
     ("momentum that is not Nesterov's", "the momentum is not Nesterov's", UpdateFaults(plain_momentum=True)),
-    ("updates that are not scaled", "updates are not scaled by the longer side", UpdateFaults(scales=False)),
     ("six iterations", "Newton and Schulz iterate once too often", UpdateFaults(rounds=6)),
     ("four iterations", "Newton and Schulz iterate once too little", UpdateFaults(rounds=4)),
 )

@@ -36,8 +36,8 @@ class UpdateFaults:
     """Parts of a matrix's rows that are made orthogonal one by one."""
     plain_momentum: bool = False
     """Whether Muon's momentum is not Nesterov's."""
-    scales: bool = True
-    """Whether Muon's update is scaled by the longer side."""
+    keeps_momentum: bool = True
+    """Whether the momentum of Muon and SGD is kept from step to step."""
     rounds: int = 5
     """Iterations of Newton and Schulz."""
 
@@ -91,19 +91,18 @@ def _adamw(one: ParameterStep, faults: UpdateFaults) -> None:
 def _sgd(one: ParameterStep, faults: UpdateFaults) -> None:
     """Momentum (Polyak 1964), decay as in AdamW."""
     velocity = one.kept("velocity")
-    velocity.copy_(one.train.momentum * faults.keeps_first * velocity + one.gradient)
+    velocity.copy_(one.train.momentum * faults.keeps_momentum * velocity + one.gradient)
     one.value.copy_(one.value - one.lr * (one.decay * one.value + velocity))
 
 
 def _muon(one: ParameterStep, faults: UpdateFaults) -> None:
     """Muon (Jordan 2024) with the decay and scale of Moonlight (Liu et al. 2025, equation 4), matrix by matrix."""
     mu, velocity = one.train.momentum, one.kept("velocity")
-    velocity.copy_(mu * faults.keeps_first * velocity + one.gradient)
+    velocity.copy_(mu * faults.keeps_momentum * velocity + one.gradient)
     look_ahead = velocity if faults.plain_momentum else one.gradient + mu * velocity
     matrices = look_ahead.reshape(-1, *look_ahead.shape[-2:])
     parts = [torch.cat([_polynomial(part, faults.rounds) for part in x.chunk(faults.row_parts)]) for x in matrices]
-    longer = max(one.value.shape[-2:]) if faults.scales else 1
-    change = 0.2 * longer**0.5 * torch.stack(parts).view_as(one.value)
+    change = 0.2 * max(one.value.shape[-2:]) ** 0.5 * torch.stack(parts).view_as(one.value)
     one.value.copy_(one.value - one.lr * (one.decay * one.value + change))
 
 
