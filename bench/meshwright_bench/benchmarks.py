@@ -56,6 +56,7 @@ class Benchmark(StrEnum):
     RECOMPUTE = "recompute"
     CAPTURE = "capture"
     FLOAT8 = "float8"
+    MUON = "muon"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,10 @@ BENCHMARKS = {
     Benchmark.FLOAT8: BenchmarkEntry(
         "losses of training in float8, and the speed of its linear layers on GPUs",
         "meshwright_bench.float8.benchmark:bench_float8",
+    ),
+    Benchmark.MUON: BenchmarkEntry(
+        "Muon's updates on owners of matrices against updates on every rank",
+        "meshwright_bench.muon.benchmark:bench_muon",
     ),
 }
 

@@ -1,0 +1,1 @@
+"""Benchmark of updates from whole matrices."""
