@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, State
+from meshwright.optim.from_torch import FromTorch
 
 
 class Plain(Optimizer):
@@ -152,3 +153,15 @@ class PreparesByNorm(Whole):
 
 class WholeVectors(Whole):
     roles = frozenset({"vector"})
+
+
+def adagrad():
+    """PyTorch's, unchanged."""
+    states = {"step": State((), "float32"), "sum": State()}
+    return FromTorch(lambda parameters, s: torch.optim.Adagrad(parameters, s.lr), states)
+
+
+def lacks_a_state():
+    """PyTorch's Adam, without its second moment."""
+    states = {"step": State((), "float32"), "exp_avg": State()}
+    return FromTorch(lambda parameters, s: torch.optim.Adam(parameters, s.lr), states)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from meshwright.errors import ConfigError
 from meshwright.optim.catalogue import find_optimizer
+from meshwright.optim.contract import Slot
 from meshwright.optim.role import Role
-from meshwright.optim.trial import Tried, try_optimizer
+from meshwright.optim.trial import SETTINGS, Tried, try_optimizer
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
@@ -48,6 +50,7 @@ TRIED = {
     "TogetherNormed": "transform of two matrices differs from that of each by itself",
     "Transposes": "transform gives shape [2, 8, 6] for matrices [2, 6, 8]",
     "PreparesRows": "prepare gives shape [8] for a shard [6, 8]",
+    "lacks_a_state": "raises KeyError('exp_avg_sq')",
     "PreparesByNorm": "along dim 0, is not updated as in the whole",
 }  # fmt: skip
 
@@ -66,7 +69,7 @@ def test_an_optimizer_is_tried_on_shards(name):
     assert TRIED[name] in caught.value.what
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", f"{HERE}:Plain", f"{HERE}:Whole"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", f"{HERE}:Plain", f"{HERE}:Whole", f"{HERE}:adagrad"])
 def test_a_right_optimizer_passes(name):
     try_optimizer(find_optimizer(name), name, [MATRIX, STACK])
 
@@ -99,6 +102,21 @@ def test_memory_counts_the_states(name, kept):
     words = ["model.num_layers=1", f"train.optimizer={name}"]
     memory = predict_memory(make_plan(load("llama-tiny", words)))
     assert memory.optimizer == kept(memory.parameters, None)
+
+
+def test_an_optimizer_of_pytorchs_takes_its_own_steps():
+    theirs, ours = (torch.linspace(-1, 1, 12).view(3, 4) for _ in range(2))
+    state = {"step": torch.zeros(()), "sum": torch.zeros(3, 4)}
+    parameter = torch.nn.Parameter(theirs)
+    adagrad = torch.optim.Adagrad([parameter], SETTINGS.lr)
+    for number in range(3):
+        gradient = torch.full((3, 4), 0.5 + number)
+        parameter.grad = gradient
+        adagrad.step()
+        slot = Slot("w", Role.MATRIX, (3, 4), ours, gradient, state)
+        find_optimizer(f"{HERE}:adagrad").update([slot], SETTINGS)
+    assert torch.equal(parameter.detach(), ours) and torch.equal(adagrad.state[parameter]["sum"], state["sum"])
+    assert state["step"] == 3
 
 
 @pytest.mark.slow
