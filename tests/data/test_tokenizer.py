@@ -152,6 +152,17 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, contents):
     assert str(path) in caught.value.where
 
 
+def test_a_text_that_a_tokenizer_cannot_encode_is_an_error(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0}, unk_token="?")).save(str(path))
+    tokenizer = open_tokenizer(str(path))
+    assert tokenizer.encode("known").tolist() == [0]
+    with pytest.raises(DataError, match="it fails on a text") as caught:
+        tokenizer.encode("unknown")
+    assert str(path) in caught.value.where
+
+
 @pytest.mark.parametrize("ask", [open_tokenizer, tokenizer_identity])
 def test_a_missing_package_is_said_with_the_pip_command(tmp_path, monkeypatch, ask):
     path = tmp_path / "tokenizer.json"

@@ -233,7 +233,7 @@ def _atomic_write(path: Path) -> Iterator[BinaryIO]:
 def _remove_stale(directory: Path) -> None:
     """Remove what killed processes left behind: temporary files after a day, parts a week after the last was added."""
     now = time.time()
-    for path in (*directory.glob("*.tmp"), *directory.glob("*.parts")):
+    for path in (*directory.glob("*.tmp"), *directory.glob("*.tokens.parts")):
         try:
             age = now - path.stat().st_mtime
             if path.is_dir() and age > _STALE_PARTS_SECONDS:

@@ -129,11 +129,14 @@ def test_a_corpus_of_less_than_a_part_keeps_none(tmp_path):
 
 def test_parts_of_abandoned_corpora_go_after_a_week(interrupted):
     folder, _ = interrupted
-    abandoned = folder.rename(folder.with_name("abandoned.parts"))
+    (folder.parent / "other.parts").mkdir()
+    os.utime(folder.parent / "other.parts", (1, 1))
+    abandoned = folder.rename(folder.with_name("abandoned.tokens.parts"))
     for days, is_there in ((6, True), (8, False)):
         os.utime(abandoned, (time.time() - days * 24 * 3600,) * 2)
         cache_file._remove_stale(abandoned.parent)
         assert abandoned.exists() == is_there
+    assert (folder.parent / "other.parts").exists(), "a folder of somebody else"
 
 
 @pytest.fixture(scope="module")

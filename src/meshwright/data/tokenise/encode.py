@@ -49,12 +49,11 @@ def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
     arrays: list[Tokens] = []
     for tokens, is_end in zip(tokenizer.encode_batch(batch.texts), batch.is_end, strict=True):
         arrays += [tokens, separator if is_end else nothing]
-    is_end = np.array(batch.is_end)
     lengths = np.fromiter(map(len, arrays), dtype=np.uint64, count=len(arrays))
     data = [text.encode("utf-8") for text in batch.texts]
     return Encoded(
         tokens=np.concatenate(arrays).astype(dtype, copy=False),
-        ends=np.cumsum(lengths, dtype=np.uint64)[1::2][is_end],
+        ends=np.cumsum(lengths, dtype=np.uint64)[1::2][np.array(batch.is_end)],
         text_bytes=sum(map(len, data)) + len(separator) * sum(batch.is_end),
         texts_sha256=_digest(data, batch.is_end),
     )
@@ -71,7 +70,7 @@ def encode_in_order(batches: Iterable[Batch], tokenizer: Tokenizer) -> Iterator[
     Raises:
         DataError: the tokenizer can't encode a text.
     """
-    num_threads = len(os.sched_getaffinity(0))
+    num_threads = _num_cores()
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise")
     pending: deque[Future[Encoded]] = deque()
     try:
@@ -83,6 +82,11 @@ def encode_in_order(batches: Iterable[Batch], tokenizer: Tokenizer) -> Iterator[
             yield pending.popleft().result()
     finally:  # also if reading or encoding raises, or the caller stops
         pool.shutdown(cancel_futures=True)
+
+
+def _num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _digest(data: list[bytes], is_end: list[bool]) -> str:
