@@ -37,7 +37,7 @@ def write_corpus(kind: Kind, folder: Path, num_chars: int) -> tuple[str, str | N
 
 
 def train_tokenizer(path: Path) -> None:
-    """Train a byte-level BPE, as GPT-2's and Llama 3's are, on a third of the standard library."""
+    """Train a byte-level BPE, as GPT-2's is, on a third of the standard library."""
     import tokenizers
 
     backend: Any = tokenizers.Tokenizer(tokenizers.models.BPE())

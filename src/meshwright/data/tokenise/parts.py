@@ -122,7 +122,10 @@ class Parts:
         metadata = cache_file.load(path, PartMetadata)
         if metadata is None:
             return None
-        payload = path.read_bytes()[: metadata.payload_bytes]
+        try:
+            payload = path.read_bytes()[: metadata.payload_bytes]
+        except OSError:  # Without file locks, another process may have completed the corpus.
+            return None
         if hashlib.sha256(payload).hexdigest() != metadata.payload_sha256:
             _log.warning("%s is damaged and will be tokenised again", path)
             return None
