@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.data import text_documents
 from meshwright.data.sources import json_lines, own_documents
 from meshwright.data.sources.json_lines import EmptyTexts
+from meshwright.data.sources.text_pieces import Continued, read_pieces
 from meshwright.data.text_documents import TextSlice
 from meshwright.units import counted, format_bytes
 
@@ -36,7 +37,7 @@ class TextSource:
     title: str
     size: str
     key: tuple[list[Any], list[Any]]
-    splits: Callable[[LeftOut], tuple[Iterable[str], Iterable[str]]]
+    splits: Callable[[LeftOut], tuple[Iterable[str | Continued], Iterable[str | Continued]]]
 
 
 def open_source(source: str, text_field: str | None) -> TextSource:
@@ -60,7 +61,7 @@ def open_source(source: str, text_field: str | None) -> TextSource:
     files = counted(len(documents), "file")
     is_stdlib = source == text_documents.STDLIB
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[str], Iterable[str]]:
+    def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
         train, validation = (
             _texts(slices, left_out, source=source, text_field=text_field) for slices in text_documents.split(documents)
         )
@@ -85,14 +86,16 @@ def _own(source: str) -> TextSource:
     )
 
 
-def _texts(slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, text_field: str | None) -> Iterator[str]:
+def _texts(
+    slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, text_field: str | None
+) -> Iterator[str | Continued]:
     """Yield the non-empty texts of the slices; add what is none to `left_out`."""
     for document_slice in slices:
         if text_field is not None and json_lines.is_json_lines(document_slice.document.path):
             yield from json_lines.read_texts(document_slice, text_field, left_out.empty, source=source)
             continue
-        text = text_documents.read(document_slice, source=source)
-        if text is None:
+        pieces = read_pieces(document_slice, source=source)
+        if pieces is None:
             left_out.files.add(document_slice.document.name)
-        elif text:
-            yield text
+        else:
+            yield from pieces
