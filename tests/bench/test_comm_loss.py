@@ -10,7 +10,6 @@ from meshwright_bench.comm import loss_cost
 from meshwright_bench.comm.loss_cost import (
     LINEAR,
     RECOVERED,
-    WITHIN,
     WORDS,
     four_bits_figures,
     recovered,
@@ -45,8 +44,9 @@ def test_cuda_is_refused():
 def test_each_method_trains_and_returns_its_loss(tmp_path):
     words = [*small_corpus(tmp_path), "mesh.dp_shard=2", "train.steps=3", "model.num_layers=1", "train.seq_len=32",
              "train.global_batch=4", "train.validation_samples=4", "train.sample_tokens=0"]  # fmt: skip
-    exact, again, few = (validation_loss(way, seed=0, words=words) for way in ("exact", "exact", "int2"))
-    assert exact == again != few
+    ways = ("exact", "exact", "int2", "loco4")
+    exact, again, few, with_feedback = (validation_loss(way, seed=0, words=words) for way in ways)
+    assert exact == again != few and with_feedback not in (exact, few)
 
 
 @pytest.mark.slow
@@ -55,10 +55,3 @@ def test_feedback_recovers_what_two_bits_lose():
     losses = train_all(("exact", "int2", "loco2"), [0], (*WORDS, *LINEAR, "train.steps=100"), lambda text: None)
     assert losses["int2"][0] > 1.005 * losses["exact"][0], "two bits without feedback leave a gap"
     assert recovered(losses) >= RECOVERED
-
-
-@pytest.mark.slow
-def test_four_bits_with_feedback_end_where_exact_gradients_do():
-    losses = train_all(("exact", "loco4"), [0], [*WORDS, "train.steps=40"], lambda text: None)
-    assert sum(losses["loco4"]) <= (1 + WITHIN) * sum(losses["exact"])
-    assert losses["loco4"] != losses["exact"]

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
 from meshwright.prove.locate.layout_pass import record_activations
-from meshwright.prove.record.evidence import ReferenceEvidence
+from meshwright.prove.record.evidence import ReferenceEvidence, Variant, Variants
 from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, Tamper, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
@@ -187,6 +187,39 @@ def reference(config: RunConfig, num_steps: int = NUM_STEPS) -> ReferenceEvidenc
     return compute_reference(config, data, num_steps=num_steps, stages=stages)
 
 
+class Replayed:
+    """What an iterator yields, any number of times: each item is computed once, when it is first asked for."""
+
+    def __init__(self, items: Iterator[Variant]) -> None:
+        self._items, self._seen = items, list[Variant]()
+
+    def __iter__(self) -> Iterator[Variant]:
+        yield from self._seen
+        for item in self._items:
+            self._seen.append(item)
+            yield item
+
+
+class Remembered:
+    """Known variants that several proofs of a configuration share: computing them takes most of a failed proof."""
+
+    def __init__(self, variants: Variants) -> None:
+        self._first, self._later = Replayed(variants.of_first_step()), Replayed(variants.of_later_steps())
+
+    def of_first_step(self) -> Iterator[Variant]:
+        return iter(self._first)
+
+    def of_later_steps(self) -> Iterator[Variant]:
+        return iter(self._later)
+
+
+@lru_cache(maxsize=8)
+def remembered_variants(config: RunConfig, num_steps: int) -> Remembered:
+    """The known variants of a configuration."""
+    plan, data = make_plan(config), few_pictures(config) or open_data(config)
+    return Remembered(known_variants(config, data, plan, num_steps=num_steps))
+
+
 def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     """What the proof concludes from the ranks' records."""
     plan, data = make_plan(config), few_pictures(config) or open_data(config)
@@ -194,7 +227,7 @@ def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
     return compare(
         layout,
         reference(config, num_steps),
-        variants=known_variants(config, data, plan, num_steps=num_steps),
+        variants=remembered_variants(config, num_steps),
         by_context=context_contributions(config, data, plan),
         branches=diagnose_branches(config, data, layout),
     )
