@@ -47,8 +47,8 @@ def unproved(config: RunConfig, data: TrainingData, reference: ReferenceEvidence
     source = config.family.reference(run_facts(config), data)
     if not isinstance(source, ShowsSamples):
         notes.append("not proved: what is in the samples, as the family's reference doesn't show them (ShowsSamples)")
-    elif source.order.num_windows > MOST_WINDOWS:
-        notes.append(f"not proved: that an epoch visits each of {source.order.num_windows:,} windows once")
+    elif (largest := max(part.num_windows for part in source.order.parts)) > MOST_WINDOWS:
+        notes.append(f"not proved: that an epoch visits each of {largest:,} windows once")
     return tuple(notes)
 
 
@@ -105,21 +105,22 @@ def _epoch_end(config: RunConfig, data: TrainingData) -> Iterator[Diagnosis]:
     if not isinstance(reference, ShowsSamples):
         return
     order = reference.order
-    yield from _orders(order)
+    for part in order.parts:
+        yield from _epochs(part)
     task = RecordingTask(config.family.task(f, data, torch.device("cpu")), config.family.conditions)
-    around = range(order.num_windows - 1, order.num_windows + 1)
+    around = range(order.first_repeat - 1, order.first_repeat + 1)
     batch = task.batch(around)
     _ = batch.inputs, batch.targets, batch.conditions
     for sample in around:
         due, found = sample_digests(reference.sample(sample)), task.contents[sample]
         wrong = [part for part in due if part in found and found[part] != due[part]]
         if wrong:
-            which = "last sample of the first epoch" if sample < order.num_windows else "first sample of the second"
+            which = "last sample of the first epoch" if sample < order.first_repeat else "first sample of the second"
             cause = "samples at the end of an epoch are read wrongly"
             yield Diagnosis(FaultKind.SAMPLES, f"the {join_words(wrong)} of the {which} ({sample}) differ", cause)
 
 
-def _orders(order: WindowOrder) -> Iterator[Diagnosis]:
+def _epochs(order: WindowOrder) -> Iterator[Diagnosis]:
     size = order.num_windows
     if size > MOST_WINDOWS:
         return
