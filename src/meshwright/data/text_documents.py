@@ -28,8 +28,8 @@ MIN_HELD_OUT_FILES = 5
 MAX_FOLDERS_SEARCHED = 1000
 TEXT_SUFFIXES = frozenset(
     (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson",
-     ".parquet", ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".toml", ".yaml",
-     ".yml", ".org")
+     ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".toml", ".yaml",
+     ".yml", ".org", ".parquet")
 )  # fmt: skip
 """Suffixes of files that are suggested as sources."""
 OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"

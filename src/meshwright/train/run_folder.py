@@ -28,13 +28,14 @@ from meshwright.checkpoint.manifest import (
     verify,
 )
 from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
-from meshwright.config.facts_for_family import model_facts
+from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.mixtures.changes import KEYS, changes
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError
+from meshwright.models.tasks.text_sources import all_sources
 from meshwright.plan.compare import differences
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
@@ -293,7 +294,7 @@ def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> Ch
     before = {f"data.{name}": saved[name] for name in names if name in saved and saved[name] != now[name]}
     files = "the files and the Python version of the first run"
     return CheckpointError(
-        "; ".join(["the checkpoint was trained on another corpus", *differences]),
+        "the checkpoint was trained on another corpus" + (": " + "; ".join(differences) if differences else ""),
         where=f"data.mixture; {path}" if config.data.mixture else f"data.source = {config.data.source}; {path}",
         rule="a resumed run sees the same samples",
         fix=f"{format_fix(before) if differences else files}; or a new run, with another --out",
@@ -304,10 +305,8 @@ def _check_tokenizer(manifest: Manifest, config: RunConfig, path: Path) -> None:
     """Check that text is tokenized as the weights expect, if the checkpoint carries their tokenizer."""
     entry = manifest.files.get(sidecar_path(TOKENIZER))
     name = config.data.tokenizer
-    sources = (*(one.source for one in parse_mixture(config.data.mixture)), config.data.validation_source)
-    if not config.data.mixture:
-        sources = (config.data.source, config.data.validation_source)
-    if entry is None or (name == BYTES and all(one is None or is_token_file(one) for one in sources)):
+    only_token_files = all(is_token_file(one.source) for one in all_sources(run_facts(config).data))
+    if entry is None or (name == BYTES and only_token_files):
         return
     if tokenizer_identity(name) == f"{TOKENIZER} {entry.sha256}":
         return

@@ -55,7 +55,7 @@ def _weights(texts: Sequence[str]) -> dict[str, int]:
 
 
 def _percent(share: int) -> str:
-    return f"{100 * share / ONE:.4g} %"
+    return f"{100 * share / ONE:.4g}%"
 
 
 def _value(value: Any) -> str:

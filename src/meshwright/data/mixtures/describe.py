@@ -22,6 +22,11 @@ def describe(mixture: Mixture, order: SampleOrder, *, num_samples: int) -> str:
         mixture.sources, mixture.shares, order.sizes, order.num_read(num_samples), strict=True
     ):
         title, *more = corpus.description.split("\n")
-        lines.append(f"  {share / ONE:6.2%}  {title}; {number / size:.2f} epochs in this run")
+        lines.append(f"  {share / ONE:6.2%}  {title}; {_epochs(number / size)} in this run")
         lines += [f"          {line.strip()}" for line in more]
     return "\n".join(lines)
+
+
+def _epochs(number: float) -> str:
+    digits = f"{number:.2g}" if number < 10 else f"{number:,.0f}"
+    return f"{digits} epoch{'' if digits == '1' else 's'}"

@@ -44,7 +44,7 @@ def parse_mixture(texts: Sequence[str]) -> tuple[Entry, ...]:
         if count == 1:
             continue
         raise _error(
-            f"{name} occurs {count} times",
+            f"{name} is {count} of the sources",
             rule="each source of a mixture occurs once",
             fix="one entry with the sum of the weights",
         )

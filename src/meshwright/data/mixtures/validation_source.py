@@ -19,7 +19,6 @@ def with_validation(train: Corpus, validation: Corpus) -> Corpus:
     identity = f"validated with another source {train.fingerprint} {validation.fingerprint}"
     return replace(
         train,
-        description=f"{train.description}; {validation.description}",
         validation=validation.validation,
         validation_documents=validation.validation_documents,
         vocab_size=max(train.vocab_size, validation.vocab_size),

@@ -36,11 +36,14 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Text:
         _check_prompt(f.sample_prompt, f)
     opened = [_open(one, f) for one in sources]
     _check_same_tokens(sources, opened, data)
+    more = ""
     if data.validation_source is not None:
         *training, validation = opened
         opened = [with_validation(corpus, validation) for corpus in training]
+        more = f"\n  {validation.description}"
     found = [_prepared(one, corpus, f, vocab_size) for one, corpus in zip(sources, opened, strict=False)]
-    return _joined(sources, found, f)
+    text = _joined(sources, found, f)
+    return replace(text, description=f"{text.description}{more}")
 
 
 def _open(one: RunSource, f: RunFacts) -> Corpus:
