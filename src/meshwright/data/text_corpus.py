@@ -125,8 +125,21 @@ def open_corpus(
             source, found, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
         )
         tokens, title = map_tokens(path, metadata), found.title
+    corpus = _corpus(source, tokens, metadata)
+    corpus = _with_documents(corpus, path, metadata) if with_documents else corpus
+    corpus = _without_other_split(corpus, use) if use is not Use.SPLIT else corpus
+    amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
+    sizes = {"train": len(corpus.train), "validation": len(corpus.validation)}
+    return replace(
+        corpus,
+        description=f"{title}, " + " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size),
+    )
+
+
+def _corpus(source: str, tokens: Tokens, metadata: CorpusMetadata) -> Corpus:
+    """Return the corpus of both splits, without its documents and description."""
     text_bytes = metadata.validation_text_bytes
-    corpus = Corpus(
+    return Corpus(
         source=source,
         description="",
         train=tokens[: metadata.num_train],
@@ -134,14 +147,6 @@ def open_corpus(
         vocab_size=metadata.vocab_size,
         validation_bytes_per_token=None if text_bytes is None else text_bytes / metadata.num_validation,
         fingerprint=metadata.fingerprint,
-    )
-    corpus = _with_documents(corpus, path, metadata) if with_documents else corpus
-    corpus = _without_other_split(corpus, use) if use is not Use.SPLIT else corpus
-    amount = _bytes if text_bytes is not None and tokenizer == BYTES else _tokens
-    sizes = {"train": len(corpus.train), "validation": len(corpus.validation)}
-    return replace(
-        corpus,
-        description=f"{title}, " + " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size),
     )
 
 
