@@ -11,7 +11,7 @@ import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.data.mixtures.mixture import Mixture
-from meshwright.data.mixtures.mixture_order import ONE
+from meshwright.data.mixtures.mixture_order import ONE, MixtureOrder
 from meshwright.errors import ConfigError, DataError
 from meshwright.plan.load_config import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
@@ -243,3 +243,33 @@ def test_a_proof_reads_the_samples_at_the_end_of_an_epoch_of_a_mixture(folder, p
     layout = make_layout(make_reference(2, 1), config.mesh.axes())
     found = [one.symptom for one in diagnose_branches(config, open_data(config), layout) if "rate" not in one.symptom]
     assert found == []
+
+
+def test_a_proof_finds_a_mixture_that_repeats_a_position(folder, monkeypatch):
+    config = config_of(folder, mixture(folder, "1:c.txt", "1:d.txt"))
+    real = MixtureOrder.places
+
+    def places(self, samples):
+        sources, positions = real(self, samples)
+        return sources, np.where(positions == 5, 4, positions)
+
+    monkeypatch.setattr(MixtureOrder, "places", places)
+    layout = make_layout(make_reference(2, 1), config.mesh.axes())
+    found = [one.symptom for one in diagnose_branches(config, open_data(config), layout)]
+    assert any("2 of the first" in one and "samples repeat a window" in one for one in found)
+
+
+def test_a_tokenizer_that_knows_few_characters_reads_a_source_whole(folder):
+    """No character of the other split's placeholder is unknown, as it is of the source itself."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.BPE({"c": 0, "v": 1}, [])).save(str(folder / "few.json"))
+    words = [f"data.source={folder}/c.txt", f"data.validation_source={folder}/v.txt"]
+    text = open_data(config_of(folder, *words, f"data.tokenizer={folder}/few.json"))
+    assert (len(text.train), len(text.validation)) == (3000, 900)
+
+
+def test_text_is_generated_if_the_validation_source_is_text(folder):
+    words = ["train.sample_prompt=vv", f"data.validation_source={folder}/v.txt"]
+    assert open_data(config_of(folder, f"data.source={folder}/t.npy", *words)).validation_bytes_per_token == 1.0
+    with pytest.raises(ConfigError, match="no effect"):
+        open_data(config_of(folder, f"data.source={folder}/v.txt", words[0], f"data.validation_source={folder}/t.npy"))

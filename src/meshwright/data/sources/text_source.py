@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 from meshwright.data import text_documents
@@ -16,8 +17,7 @@ from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import Extent, TextSlice
 from meshwright.units import counted, format_bytes
 
-_OTHER_SPLIT = ("-",)
-"""Texts of the split that a source used whole doesn't have: a tokenised corpus has two that aren't empty."""
+_PLACEHOLDER_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,15 @@ class TextSource:
             return self
 
         def splits(left_out: LeftOut) -> tuple[Iterable[str], Iterable[str]]:
-            whole = self.whole(left_out)
-            return (whole, _OTHER_SPLIT) if use is Use.TRAIN else (_OTHER_SPLIT, whole)
+            texts = iter(self.whole(left_out))
+            first = list(islice(texts, 1))
+            whole = chain(first, texts)
+            # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
+            other = [text[:_PLACEHOLDER_CHARS] for text in first or "-"]
+            return (whole, other) if use is Use.TRAIN else (other, whole)
 
         more, listing = self.key
-        return replace(self, splits=splits, key=([*more, use.value], listing))
+        return replace(self, splits=splits, key=([*more, {"use": use.value}], listing))
 
 
 def open_source(source: str, text_field: str | None) -> TextSource:

@@ -11,6 +11,7 @@ from meshwright.data.mixtures.exhaustion import check_exhaustion
 from meshwright.data.mixtures.mixture import Mixture, Text, train_order, train_sizes
 from meshwright.data.mixtures.validation_source import with_validation
 from meshwright.data.packed_corpus import pack_corpus
+from meshwright.data.sources.use import Use
 from meshwright.data.text_corpus import Corpus, open_corpus
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
@@ -105,7 +106,8 @@ def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], dat
 
 def _check_separator(data: DataFacts) -> None:
     """Check that a separator is given for packed token files, and only for them."""
-    files, is_packed = _token_files(data), data.packing == "documents"
+    files = [one.source for one in all_sources(data) if is_token_file(one.source)]
+    is_packed = data.packing == "documents"
     is_tokens = bool(files)
     if is_tokens and is_packed and data.separator is None:
         raise ConfigError(
@@ -125,13 +127,11 @@ def _check_separator(data: DataFacts) -> None:
         )
 
 
-def _token_files(data: DataFacts) -> list[str]:
-    return [one.source for one in all_sources(data) if is_token_file(one.source)]
-
-
 def _check_prompt(prompt: str, f: RunFacts) -> None:
     """Check that a prompt is used, and that the tokenizer makes at least one and at most `seq_len` tokens of it."""
-    is_tokens, seq_len, remove = bool(_token_files(f.data)), f.seq_len, "remove train.sample_prompt"
+    # Text is generated if that of the validation split is known.
+    is_tokens = any(is_token_file(one.source) for one in all_sources(f.data) if one.use is not Use.TRAIN)
+    seq_len, remove = f.seq_len, "remove train.sample_prompt"
     if is_tokens or not f.sample_tokens:
         what = "train.sample_prompt has no effect"
         cause = "token files have no known tokenizer" if is_tokens else "train.sample_tokens is 0"

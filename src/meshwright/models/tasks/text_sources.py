@@ -45,6 +45,8 @@ class RunSource:
         try:
             yield
         except InputError as error:
+            if self.key == SOURCE:
+                raise
             fix, where = error.fix, error.where.replace(SOURCE, self.key)
             if self.key == VALIDATION:
                 fix = fix.replace(f"{SOURCE}=", f"{VALIDATION}=")

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig, TrainConfig
-from meshwright.data.sampler import WindowOrder
+from meshwright.data.sampler import SampleOrder, WindowOrder
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.prove.compare.result import Diagnosis, FaultKind
@@ -107,6 +107,7 @@ def _epoch_end(config: RunConfig, data: TrainingData) -> Iterator[Diagnosis]:
     order = reference.order
     for part in order.parts:
         yield from _epochs(part)
+    yield from _first_epoch(order)
     task = RecordingTask(config.family.task(f, data, torch.device("cpu")), config.family.conditions)
     around = range(order.first_repeat - 1, order.first_repeat + 1)
     batch = task.batch(around)
@@ -118,6 +119,15 @@ def _epoch_end(config: RunConfig, data: TrainingData) -> Iterator[Diagnosis]:
             which = "last sample of the first epoch" if sample < order.first_repeat else "first sample of the second"
             cause = "samples at the end of an epoch are read wrongly"
             yield Diagnosis(FaultKind.SAMPLES, f"the {join_words(wrong)} of the {which} ({sample}) differ", cause)
+
+
+def _first_epoch(order: SampleOrder) -> Iterator[Diagnosis]:
+    """Check that no window of several sources is read twice before one of them runs out."""
+    num_samples = min(order.first_repeat, MOST_WINDOWS)
+    num_repeated = num_samples - len(np.unique(order.windows(range(num_samples))))
+    if len(order.parts) > 1 and num_repeated:
+        symptom = f"{num_repeated} of the first {num_samples} samples repeat a window"
+        yield Diagnosis(FaultKind.SAMPLES, symptom, "the mixture's order gives a position of a source to two samples")
 
 
 def _epochs(order: WindowOrder) -> Iterator[Diagnosis]:
