@@ -157,9 +157,7 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
                 values = "" if name == CORPUS else f": {first} and {other}"
                 raise DataError(
                     f"ranks 0 and {rank} have different values of {name}{values}",
-                    where=", ".join(config.data.mixture or [config.data.source])
-                    if name == CORPUS
-                    else f"command line, {name}",
+                    where=source if name == CORPUS else f"command line, {name}",
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
                 )
