@@ -288,7 +288,7 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
 
 def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> CheckpointError:
     """Return the error for a checkpoint of other data; `saved` is the data section of its configuration."""
-    now = config.data.model_dump()
+    now = config.data.model_dump(mode="json")
     differences = changes(saved, now)
     names = [key.partition(".")[2] for key in KEYS]
     before = {f"data.{name}": saved[name] for name in names if name in saved and saved[name] != now[name]}

@@ -123,9 +123,11 @@ def _epoch_end(config: RunConfig, data: TrainingData) -> Iterator[Diagnosis]:
 
 def _first_epoch(order: SampleOrder) -> Iterator[Diagnosis]:
     """Check that no window of several sources is read twice before one of them runs out."""
+    if len(order.parts) == 1:
+        return  # as its epochs show
     num_samples = min(order.first_repeat, MOST_WINDOWS)
     num_repeated = num_samples - len(np.unique(order.windows(range(num_samples))))
-    if len(order.parts) > 1 and num_repeated:
+    if num_repeated:
         symptom = f"{num_repeated} of the first {num_samples} samples repeat a window"
         yield Diagnosis(FaultKind.SAMPLES, symptom, "the mixture's order gives a position of a source to two samples")
 
