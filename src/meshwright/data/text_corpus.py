@@ -268,7 +268,7 @@ def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:
     return DataError(
         f"the {split} split of {source} is empty: it has {size}, and {counted(num_skipped, 'file')} not UTF-8 text",
         where=f"data.source, {source}",
-        rule="a corpus has text to train on and text to validate with: a tenth of it, or data.validation_source",
+        rule="a tenth of the text is held out for validation, and neither split is empty",
         fix=f"a source with more text, or data.source={STDLIB}",
     )
 

@@ -219,7 +219,7 @@ def test_what_is_wrong_names_the_mixture_and_a_fix(folder, name):
 
 @pytest.mark.parametrize(("source", "what", "fix"), [
     ("nope.txt", "file not found", "data.validation_source="),
-    ("empty.txt", "the validation split of .*empty.txt is empty", "a source with more text"),
+    ("empty.txt", "no text in 1 file of .*empty.txt", "a source with text, or data.validation_source=stdlib"),
     ("digits", "is image data", "data.validation_source=stdlib"),
     ("a.jsonl", "data.text_field is not set", "data.text_field=text"),
     ("short.txt", "longer than the validation split, which has 4 tokens", "train.seq_len=3"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from meshwright.data import text_documents
@@ -15,6 +15,7 @@ from meshwright.data.sources.split_by_index import split_indices
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import Extent, TextSlice
+from meshwright.errors import DataError
 from meshwright.units import counted, format_bytes
 
 _PLACEHOLDER_CHARS = 1000
@@ -45,10 +46,11 @@ class TextSource:
 
         def splits(left_out: LeftOut) -> tuple[Iterable[str], Iterable[str]]:
             texts = iter(self.whole(left_out))
-            first = list(islice(texts, 1))
-            whole = chain(first, texts)
+            first = next(texts, None)
+            if first is None:
+                raise _no_text(self, use, len(left_out.files))
             # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
-            other = [text[:_PLACEHOLDER_CHARS] for text in first or "-"]
+            whole, other = chain([first], texts), [first[:_PLACEHOLDER_CHARS]]
             return (whole, other) if use is Use.TRAIN else (other, whole)
 
         more, listing = self.key
@@ -92,6 +94,15 @@ def open_source(source: str, text_field: str | None) -> TextSource:
         key=([] if text_field is None else [text_field], listing),
         splits=splits,
         whole=lambda left_out: texts([TextSlice(document, Extent.FULL) for document in documents], left_out),
+    )
+
+
+def _no_text(found: TextSource, use: Use, num_skipped: int) -> DataError:
+    return DataError(
+        f"no text in {found.title}: it has {found.size}, and {counted(num_skipped, 'file')} not UTF-8 text",
+        where="data.source",
+        rule=f"a source that is used whole ({use.value}) has text",
+        fix=f"a source with text, or data.source={text_documents.STDLIB}",
     )
 
 
