@@ -52,6 +52,7 @@ class Benchmark(StrEnum):
     EXPERTS = "moe"
     ATTENTION = "attention"
     PACKING = "packing"
+    TOKENISE = "tokenise"
     LOADER = "loader"
     RECOMPUTE = "recompute"
     CAPTURE = "capture"
@@ -101,6 +102,9 @@ BENCHMARKS = {
     Benchmark.PACKING: BenchmarkEntry(
         "training on packed documents against windows of a stream and one document per sample",
         "meshwright_bench.packing.benchmark:bench_packing",
+    ),
+    Benchmark.TOKENISE: BenchmarkEntry(
+        "time and memory of tokenising a gigabyte of text", "meshwright_bench.tokenise.benchmark:bench_tokenise"
     ),
     Benchmark.LOADER: BenchmarkEntry(
         "steps whose batches come from a slow source, with and without prefetching",

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import tokenizer as tokenizer_module
-from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer, token_dtype, tokenizer_identity
+from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer, pieces, token_dtype, tokenizer_identity
 from meshwright.errors import DataError
 
 # The first text that hypothesis makes on a machine costs a second or two.
@@ -98,15 +98,18 @@ def test_an_unusual_separator_is_none(tmp_path):
 @given(
     lines=st.lists(st.text(alphabet="ab .\n\u3000\r'7", max_size=12), min_size=1, max_size=60),
     size=st.integers(1, 40),
+    step=st.integers(1, 40),
 )
-def test_chunks_do_not_change_the_ids(tokenizer_path, lines, size):
+def test_pieces_do_not_change_the_ids(tokenizer_path, lines, size, step):
     tokenizer, text = open_tokenizer(str(tokenizer_path)), "\n".join(lines)
     whole = tokenizer.encode(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "_CHUNK_CHARS", size)
-        chunks = list(tokenizer_module._chunks(text))
-        assert "".join(chunks) == text
-        assert len(chunks) > 1 or len(text) <= size or not re.search(r"\S\n\S", text[size - 1 :])
+        patch.setattr(tokenizer_module, "_PIECE_CHARS", size)
+        found = list(pieces([text]))
+        assert "".join(found) == text
+        assert len(found) > 1 or len(text) <= size or not re.search(r"\S\n\S", text[size - 1 :])
+        given = [text[first : first + step] for first in range(0, len(text), step)]
+        assert list(pieces(given)) == found, "wherever what is read begins and ends"
         np.testing.assert_array_equal(tokenizer.encode(text), whole)
 
 
@@ -146,6 +149,17 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, contents):
     path.write_bytes(contents)
     with pytest.raises(DataError, match="cannot be used") as caught:
         open_tokenizer(str(path))
+    assert str(path) in caught.value.where
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_an_error(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0}, unk_token="?")).save(str(path))
+    tokenizer = open_tokenizer(str(path))
+    assert tokenizer.encode("known").tolist() == [0]
+    with pytest.raises(DataError, match="it fails on a text") as caught:
+        tokenizer.encode("unknown")
     assert str(path) in caught.value.where
 
 

@@ -55,7 +55,7 @@ TORCH_FREE = (
     "models/llama/hf_*.py", "models/moe/hf_*.py",
     "data/sampler.py", "data/text_corpus.py", "data/tokenizer.py", "data/tokenizer_files.py",
     "data/cache_file.py", "data/document_ends.py", "data/packing.py", "data/packed_windows.py", "data/packed_corpus.py",
-    "data/sources/*",
+    "data/sources/*", "data/tokenise/*",
     "data/images.py", "data/digits.py", "data/image_files.py", "data/image_grid.py",
     "config/*",
     "plan/*",

@@ -4,7 +4,8 @@
 
 A file is written under a temporary name, synced and then renamed, so a killed process never leaves a partial file
 under the final name; a file of inconsistent length is rebuilt. One process per machine builds a file while the others
-wait. Without file locks several may build it at once: they write the same bytes, the last rename wins, and memory maps
+wait; if it is killed, another of them goes on, with what is in the file's folder of parts (see `tokenise/parts.py`).
+Without file locks several may build it at once: they write the same bytes, the last rename wins, and memory maps
 of an earlier file stay valid. Torch-free.
 """
 
@@ -14,6 +15,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 import time
@@ -31,6 +33,7 @@ from meshwright.log import get_logger
 MAGIC = b"MWTOKEN1"
 _LENGTH = np.dtype("<u8")
 _STALE_SECONDS = 24 * 3600
+_STALE_PARTS_SECONDS = 7 * _STALE_SECONDS
 
 _log = get_logger(__name__)
 
@@ -82,7 +85,26 @@ def open_or_build(
     path = directory / name
     with _build_lock(path):
         metadata = _usable(path, kind, is_usable)
-        return path, metadata if metadata is not None else _build_file(path, build)
+        return path, metadata if metadata is not None else write(path, build)
+
+
+def parts_folder(path: Path) -> Path:
+    """Return the folder of finished parts of a cache file: removed a week after the last was added, if not before."""
+    return path.with_name(f"{path.name}.parts")
+
+
+def write(path: Path, build: Callable[[BinaryIO], M]) -> M:
+    """Write a cache file, which appears when it is complete.
+
+    Raises:
+        DataError: it can't be written.
+    """
+    with _atomic_write(path) as file:
+        metadata = build(file)
+        assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
+        encoded = json.dumps(asdict(metadata)).encode("utf-8")
+        file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
+    return metadata
 
 
 def load(path: Path, kind: type[M]) -> M | None:
@@ -100,15 +122,6 @@ def load(path: Path, kind: type[M]) -> M | None:
 def _usable(path: Path, kind: type[M], is_usable: Callable[[M], bool]) -> M | None:
     metadata = load(path, kind)
     return metadata if metadata is not None and is_usable(metadata) else None
-
-
-def _build_file(path: Path, build: Callable[[BinaryIO], M]) -> M:
-    with _atomic_write(path) as file:
-        metadata = build(file)
-        assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
-        encoded = json.dumps(asdict(metadata)).encode("utf-8")
-        file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
-    return metadata
 
 
 def _load(file: BinaryIO, kind: type[M]) -> M:
@@ -218,10 +231,14 @@ def _atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def _remove_stale(directory: Path) -> None:
-    """Remove temporary files more than a day old, left behind by killed processes."""
-    for path in directory.glob("*.tmp"):
+    """Remove what killed processes left behind: temporary files after a day, parts a week after the last was added."""
+    now = time.time()
+    for path in (*directory.glob("*.tmp"), *directory.glob("*.tokens.parts")):
         try:
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+            age = now - path.stat().st_mtime
+            if path.is_dir() and age > _STALE_PARTS_SECONDS:
+                shutil.rmtree(path)
+            elif path.is_file() and age > _STALE_SECONDS:
                 path.unlink()
         except OSError:
             continue

@@ -14,8 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from array import array
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -24,18 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import cache_file
-from meshwright.data.corpus_fingerprint import Fingerprint, packed_fingerprint
-from meshwright.data.document_ends import EndsWriter, SplitDocuments, check_ends
+from meshwright.data.corpus_fingerprint import packed_fingerprint
+from meshwright.data.document_ends import SplitDocuments, check_ends
 from meshwright.data.packed_windows import PackedSplits
-from meshwright.data.sources.left_out import LeftOut
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import TextSource, open_source
 from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, map_ends, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
-from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype, tokenizer_identity
-from meshwright.errors import DataError
+from meshwright.data.tokenise.parts import remove_parts
+from meshwright.data.tokenise.write_corpus import write_corpus
+from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.log import get_logger
 from meshwright.units import counted, format_count
 
@@ -43,7 +41,6 @@ Tokens = NDArray[np.integer]
 
 # Increment when the same files would give different tokens: hold-out rule, separators, text detection.
 _FORMAT = 1
-_BATCH_CHARS = 2**22
 
 _log = get_logger(__name__)
 
@@ -178,99 +175,29 @@ def _open_text(
     identity = [_FORMAT, tokenizer_identity(tokenizer), *more]
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
+    name = f"{STDLIB if source == STDLIB else 'text'}-{key}.tokens"
+
     def build(file: BinaryIO) -> CorpusMetadata:
         _log.info("tokenising %s of %s with %s", found.size, source, tokenizer)
-        return _tokenise(file, found, open_tokenizer(tokenizer), source=source)
+        # The cache file is written under another name in the folder where it will be.
+        parts = cache_file.parts_folder(Path(file.name).with_name(name))
+        return write_corpus(file, found, tokenizer, source=source, parts=parts)
 
-    label = STDLIB if source == STDLIB else "text"
     path, metadata = cache_file.open_or_build(
-        f"{label}-{key}.tokens",
+        name,
         CorpusMetadata,
         cache_dir=cache_dir,
         build=build,
         # Files of earlier versions have no ends of documents.
         is_usable=lambda metadata: metadata.has_documents or not with_documents,
     )
+    remove_parts(cache_file.parts_folder(path))
     if metadata.num_skipped and source != STDLIB:
         message = "skipped %d of the %s of %s: not UTF-8, or contain zero bytes"
         _log.warning(message, metadata.num_skipped, found.size, source)
     if metadata.num_empty:
         _log.warning("left out %s of %s: their text is empty", counted(metadata.num_empty, "document"), source)
     return path, metadata
-
-
-def _tokenise(file: BinaryIO, found: TextSource, tokenizer: Tokenizer, *, source: str) -> CorpusMetadata:
-    """Write the tokens of all documents, training split first, each followed by a separator, and then their ends."""
-    dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
-    fingerprint = Fingerprint(dtype)
-    left_out = LeftOut()
-    counts: list[int] = []
-    lengths = array("Q")  # Of all documents: far smaller than the list of files.
-    num_documents: list[int] = []
-    text_bytes = 0
-    for split in found.splits(left_out):
-        counts.append(0)
-        text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
-        for texts in _batches(split):
-            encoded = tokenizer.encode_batch(texts)
-            lengths.extend(len(ids) + (tokenizer.separator_id is not None) for ids in encoded)
-            tokens = _concatenate(encoded, tokenizer.separator_id, dtype)
-            file.write(tokens.data)
-            fingerprint.update(tokens)
-            counts[-1] += len(tokens)
-            text_bytes += sum(len(text.encode("utf-8")) for text in texts)
-            text_bytes += len(texts) if tokenizer.separator_id is not None else 0
-        num_documents.append(len(lengths) - sum(num_documents))
-    num_train, num_validation = counts
-    if not num_train or not num_validation:
-        raise _empty(source, "training" if not num_train else "validation", found.size, len(left_out.files))
-    if left_out.empty.count:
-        _log.warning("the first document without text is %s", left_out.empty.first)
-    ends = EndsWriter(file)
-    ends.write(np.cumsum(np.frombuffer(lengths, dtype=np.uint64)))
-    return CorpusMetadata(
-        dtype=dtype.str,
-        num_train=num_train,
-        num_validation=num_validation,
-        payload_bytes=(num_train + num_validation) * dtype.itemsize + ends.num_bytes,
-        vocab_size=tokenizer.vocab_size,
-        validation_text_bytes=text_bytes,
-        num_skipped=len(left_out.files),
-        num_empty=left_out.empty.count,
-        fingerprint=fingerprint.hexdigest(num_train=num_train),
-        num_train_documents=num_documents[0],
-        num_validation_documents=num_documents[1],
-        ends_fingerprint=ends.fingerprint(),
-    )
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts into batches of a few megabytes, so that the whole corpus is never in memory."""
-    batch: list[str] = []
-    num_chars = 0
-    for text in texts:
-        batch.append(text)
-        num_chars += len(text)
-        if num_chars >= _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
-
-
-def _concatenate(encoded: Iterable[Tokens], separator_id: int | None, dtype: np.dtype[np.integer]) -> Tokens:
-    separator = np.array([] if separator_id is None else [separator_id], dtype=dtype)
-    arrays = [array for tokens in encoded for array in (tokens, separator)]
-    return np.concatenate(arrays).astype(dtype, copy=False)
-
-
-def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:
-    return DataError(
-        f"the {split} split of {source} is empty: it has {size}, and {counted(num_skipped, 'file')} not UTF-8 text",
-        where=f"data.source, {source}",
-        rule="a tenth of the text is held out for validation, and neither split is empty",
-        fix=f"a source with more text, or data.source={STDLIB}",
-    )
 
 
 def _bytes(count: int) -> str:

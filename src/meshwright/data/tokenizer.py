@@ -9,7 +9,7 @@ import difflib
 import hashlib
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end
 """Common names of the end-of-text token."""
 
 _INVALID_BYTE = 0xFF
-_CHUNK_CHARS = 2**20
+_PIECE_CHARS = 2**20
 _SAFE_BREAK = re.compile(r"(?<=\S)\n(?=\S)")
 
 
@@ -83,6 +83,7 @@ class HuggingFaceTokenizer:
         require_tokenizers(path)
         from tokenizers import Tokenizer as Backend
 
+        self._path = path
         try:
             self._backend: Any = Backend.from_str(_read(path).decode("utf-8"))
         except DataError:
@@ -105,12 +106,19 @@ class HuggingFaceTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encode several texts; those over a million characters are processed in chunks (see `_chunks`)."""
+        """Encode several texts; those over a million characters in pieces (see `pieces`).
+
+        Raises:
+            DataError: the tokenizer fails, for example since a word is unknown and it has no token for such.
+        """
         dtype = token_dtype(self.vocab_size)
-        chunks = [list(_chunks(text)) for text in texts]
-        flat = [chunk for text_chunks in chunks for chunk in text_chunks]
-        encoded = iter(self._backend.encode_batch(flat, add_special_tokens=False))
-        return [np.concatenate([np.array(next(encoded).ids, dtype=dtype) for _ in parts]) for parts in chunks]
+        cut = [list(pieces([text])) for text in texts]
+        flat = [piece for text_pieces in cut for piece in text_pieces]
+        try:
+            encoded = iter(self._backend.encode_batch_fast(flat, add_special_tokens=False))
+        except Exception as error:  # The package raises bare Exception for what its model can't encode.
+            raise _not_a_tokenizer(self._path, f"it fails on a text: {error}") from None
+        return [np.concatenate([np.array(next(encoded).ids, dtype=dtype) for _ in part]) for part in cut]
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
@@ -145,6 +153,28 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint16) if vocab_size <= 2**16 else np.dtype(np.uint32)
 
 
+def pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Cut a long text, given as consecutive texts of any size, into pieces of about a million characters.
+
+    Pieces bound memory and use several cores. Cuts only after a single newline between two non-blank characters, where
+    GPT-2-style pre-tokenizers (including most byte-level ones) cut too, so that the ids are the same as for the full
+    text. Where the given texts begin and end does not matter.
+    """
+    held, start = "", 0
+    for text in texts:
+        if start:
+            held, start = held[start:], 0
+        first = len(held) - 1  # Before it there is no place to cut, or it would have been found.
+        held += text
+        while len(held) - start > _PIECE_CHARS:
+            newline = _SAFE_BREAK.search(held, max(start + _PIECE_CHARS, first))
+            if newline is None:
+                break
+            yield held[start : newline.end()]
+            start = newline.end()
+    yield held[start:]
+
+
 def require_tokenizers(path: Path) -> None:
     """Raise a DataError if the `tokenizers` package, needed to read `path`, is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
@@ -154,22 +184,6 @@ def require_tokenizers(path: Path) -> None:
             rule="reading a tokenizer.json requires the tokenizers package",
             fix='pip install "meshwright[tokenizers]", or data.tokenizer=bytes',
         )
-
-
-def _chunks(text: str) -> Iterator[str]:
-    """Split a long text into chunks of about a million characters, to bound memory and use several cores.
-
-    Splits only after a single newline between two non-blank characters, where GPT-2-style pre-tokenizers (including
-    most byte-level ones) split too, so that the ids are the same as for the full text.
-    """
-    start = 0
-    while len(text) - start > _CHUNK_CHARS:
-        newline = _SAFE_BREAK.search(text, start + _CHUNK_CHARS)
-        if newline is None:
-            break
-        yield text[start : newline.end()]
-        start = newline.end()
-    yield text[start:]
 
 
 def _locate(name: str) -> Path:

@@ -13,6 +13,7 @@ from meshwright.data.sources import own_documents, record_files, saved_dataset
 from meshwright.data.sources.left_out import EmptyTexts, LeftOut
 from meshwright.data.sources.split_by_index import split_indices
 from meshwright.data.sources.text_fields import no_effect
+from meshwright.data.sources.text_pieces import Continued, read_pieces
 from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import Extent, TextSlice
 from meshwright.errors import DataError
@@ -36,21 +37,21 @@ class TextSource:
     title: str
     size: str
     key: tuple[list[Any], list[Any]]
-    splits: Callable[[LeftOut], tuple[Iterable[str], Iterable[str]]]
-    whole: Callable[[LeftOut], Iterable[str]]
+    splits: Callable[[LeftOut], tuple[Iterable[str | Continued], Iterable[str | Continued]]]
+    whole: Callable[[LeftOut], Iterable[str | Continued]]
 
     def used(self, use: Use) -> TextSource:
         """Return the source with all its texts in one split, if that is its use."""
         if use is Use.SPLIT:
             return self
 
-        def splits(left_out: LeftOut) -> tuple[Iterable[str], Iterable[str]]:
+        def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
             texts = iter(self.whole(left_out))
             first = next(texts, None)
             if first is None:
                 raise _no_text(self, use, len(left_out.files))
             # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
-            whole, other = chain([first], texts), [first[:_PLACEHOLDER_CHARS]]
+            whole, other = chain([first], texts), [_start(first)]
             return (whole, other) if use is Use.TRAIN else (other, whole)
 
         more, listing = self.key
@@ -81,10 +82,10 @@ def open_source(source: str, text_field: str | None) -> TextSource:
     files = counted(len(documents), "file")
     is_stdlib = source == text_documents.STDLIB
 
-    def texts(slices: Iterable[TextSlice], left_out: LeftOut) -> Iterator[str]:
+    def texts(slices: Iterable[TextSlice], left_out: LeftOut) -> Iterator[str | Continued]:
         return _texts(slices, left_out, source=source, text_field=text_field)
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[str], Iterable[str]]:
+    def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
         train, validation = (texts(slices, left_out) for slices in text_documents.split(documents))
         return train, validation
 
@@ -95,6 +96,10 @@ def open_source(source: str, text_field: str | None) -> TextSource:
         splits=splits,
         whole=lambda left_out: texts([TextSlice(document, Extent.FULL) for document in documents], left_out),
     )
+
+
+def _start(text: str | Continued) -> str:
+    return (text if isinstance(text, str) else text.text)[:_PLACEHOLDER_CHARS]
 
 
 def _no_text(found: TextSource, use: Use, num_skipped: int) -> DataError:
@@ -146,26 +151,28 @@ def _indexed(
 ) -> TextSource:
     """Return the source of documents that are read by index; `opened` gives their number, and reads some of them."""
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[str], Iterable[str]]:
+    def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
         number, read = opened()
         train, validation = (read(indices, left_out.empty) for indices in split_indices(number))
         return train, validation
 
-    def whole(left_out: LeftOut) -> Iterable[str]:
+    def whole(left_out: LeftOut) -> Iterable[str | Continued]:
         number, read = opened()
         return read(range(number), left_out.empty)
 
     return TextSource(title=title, size=size, key=key, splits=splits, whole=whole)
 
 
-def _texts(slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, text_field: str | None) -> Iterator[str]:
+def _texts(
+    slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, text_field: str | None
+) -> Iterator[str | Continued]:
     """Yield the non-empty texts of the slices; add what is none to `left_out`."""
     for document_slice in slices:
         if text_field is not None and record_files.is_record_file(document_slice.document.path):
             yield from record_files.read_texts(document_slice, text_field, left_out.empty, source=source)
             continue
-        text = text_documents.read(document_slice, source=source)
-        if text is None:
+        pieces = read_pieces(document_slice, source=source)
+        if pieces is None:
             left_out.files.add(document_slice.document.name)
-        elif text:
-            yield text
+        else:
+            yield from pieces

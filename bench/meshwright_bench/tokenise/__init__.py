@@ -1,0 +1,1 @@
+"""`bench tokenise`: time and memory of making a corpus of text into tokens."""

@@ -1,0 +1,83 @@
+"""Read text files; long ones piece by piece, so that no more than a few megabytes of them are in memory. Torch-free.
+
+A piece ends where a tokenizer may cut a text (see `tokenizer.pieces`), so the tokens are those of the whole text. A
+file without such places, such as one long line, is one piece.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.data import text_documents
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
+from meshwright.data.tokenizer import pieces
+
+_LONG_BYTES = 2**24
+_READ_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A piece of a document whose rest follows."""
+
+    text: str
+
+
+def read_pieces(document_slice: TextSlice, *, source: str) -> Iterator[str | Continued] | None:
+    """Return the text of a slice in pieces, the last of which is a string; none if it is empty.
+
+    Returns:
+        The pieces, or None if the file is not UTF-8 or has a zero byte, which separates documents.
+
+    Raises:
+        DataError: the file cannot be read, at once or later.
+    """
+    if document_slice.document.num_bytes <= _LONG_BYTES:
+        text = text_documents.read(document_slice, source=source)
+        return None if text is None else iter([text] if text else [])
+    num_chars = 0
+    try:
+        for text in _decoded(document_slice, source):
+            if "\0" in text:
+                return None
+            num_chars += len(text)
+    except UnicodeDecodeError:
+        return None
+    end = num_chars - num_chars // HOLD_OUT_DIVISOR
+    begin, end = {Extent.FULL: (0, num_chars), Extent.HEAD: (0, end), Extent.TAIL: (end, num_chars)}[
+        document_slice.extent
+    ]
+    return _continued(pieces(_between(_decoded(document_slice, source), begin, end)))
+
+
+def _decoded(document_slice: TextSlice, source: str) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    path = document_slice.document.path
+    try:
+        with open(path, "rb") as file:
+            while data := file.read(_READ_BYTES):
+                yield decoder.decode(data)
+    except OSError as error:
+        raise unreadable_file(path, source, error) from None
+    yield decoder.decode(b"", final=True)
+
+
+def _between(texts: Iterator[str], begin: int, end: int) -> Iterator[str]:
+    """Yield the characters of consecutive texts from `begin` to `end`."""
+    start = 0
+    for text in texts:
+        if part := text[max(begin - start, 0) : max(end - start, 0)]:
+            yield part
+        start += len(text)
+
+
+def _continued(texts: Iterator[str]) -> Iterator[str | Continued]:
+    """Mark all texts but the last."""
+    last = next(texts, "")
+    for text in texts:
+        yield Continued(last)
+        last = text
+    if last:
+        yield last

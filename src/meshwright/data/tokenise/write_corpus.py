@@ -1,0 +1,99 @@
+"""Write the tokens of a corpus of texts, and the ends of its documents, as a cache file. Torch-free."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from meshwright.data.corpus_fingerprint import Fingerprint
+from meshwright.data.document_ends import EndsWriter
+from meshwright.data.sources.left_out import LeftOut
+from meshwright.data.sources.text_pieces import Continued
+from meshwright.data.sources.text_source import TextSource
+from meshwright.data.text_documents import STDLIB
+from meshwright.data.token_cache import CorpusMetadata
+from meshwright.data.tokenise.batches import batches
+from meshwright.data.tokenise.encode import Encoded, encode_in_order
+from meshwright.data.tokenise.parts import Parts
+from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype
+from meshwright.errors import DataError
+from meshwright.log import get_logger
+from meshwright.units import counted
+
+SPLITS = ("training", "validation")
+
+_log = get_logger(__name__)
+
+
+def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: str, parts: Path) -> CorpusMetadata:
+    """Write the tokens of all documents, training split first, each followed by a separator, and then their ends.
+
+    Args:
+        file: file to write to.
+        found: the texts.
+        tokenizer: `data.tokenizer`.
+        source: `data.source`, for messages.
+        parts: folder in which finished parts are kept until the corpus is complete.
+
+    Raises:
+        DataError: a split is empty, a text can't be read, or the tokenizer can't be opened or fails.
+    """
+    opened = open_tokenizer(tokenizer)
+    dtype = token_dtype(opened.vocab_size).newbyteorder("<")
+    fingerprint = Fingerprint(dtype)
+    left_out = LeftOut()
+    counts: list[int] = []
+    num_documents: list[int] = []
+    ends = array("Q")  # Of all documents: far smaller than the list of files.
+    text_bytes = 0
+    for split, texts in zip(SPLITS, found.splits(left_out), strict=True):
+        start = sum(counts)
+        counts.append(0)
+        text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
+        for encoded in _encoded(texts, opened, None if tokenizer == BYTES else Parts(parts, split)):
+            file.write(encoded.tokens.data)
+            fingerprint.update(encoded.tokens)
+            ends.frombytes((encoded.ends + np.uint64(start + counts[-1])).tobytes())
+            counts[-1] += len(encoded.tokens)
+            text_bytes += encoded.text_bytes
+        num_documents.append(len(ends) - sum(num_documents))
+    for split, num_tokens in zip(SPLITS, counts, strict=True):
+        if not num_tokens:
+            raise _empty(source, split, found.size, len(left_out.files))
+    if left_out.empty.count:
+        _log.warning("the first document without text is %s", left_out.empty.first)
+    writer = EndsWriter(file)
+    writer.write(np.frombuffer(ends, dtype=np.uint64))
+    num_train, num_validation = counts
+    return CorpusMetadata(
+        dtype=dtype.str,
+        num_train=num_train,
+        num_validation=num_validation,
+        payload_bytes=(num_train + num_validation) * dtype.itemsize + writer.num_bytes,
+        vocab_size=opened.vocab_size,
+        validation_text_bytes=text_bytes,
+        num_skipped=len(left_out.files),
+        num_empty=left_out.empty.count,
+        fingerprint=fingerprint.hexdigest(num_train=num_train),
+        num_train_documents=num_documents[0],
+        num_validation_documents=num_documents[1],
+        ends_fingerprint=writer.fingerprint(),
+    )
+
+
+def _encoded(texts: Iterable[str | Continued], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
+    """Encode a split. Bytes need no parts: to read the texts again, as parts do too, is all the work that there is."""
+    return encode_in_order(batches(texts), tokenizer) if parts is None else parts.encode(batches(texts), tokenizer)
+
+
+def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:
+    return DataError(
+        f"the {split} split of {source} is empty: it has {size}, and {counted(num_skipped, 'file')} not UTF-8 text",
+        where=f"data.source, {source}",
+        rule="a tenth of the text is held out for validation, and neither split is empty",
+        fix=f"a source with more text, or data.source={STDLIB}",
+    )
