@@ -28,5 +28,7 @@ def describe(mixture: Mixture, order: SampleOrder, *, num_samples: int) -> str:
 
 
 def _epochs(number: float) -> str:
+    if number < 0.001:
+        return "under 0.001 epochs"
     digits = f"{number:.2g}" if number < 10 else f"{number:,.0f}"
     return f"{digits} epoch{'' if digits == '1' else 's'}"

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.sampler import MAX_SEED, WindowOrder, shuffled
+from meshwright.data.sampler import WindowOrder, shuffled
 
 BLOCK = 4096
 """Samples in a block, B."""
@@ -153,4 +153,4 @@ def _num_before(shares: tuple[int, ...], block: int, source: int) -> int:
 def _source_seed(seed: int, source: int) -> int:
     """Return the seed of a source, which differs from that of the mixture and of other sources."""
     digest = hashlib.sha256(f"{seed} source {source}".encode("ascii")).digest()
-    return int.from_bytes(digest[:8], "little") & MAX_SEED
+    return int.from_bytes(digest[:8], "little")

@@ -48,6 +48,7 @@ class RunSource:
             if self.key == SOURCE:
                 raise
             fix, where = error.fix, error.where.replace(SOURCE, self.key)
+            where = f"{where}, {self.source}" if where == self.key else where
             if self.key == VALIDATION:
                 fix = fix.replace(f"{SOURCE}=", f"{VALIDATION}=")
             if self.entry is not None:
