@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import DataError
 
 TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=6)
+TIMEOUT_S = 120
 DOCUMENTS = st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_size=20)
 """Documents in pieces."""
 
@@ -78,6 +80,19 @@ def test_few_batches_are_read_ahead(monkeypatch):
         assert bytes(next(found).tokens) == f"document {number}\0".encode()
         assert len(read) <= number + 3 * AHEAD
     found.close()
+
+
+def test_all_cores_encode_at_once(monkeypatch):
+    use_cores(monkeypatch, 3)
+    three = threading.Barrier(3, timeout=TIMEOUT_S)
+
+    class Meeting(ByteTokenizer):
+        def encode_batch(self, texts):
+            three.wait()  # Fewer than three at once would wait in vain.
+            return super().encode_batch(texts)
+
+    monkeypatch.setattr(batches_module, "_BATCH_CHARS", 1)
+    assert len(list(encode_in_order(batches(["text"] * 12), Meeting()))) == 12
 
 
 @pytest.mark.parametrize("number", [0, 3, 9])
