@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches, validation_windows
 from meshwright.data.sampler import WindowOrder, microbatch_samples
-from meshwright.data.text_corpus import num_windows
+from meshwright.data.token_windows import TokenWindows, num_windows
 
 CPU = torch.device("cpu")
 lengths = st.integers(1, 12)
@@ -34,7 +34,7 @@ def make_part(length, dtype=np.uint16):
 def test_a_sample_is_its_window_and_targets_follow_inputs(seq_len, count, rest, start, size, dtype):
     part = make_part(count * seq_len + 1 + rest % seq_len, dtype)
     order = WindowOrder(count, 3)
-    inputs_bt, targets_bt = Loader(part, order, seq_len, CPU).batch(range(start, start + size))
+    inputs_bt, targets_bt = Loader(TokenWindows(part, seq_len), order, CPU).batch(range(start, start + size))
     assert inputs_bt.dtype == targets_bt.dtype == torch.int64
     assert inputs_bt.shape == targets_bt.shape == (size, seq_len)
     assert inputs_bt.is_contiguous() and targets_bt.is_contiguous()
@@ -47,14 +47,14 @@ def test_a_sample_is_its_window_and_targets_follow_inputs(seq_len, count, rest, 
 @given(seq_len=lengths, count=st.integers(1, 40))
 def test_an_epoch_reads_every_input_once(seq_len, count):
     part = make_part(count * seq_len + 1)
-    inputs_bt, targets_bt = Loader(part, WindowOrder(count, 0), seq_len, CPU).batch(range(count))
+    inputs_bt, targets_bt = Loader(TokenWindows(part, seq_len), WindowOrder(count, 0), CPU).batch(range(count))
     assert sorted(inputs_bt.flatten().tolist()) == list(range(count * seq_len))
     assert sorted(targets_bt.flatten().tolist()) == list(range(1, count * seq_len + 1))
 
 
 @given(step=st.integers(0, 50), data_parallel=st.sampled_from([1, 2, 3, 4]), num_microbatches=st.sampled_from([1, 2]))
 def test_all_layouts_read_the_same_step(step, data_parallel, num_microbatches):
-    loader = Loader(make_part(401), WindowOrder(100, 1), 4, CPU)
+    loader = Loader(TokenWindows(make_part(401), 4), WindowOrder(100, 1), CPU)
     rows = []
     for data_index in range(data_parallel):
         parts = microbatch_samples(
@@ -66,12 +66,12 @@ def test_all_layouts_read_the_same_step(step, data_parallel, num_microbatches):
 
 def test_an_order_over_another_corpus_is_refused():
     with pytest.raises(AssertionError):
-        Loader(make_part(401), WindowOrder(99, 1), 4, CPU)
+        Loader(TokenWindows(make_part(401), 4), WindowOrder(99, 1), CPU)
 
 
 def test_the_tensors_are_the_callers_own():
     """A step may write into its batch; the corpus is read-only and must not change under another."""
-    loader = Loader(make_part(401), WindowOrder(100, 1), 4, CPU)
+    loader = Loader(TokenWindows(make_part(401), 4), WindowOrder(100, 1), CPU)
     before = [tensor.clone() for tensor in loader.batch(range(5))]
     inputs_bt, targets_bt = loader.batch(range(5))
     inputs_bt.fill_(-1)
@@ -101,9 +101,9 @@ def test_a_validation_is_the_same_on_every_layout(seq_len, count, num_samples, b
     assert num_windows(part, seq_len) == count
 
     def read(data_parallel, data_index, batch_size):
-        arguments = {"seq_len": seq_len, "num_samples": num_samples, "device": CPU}
         layout = {"data_parallel": data_parallel, "data_index": data_index, "batch_size": batch_size}
-        return list(validation_batches(part, **arguments, **layout))
+        chosen = validation_windows(count, num_samples)
+        return list(validation_batches(TokenWindows(part, seq_len), chosen, **layout, device=CPU))
 
     shares = [read(data_parallel, data_index, batch_size) for data_index in range(data_parallel)]
     shapes = {tuple(inputs_bt.shape for inputs_bt, _ in batches) for batches in shares}

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data.sources.json_lines import EmptyTexts
-from meshwright.data.sources.own_documents import is_own, texts_by_split
+from meshwright.data.sources.left_out import EmptyTexts
+from meshwright.data.sources.own_documents import is_own, read_texts
+from meshwright.data.sources.split_by_index import split_indices
 from meshwright.data.text_corpus import open_corpus
 from meshwright.errors import ConfigError, DataError
 from tests.helpers import clean_environment, meshwright
@@ -40,23 +41,26 @@ def opened(folder, name="Numbers", **more):
     )
 
 
-def indices(split):
-    return [int(text.split()[1]) for text in split]
+def splits():
+    documents = Numbers()
+    for part in split_indices(len(documents)):
+        texts = read_texts(documents, part, EmptyTexts(), source="x")
+        yield [int(text.split()[1]) for text in texts]
 
 
 @pytest.mark.parametrize("number", [0, 1, 9, 10, 40, 1000])
 def test_every_document_is_in_one_split_in_its_order(monkeypatch, number):
     monkeypatch.setattr(Numbers, "number", number)
-    train, held_out = map(indices, texts_by_split(Numbers(), EmptyTexts(), source="x"))
+    train, held_out = splits()
     assert sorted(train + held_out) == list(range(number))
     assert train == sorted(train) and held_out == sorted(held_out)
     assert abs(len(held_out) - number / 10) <= 0.03 * number + 1
 
 
 def test_adding_documents_moves_none(monkeypatch):
-    _, before = map(indices, texts_by_split(Numbers(), EmptyTexts(), source="x"))
+    _, before = splits()
     monkeypatch.setattr(Numbers, "number", 500)
-    _, after = map(indices, texts_by_split(Numbers(), EmptyTexts(), source="x"))
+    _, after = splits()
     assert [index for index in after if index < 120] == before and len(after) > len(before)
 
 

@@ -72,11 +72,12 @@ def test_an_order_over_other_windows_is_refused():
 )
 def test_a_validation_is_the_same_on_every_layout(lengths, num_samples, batch_size, data_parallel):
     windows = open_windows([*lengths, 2], 8)
+    chosen = validation_windows(windows.num_windows, num_samples)
     shares = [
         list(
             packed_validation_batches(
                 windows,
-                num_samples=num_samples,
+                chosen,
                 batch_size=batch_size,
                 data_parallel=data_parallel,
                 data_index=data_index,
@@ -93,6 +94,5 @@ def test_a_validation_is_the_same_on_every_layout(lengths, num_samples, batch_si
         for inputs, targets, sizes in zip(*(part.tolist() for part in batch[:2]), batch.documents, strict=True):
             if set(targets) != {IGNORED_TARGET}:
                 rows.append((inputs, targets, sizes))
-    chosen = validation_windows(windows.num_windows, num_samples)
     inputs, targets = windows.read(chosen, ignored_target=IGNORED_TARGET)
     assert rows == list(zip(inputs.tolist(), targets.tolist(), windows.documents(chosen), strict=True))

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from meshwright.data import cache_file
 from meshwright.data import text_corpus as text_module
-from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, num_windows, open_corpus
+from meshwright.data.corpus_checks import check_vocab, check_windows
+from meshwright.data.text_corpus import Corpus, open_corpus
 from meshwright.data.token_cache import CorpusMetadata, map_tokens
+from meshwright.data.token_windows import num_windows
 from meshwright.data.tokenise import batches as batches_module
 from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer
 from meshwright.errors import DataError

@@ -19,6 +19,7 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.train.run_folder import choose_folder, keep_other_plan
+from tests.helpers import alternatives
 
 CONFIG = load(None, ["name=mine"])
 
@@ -115,6 +116,30 @@ def test_what_decides_the_samples_and_what_is_asked_of_the_model_stays(tmp_path,
         choose("a", "auto", config=load(preset, ["name=mine", now]))
     assert caught.value.fix == before
     assert choose("a", "auto", config=load(preset, ["name=mine", caught.value.fix])).checkpoint is not None
+
+
+MIXED = "data.mixture=['0.7:web/*.txt','0.3:stdlib']"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "says"),
+    [([MIXED], [MIXED], []),
+     ([MIXED], ["data.mixture=['0.7:web/*.txt','0.2:stdlib','0.1:more']"],
+      ["more was added", "the weight of stdlib was 30% and is 20%"]),
+     ([MIXED], ["data.source=a"], ["data.mixture was set and is not set"]),
+     ([], ["data.validation_source=v.txt"], ["data.validation_source was not set and is v.txt"]),
+     ([MIXED], [MIXED, "data.validation_source=v.txt"], ["data.validation_source was not set and is v.txt"])],
+)  # fmt: skip
+def test_other_data_is_refused_and_the_difference_is_said(tmp_path, before, now, says):
+    save(tmp_path / "a", 3, words=before)
+    with pytest.raises(CheckpointError, match="the checkpoint was trained on another corpus") as caught:
+        choose("a", "auto", config=load(None, ["name=mine", *now]), corpus="other")
+    assert caught.value.what.partition(": ")[2] == "; ".join(says)
+    assert "a new run, with another --out" in caught.value.fix
+    if says:
+        again = [*now, *alternatives(caught.value.fix)[0]]
+        data, earlier = (load(None, ["name=mine", *words]).data for words in (again, before))
+        assert data == earlier
 
 
 def test_what_was_frozen_stays_frozen(tmp_path):

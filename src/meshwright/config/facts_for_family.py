@@ -16,6 +16,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         sections=config.family_sections(),
         axes=config.mesh.axes(),
         sequence_parallel=config.mesh.sequence_parallel,
+        steps=train.steps,
         seq_len=train.seq_len,
         global_batch=train.global_batch,
         num_microbatches=train.num_microbatches,

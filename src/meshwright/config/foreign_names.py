@@ -73,6 +73,7 @@ KEYS: Mapping[str, str] = {
     "model.window": "sliding_window window_size sliding_window_size",
     "data.source": "data_path train_data_path dataset dataset_path dataset_name dataset_dir data_dir train_file "
     "train_data",
+    "data.validation_source": "valid_data_path val_data_path validation_file eval_file validation_data",
     "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_file tokenizer_name tokenizer_name_or_path",
     "data.cache_dir": "data_cache_path data_cache_dir",
     "data.text_field": "text_column json_keys dataset_text_field text_key field_name",

@@ -20,9 +20,11 @@ from meshwright.config.key_fields import fields, is_valid, sections
 from meshwright.config.overlay import ConfigOverlay, shorten
 from meshwright.config.parse_value import likely_values, parse_value
 from meshwright.config.rules import Rules, check, repair
+from meshwright.config.rules_data import DEFAULT_SOURCE, SOURCE
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
 from meshwright.config.source import DEFAULT_PRESET, preset_names, read_source, smallest_preset
 from meshwright.config.translate import find_meaning, nearest_preset, option_named, why_unavailable
+from meshwright.data.mixtures.entries import KEY as KEY_OF_MIXTURE
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
 from meshwright.settings.violation import format_fix, format_value
@@ -60,6 +62,8 @@ def load(
         keys.set(overlay, word, origin="command line")
     keys.check_foreign(overlay, num_ranks=num_ranks)
     keys.check_other_families()
+    if overlay.get(KEY_OF_MIXTURE, ()) and overlay.origins.get(SOURCE, "").startswith("preset "):
+        overlay.put(SOURCE, DEFAULT_SOURCE, "default, as a mixture takes its place")
     overlay.values.setdefault("name", Path(source).stem)
     overlay.values.setdefault("model", {})["kind"] = keys.kind
     try:

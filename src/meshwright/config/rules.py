@@ -24,6 +24,7 @@ from meshwright.config.recompute_blocks import recompute_violations
 from meshwright.config.rules_capture import capture_violations
 from meshwright.config.rules_compression import comm_violations
 from meshwright.config.rules_context import context_violations, packing_violations
+from meshwright.config.rules_data import data_violations
 from meshwright.config.rules_experts import expert_violations
 from meshwright.config.rules_precision import precision_violations
 from meshwright.config.rules_trackers import tracker_violations
@@ -83,6 +84,7 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from _freeze_globs(config)
     yield from (one for one in family_violations if one.key == FREEZE)
     yield from _model_description(config)
+    yield from data_violations(config)
     yield from packing_violations(config)
     yield from context_violations(config)
     yield from expert_violations(config)

@@ -23,9 +23,26 @@ class DataConfig(Section):
 
     source: str = Field(
         "stdlib",
-        description="text: stdlib (this Python's own source files), a glob of files of text or JSON lines (.jsonl; see "
-        "data.text_field), package.module:Source for your own, or a token file (.npy, or .bin of data.token_dtype); "
-        "images and videos: digits, digits-video, or a glob of image files",
+        description="text: stdlib (this Python's own source files), a glob of files of text, JSON lines (.jsonl) or "
+        "Parquet (see data.text_field), the folder of a saved Hugging Face dataset, package.module:Source for your "
+        "own, or a token file (.npy, or .bin of data.token_dtype); images and videos: digits, digits-video, or a glob "
+        "of image files",
+    )
+    mixture: Names = Field(
+        (),
+        description="sources of text with weights, in place of data.source: weight:source or weight:source#field, "
+        "such as ['0.7:web/*.jsonl','0.3:stdlib']",
+    )
+    validation_source: str | None = Field(
+        None,
+        min_length=1,
+        description="source of text to validate with; by default a tenth of data.source, or of each source of "
+        "data.mixture, is held out",
+    )
+    when_exhausted: Literal["wrap", "end"] = Field(
+        "wrap",
+        description="when all of a source of text was read: wrap starts its next epoch; end refuses a run that would "
+        "need one",
     )
     tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
@@ -38,7 +55,10 @@ class DataConfig(Section):
         None, ge=0, description="token id that ends each document of a token file, needed by data.packing=documents"
     )
     text_field: str | None = Field(
-        None, min_length=1, description="field that is the text of each line of JSON lines (.jsonl, .ndjson)"
+        None,
+        min_length=1,
+        description="field that is the text of each record: of JSON lines (.jsonl, .ndjson), Parquet or a saved "
+        "dataset",
     )
     cache_dir: str | None = Field(
         None,

@@ -52,10 +52,12 @@ class SplitDocuments:
     Args:
         ends: end of each document, ascending, counted from the first token of the corpus; usually memory-mapped.
         split_start: first token of the split, in the same count.
+        fingerprint: fingerprint of the corpus and its documents.
     """
 
     ends: NDArray[np.uint64] = field(repr=False)
     split_start: int
+    fingerprint: str = ""
 
     def lengths(self, chunk: slice) -> NDArray[np.int64]:
         """Return the numbers of tokens of consecutive documents."""

@@ -1,6 +1,6 @@
 """Batches of corpus windows as tensors on a device.
 
-Shapes: b samples, t tokens of a sample (seq_len), w windows of the corpus.
+Shapes: b samples, t tokens of a sample (seq_len).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.sampler import WindowOrder
-from meshwright.data.text_corpus import Tokens, num_windows
+from meshwright.data.mixtures.joined_windows import Windows
+from meshwright.data.sampler import SampleOrder
 
 IGNORED_TARGET = -100
 """Target of ignored tokens, the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
@@ -23,16 +23,15 @@ class Loader:
     """Random-access loader of a run's samples; it keeps no position, so it has no state to save.
 
     Args:
-        corpus_split: token ids, 1-D; usually memory-mapped.
+        windows: windows of this split, of one source or of several.
         order: order of all windows in this split.
-        seq_len: tokens per sample.
         device: device of the batches.
     """
 
-    def __init__(self, corpus_split: Tokens, order: WindowOrder, seq_len: int, device: torch.device) -> None:
-        assert order.num_windows == num_windows(corpus_split, seq_len), "the order does not match the corpus"
+    def __init__(self, windows: Windows, order: SampleOrder, device: torch.device) -> None:
+        assert order.num_windows == windows.num_windows, "the order does not match the corpus"
         self.order = order
-        self._windows = _windows(corpus_split, seq_len)
+        self._windows = windows
         self._device = device
 
     def batch(self, samples: range) -> tuple[Tensor, Tensor]:
@@ -42,14 +41,13 @@ class Loader:
 
     def host_batch(self, samples: range) -> tuple[Tensor, Tensor]:
         """Return `inputs_bt` and `targets_bt` like `batch`, but on the CPU; callable from any thread."""
-        return _to_tensors(self._windows, self.order.windows(samples), torch.device("cpu"))
+        return read_tensors(self._windows, self.order.windows(samples), torch.device("cpu"))
 
 
 def validation_batches(
-    corpus_split: Tokens,
+    windows: Windows,
+    chosen: NDArray[np.int64],
     *,
-    seq_len: int,
-    num_samples: int,
     batch_size: int,
     data_parallel: int,
     data_index: int,
@@ -57,15 +55,14 @@ def validation_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the validation batches of one data-parallel rank.
 
-    The samples are windows spread evenly over the split, in order, the same at every validation and on every layout;
-    each rank gets a contiguous block of them. All ranks get the same number of batches of the same shape, so that
-    collectives and pipeline transfers match: batches are padded with rows whose targets are all `IGNORED_TARGET`. Sum
-    and count the losses of the other tokens, and divide after reducing both over the ranks.
+    The samples are the same at every validation and on every layout; each rank gets a contiguous block of them. All
+    ranks get the same number of batches of the same shape, so that collectives and pipeline transfers match: batches
+    are padded with rows whose targets are all `IGNORED_TARGET`. Sum and count the losses of the other tokens, and
+    divide after reducing both over the ranks.
 
     Args:
-        corpus_split: token ids, 1-D.
-        seq_len: tokens per sample.
-        num_samples: samples over all ranks; all windows of the split if it has fewer.
+        windows: windows of the validation split, of one source or of several.
+        chosen: windows that are used, in order, over all ranks.
         batch_size: rows per batch, padding included.
         data_parallel: number of data-parallel ranks.
         data_index: data-parallel index of this rank.
@@ -74,11 +71,9 @@ def validation_batches(
     Yields:
         `inputs_bt` and `targets_bt`, both int64.
     """
-    windows_w = _windows(corpus_split, seq_len)
-    chosen = validation_windows(len(windows_w), num_samples)
     shares = validation_shares(chosen, batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
-    for windows, num_real in shares:
-        inputs_bt, targets_bt = _to_tensors(windows_w, windows, device)
+    for rows, num_real in shares:
+        inputs_bt, targets_bt = read_tensors(windows, rows, device)
         targets_bt[num_real:] = IGNORED_TARGET
         yield inputs_bt, targets_bt
 
@@ -101,15 +96,7 @@ def validation_windows(num_windows: int, num_samples: int) -> NDArray[np.int64]:
     return np.arange(count, dtype=np.int64) * num_windows // max(1, count)
 
 
-def _windows(corpus_split: Tokens, seq_len: int) -> Tokens:
-    """Return all windows of a split as a view of shape (w, t + 1), without reading or copying."""
-    if not num_windows(corpus_split, seq_len):
-        return np.empty((0, seq_len + 1), dtype=corpus_split.dtype)
-    return np.lib.stride_tricks.sliding_window_view(corpus_split, seq_len + 1)[::seq_len]
-
-
-def _to_tensors(windows_w: Tokens, indices: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    tokens_bt = windows_w[indices]
-    pair = (np.array(ids, dtype=np.int64, order="C") for ids in (tokens_bt[:, :-1], tokens_bt[:, 1:]))
-    inputs_bt, targets_bt = (torch.from_numpy(ids).to(device) for ids in pair)
-    return inputs_bt, targets_bt
+def read_tensors(windows: Windows, rows: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of windows as tensors on a device: `inputs_bt` and `targets_bt`, both int64."""
+    inputs_bt, targets_bt = windows.read(rows, ignored_target=IGNORED_TARGET)
+    return torch.from_numpy(inputs_bt).to(device), torch.from_numpy(targets_bt).to(device)

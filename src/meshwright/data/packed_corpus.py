@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.data.corpus_checks import split_source
 from meshwright.data.packed_windows import PackedSplits, open_packed
 from meshwright.data.text_corpus import Corpus
 from meshwright.errors import DataError
@@ -24,7 +25,7 @@ def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple
     """
     assert corpus.train_documents is not None and corpus.validation_documents is not None, "open it with its documents"
     train, validation = (
-        open_packed(tokens, documents, seq_len=seq_len, fingerprint=corpus.fingerprint, cache_dir=cache_dir)
+        open_packed(tokens, documents, seq_len=seq_len, fingerprint=documents.fingerprint, cache_dir=cache_dir)
         for tokens, documents in (
             (corpus.train, corpus.train_documents),
             (corpus.validation, corpus.validation_documents),
@@ -41,16 +42,22 @@ def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple
     return packed
 
 
+def packed_splits(corpus: Corpus) -> PackedSplits:
+    """Return the windows of packed documents of both splits of a packed corpus."""
+    assert corpus.packed is not None, "the corpus is not packed"
+    return corpus.packed
+
+
 def _check(corpus: Corpus, num_train: int, num_validation: int, *, seq_len: int, multiple_of: int) -> None:
     """Check that both splits have enough targets to fill a window."""
     fewest, name = min((num_train, "training"), (num_validation, "validation"))
     if fewest >= seq_len:
         return
-    largest = fewest // multiple_of * multiple_of
+    largest, source = fewest // multiple_of * multiple_of, split_source(corpus, name)
     raise DataError(
         f"train.seq_len = {seq_len} is longer than the {name} split, whose documents have {counted(fewest, 'target')}",
-        where=f"train.seq_len; data.source, {corpus.source}",
+        where=f"train.seq_len; {source.key}, {source.name}",
         rule="with data.packing = documents, the training and validation splits each fill at least one sample; each "
         "token of a document but the first is a target",
-        fix=f"train.seq_len={largest}, or a larger data.source" if largest else "a larger data.source",
+        fix=f"train.seq_len={largest}, or a larger {source.key}" if largest else f"a larger {source.key}",
     )

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.loader import IGNORED_TARGET, validation_shares, validation_windows
-from meshwright.data.packed_windows import Documents, PackedWindows
-from meshwright.data.sampler import WindowOrder
+from meshwright.data.loader import IGNORED_TARGET, read_tensors, validation_shares
+from meshwright.data.mixtures.joined_windows import JoinedPacked
+from meshwright.data.packed_windows import Documents
+from meshwright.data.sampler import SampleOrder
 
 
 class PackedBatch(NamedTuple):
@@ -33,12 +34,12 @@ class PackedLoader:
     """Random-access loader of a run's packed samples; it keeps no position, so it has no state to save.
 
     Args:
-        windows: windows of this split.
+        windows: windows of this split, of one source or of several.
         order: order of all windows in this split.
         device: device of the batches.
     """
 
-    def __init__(self, windows: PackedWindows, order: WindowOrder, device: torch.device) -> None:
+    def __init__(self, windows: JoinedPacked, order: SampleOrder, device: torch.device) -> None:
         assert order.num_windows == windows.num_windows, "the order does not match the windows"
         self.order = order
         self._windows = windows
@@ -63,9 +64,9 @@ class PackedLoader:
 
 
 def packed_validation_batches(
-    windows: PackedWindows,
+    windows: JoinedPacked,
+    chosen: NDArray[np.int64],
     *,
-    num_samples: int,
     batch_size: int,
     data_parallel: int,
     data_index: int,
@@ -74,14 +75,13 @@ def packed_validation_batches(
     """Yield the validation batches of one data-parallel rank, as `validation_batches` does for windows of a stream.
 
     Args:
-        windows: windows of the validation split.
-        num_samples: samples over all ranks; all windows of the split if it has fewer.
+        windows: windows of the validation split, of one source or of several.
+        chosen: windows that are used, in order, over all ranks.
         batch_size: rows per batch, padding included; the targets of padding rows are all `IGNORED_TARGET`.
         data_parallel: number of data-parallel ranks.
         data_index: data-parallel index of this rank.
         device: device of the batches.
     """
-    chosen = validation_windows(windows.num_windows, num_samples)
     shares = validation_shares(chosen, batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
     for rows, num_real in shares:
         batch = _read(windows, rows, device)
@@ -89,8 +89,5 @@ def packed_validation_batches(
         yield batch
 
 
-def _read(windows: PackedWindows, rows: NDArray[np.int64], device: torch.device) -> PackedBatch:
-    inputs_bt, targets_bt = (
-        torch.from_numpy(ids).to(device) for ids in windows.read(rows, ignored_target=IGNORED_TARGET)
-    )
-    return PackedBatch(inputs_bt, targets_bt, windows.documents(rows))
+def _read(windows: JoinedPacked, rows: NDArray[np.int64], device: torch.device) -> PackedBatch:
+    return PackedBatch(*read_tensors(windows, rows, device), windows.documents(rows))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,29 @@ _NUM_ROUNDS = 24
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 UInt64Array = NDArray[np.uint64]
+
+
+class SampleOrder(Protocol):
+    """The window that each sample of a run reads, a pure function of seed and index."""
+
+    @property
+    def num_windows(self) -> int:
+        """Number of windows, of all sources."""
+
+    @property
+    def parts(self) -> tuple[WindowOrder, ...]:
+        """Order of the windows of each source; windows are numbered source by source."""
+
+    @property
+    def first_repeat(self) -> int:
+        """First sample that reads a window of a source whose windows were all read."""
+
+    def windows(self, samples: range | NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the window of each sample, in [0, num_windows).
+
+        Args:
+            samples: global sample indices since the start of the run, in any order and shape.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,6 +86,16 @@ class WindowOrder:
                 rule="a seed is in 0 … 2**64 - 1",
                 fix=f"train.seed={self.seed % (MAX_SEED + 1)}",
             )
+
+    @property
+    def parts(self) -> tuple[WindowOrder, ...]:
+        """This order, of the only source."""
+        return (self,)
+
+    @property
+    def first_repeat(self) -> int:
+        """First sample of the second epoch."""
+        return self.num_windows
 
     def windows(self, samples: range | NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the window of each sample, in [0, num_windows); each epoch visits every window once.
@@ -108,6 +142,16 @@ def microbatch_samples(
     size = global_batch // total_microbatches
     first = step * global_batch + data_index * num_microbatches * size
     return [range(start, start + size) for start in range(first, first + num_microbatches * size, size)]
+
+
+def shuffled(size: int, *, seed: int, number: int) -> NDArray[np.int64]:
+    """Return a pseudo-random order of 0 … size - 1 that is a pure function of a seed and the order's number.
+
+    The order is that of values of a SplitMix64 stream, which are all different, so that it is the same on every
+    platform; all of it is computed, whereas `WindowOrder` finds single elements of large orders.
+    """
+    key = _epoch_keys(seed, np.array([number], dtype=np.uint64))
+    return np.argsort(_mix(key + np.arange(1, size + 1, dtype=np.uint64) * _GAMMA)).astype(np.int64)
 
 
 def _permute(positions: UInt64Array, keys: UInt64Array, *, num_windows: int) -> UInt64Array:

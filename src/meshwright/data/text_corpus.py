@@ -4,9 +4,9 @@ Text is tokenised once and cached; all ranks and later runs memory-map the same 
 
 A corpus is read in windows of T + 1 tokens: T inputs and, shifted by one, T targets. Window w covers tokens
 w·T … w·T + T, so windows share no input, and the last target of one is the first input of the next. With the ends of
-the documents, its documents can be packed instead (see `packed_windows.py`): each line of JSON lines is a document, and
-each other file, separator included, or each of its two parts if the last tenth of every file is held out; token files
-say their separator.
+the documents, its documents can be packed instead (see `packed_windows.py`): each record of JSON lines or Parquet is a
+document, and each other file, separator included, or each of its two parts if the last tenth of every file is held out;
+token files say their separator.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from meshwright.data import cache_file
 from meshwright.data.corpus_fingerprint import packed_fingerprint
 from meshwright.data.document_ends import SplitDocuments, check_ends
 from meshwright.data.packed_windows import PackedSplits
-from meshwright.data.sources.json_lines import no_effect
+from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import TextSource, open_source
+from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, map_ends, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenise.parts import remove_parts
 from meshwright.data.tokenise.write_corpus import write_corpus
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
-from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import counted, format_count
 
@@ -62,6 +62,7 @@ class Corpus:
         train_documents: documents of `train`; None unless asked for.
         validation_documents: documents of `validation`; None unless asked for.
         packed: windows of packed documents of both splits; None unless `pack_corpus` made them.
+        validation_source: `data.validation_source`, if that is where `validation` is from.
     """
 
     source: str
@@ -74,6 +75,7 @@ class Corpus:
     train_documents: SplitDocuments | None = None
     validation_documents: SplitDocuments | None = None
     packed: PackedSplits | None = None
+    validation_source: str | None = None
 
 
 def open_corpus(
@@ -85,19 +87,21 @@ def open_corpus(
     with_documents: bool = False,
     separator: int | None = None,
     text_field: str | None = None,
+    use: Use = Use.SPLIT,
 ) -> Corpus:
     """Open the corpus named by `data.source`, tokenising and caching it if necessary.
 
     Args:
         source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or else a
-            glob of files of UTF-8 text or JSON lines, or `package.module:Source`. `text_documents.py`, `sources/` and
-            `token_files.py` define the held-out part.
+            glob of files of UTF-8 text, JSON lines or Parquet, the folder of a saved dataset, or
+            `package.module:Source`. `text_documents.py`, `sources/` and `token_files.py` define the held-out part.
         tokenizer: `bytes` or the path of a `tokenizer.json`; ignored for token files.
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
         cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
         with_documents: find the ends of the documents.
         separator: last token of each document of a token file, needed to find them.
-        text_field: field that is the text of each line of JSON lines.
+        text_field: field that is the text of each record.
+        use: whether to hold out a part for validation, or to put everything into one split; the other is empty then.
 
     Raises:
         DataError: the source or the tokenizer is missing, unreadable, malformed or empty, or `text_field` is missing
@@ -110,82 +114,58 @@ def open_corpus(
         tokens, metadata, path = open_token_file(
             source, token_dtype=token_dtype, cache_dir=cache_dir, separator=separator
         )
+        metadata = metadata.used(use)
         title = os.path.basename(source)
     else:
-        found = open_source(source, text_field)
+        found = open_source(source, text_field).used(use)
         path, metadata = _open_text(
             source, found, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
         )
         tokens, title = map_tokens(path, metadata), found.title
-    bytes_per_token = None
-    if metadata.validation_text_bytes is not None:
-        bytes_per_token = metadata.validation_text_bytes / metadata.num_validation
+    corpus = _corpus(source, tokens, metadata)
+    corpus = _with_documents(corpus, path, metadata) if with_documents else corpus
+    corpus = _without_other_split(corpus, use) if use is not Use.SPLIT else corpus
     amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
-    corpus = Corpus(
+    sizes = {"train": len(corpus.train), "validation": len(corpus.validation)}
+    return replace(
+        corpus,
+        description=f"{title}, " + " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size),
+    )
+
+
+def _corpus(source: str, tokens: Tokens, metadata: CorpusMetadata) -> Corpus:
+    """Return the corpus of both splits, without its documents and description."""
+    text_bytes = metadata.validation_text_bytes
+    return Corpus(
         source=source,
-        description=f"{title}, {amount(metadata.num_train)} train / {amount(metadata.num_validation)} validation",
+        description="",
         train=tokens[: metadata.num_train],
         validation=tokens[metadata.num_train :],
         vocab_size=metadata.vocab_size,
-        validation_bytes_per_token=bytes_per_token,
+        validation_bytes_per_token=None if text_bytes is None else text_bytes / metadata.num_validation,
         fingerprint=metadata.fingerprint,
     )
-    return _with_documents(corpus, path, metadata) if with_documents else corpus
-
-
-def num_windows(part: Tokens, seq_len: int) -> int:
-    """Return the number of complete windows of `seq_len` inputs in a split."""
-    return max(0, len(part) - 1) // seq_len
-
-
-def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None:
-    """Check that both splits of a corpus hold at least one window.
-
-    Args:
-        corpus: the corpus to check.
-        seq_len: inputs per window.
-        multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
-
-    Raises:
-        DataError: a split is too short; the fix names the largest `train.seq_len` that works.
-    """
-    parts = {"training": corpus.train, "validation": corpus.validation}
-    name, shortest = min(parts.items(), key=lambda item: len(item[1]))
-    if num_windows(shortest, seq_len):
-        return
-    largest = (len(shortest) - 1) // multiple_of * multiple_of
-    raise DataError(
-        f"train.seq_len = {seq_len} is longer than the {name} split, which has {counted(len(shortest), 'token')}",
-        where=f"train.seq_len; data.source, {corpus.source}",
-        rule="the training and validation splits each hold at least one sample of seq_len + 1 tokens",
-        fix=f"train.seq_len={largest}, or a larger data.source" if largest > 0 else "a larger data.source",
-    )
-
-
-def check_vocab(corpus: Corpus, vocab_size: int) -> None:
-    """Check that a model's vocabulary covers every id of a corpus.
-
-    Raises:
-        DataError: the corpus has ids outside the vocabulary.
-    """
-    if corpus.vocab_size > vocab_size:
-        raise DataError(
-            f"model.vocab_size = {vocab_size} is too small: the corpus has ids up to {corpus.vocab_size - 1}",
-            where=f"model.vocab_size; data.source, {corpus.source}",
-            rule="every token id is less than model.vocab_size",
-            fix=f"model.vocab_size={corpus.vocab_size}, or any larger one",
-        )
 
 
 def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Corpus:
     ends = map_ends(path, metadata)
     check_ends(ends, metadata.ends_fingerprint, path)
+    fingerprint = packed_fingerprint(metadata.fingerprint, metadata.ends_fingerprint)
     return replace(
         corpus,
-        fingerprint=packed_fingerprint(metadata.fingerprint, metadata.ends_fingerprint),
-        train_documents=SplitDocuments(ends[: metadata.num_train_documents], 0),
-        validation_documents=SplitDocuments(ends[metadata.num_train_documents :], metadata.num_train),
+        fingerprint=fingerprint,
+        train_documents=SplitDocuments(ends[: metadata.num_train_documents], 0, fingerprint),
+        validation_documents=SplitDocuments(ends[metadata.num_train_documents :], metadata.num_train, fingerprint),
     )
+
+
+def _without_other_split(corpus: Corpus, use: Use) -> Corpus:
+    """Leave empty the split that a source used whole doesn't have (a text's cache has a placeholder there)."""
+    if use is Use.TRAIN:
+        return replace(
+            corpus, validation=corpus.validation[:0], validation_documents=None, validation_bytes_per_token=None
+        )
+    return replace(corpus, train=corpus.train[:0], train_documents=None)
 
 
 def _open_text(

@@ -29,7 +29,7 @@ MAX_FOLDERS_SEARCHED = 1000
 TEXT_SUFFIXES = frozenset(
     (".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".json", ".jsonl", ".ndjson",
      ".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh", ".toml", ".yaml",
-     ".yml", ".org")
+     ".yml", ".org", ".parquet")
 )  # fmt: skip
 """Suffixes of files that are suggested as sources."""
 OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"
@@ -233,7 +233,7 @@ def _nothing_found(source: str, root: Path) -> DataError:
     return DataError(
         f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",
-        rule="a source is stdlib, a glob of files of text or JSON lines, a .npy or .bin token file, or your own "
-        "package.module:Source",
+        rule="a source is stdlib, a glob of files of text, JSON lines or Parquet, a .npy or .bin token file, the "
+        "folder of a saved dataset, or your own package.module:Source",
         fix=fix,
     )

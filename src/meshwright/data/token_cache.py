@@ -5,12 +5,14 @@ tokens (absent if they are in a file of their own) | ends of the documents, uint
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.sources.use import Use
 from meshwright.units import counted
 
 _END = np.dtype("<u8")
@@ -66,6 +68,21 @@ class CorpusMetadata:
     def num_documents(self) -> int:
         """Number of documents of both splits."""
         return self.num_train_documents + self.num_validation_documents
+
+    def used(self, use: Use) -> CorpusMetadata:
+        """Return the metadata of the same tokens with all of them in one split, if that is their use."""
+        if use is Use.SPLIT:
+            return self
+        tokens, documents = self.num_train + self.num_validation, self.num_documents
+        is_train = use is Use.TRAIN
+        return replace(
+            self,
+            num_train=tokens if is_train else 0,
+            num_validation=0 if is_train else tokens,
+            num_train_documents=documents if is_train else 0,
+            num_validation_documents=0 if is_train else documents,
+            fingerprint=hashlib.sha256(f"{use.value} {self.fingerprint}".encode("ascii")).hexdigest(),
+        )
 
     @property
     def _bytes_of_ends(self) -> int:

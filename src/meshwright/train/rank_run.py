@@ -151,6 +151,7 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
     Raises:
         DataError: two ranks differ; the message names the first differing key and both values.
     """
+    source = ", ".join(config.data.mixture or [config.data.source])
     by_rank = all_gather_object({**flatten(config.model_dump()), CORPUS: corpus.fingerprint})
     for rank, keys in enumerate(by_rank):
         for name in sorted(keys.keys() | by_rank[0].keys()):
@@ -159,7 +160,7 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
                 values = "" if name == CORPUS else f": {first} and {other}"
                 raise DataError(
                     f"ranks 0 and {rank} have different values of {name}{values}",
-                    where=config.data.source if name == CORPUS else f"command line, {name}",
+                    where=source if name == CORPUS else f"command line, {name}",
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
                 )

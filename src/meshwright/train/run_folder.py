@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from errno import EISDIR
@@ -28,12 +28,14 @@ from meshwright.checkpoint.manifest import (
     verify,
 )
 from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
-from meshwright.config.facts_for_family import model_facts
+from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
+from meshwright.data.mixtures.changes import KEYS, changes
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError
+from meshwright.models.tasks.text_sources import all_sources
 from meshwright.optim.catalogue import KEY as OPTIMIZER
 from meshwright.optim.catalogue import OTHERS
 from meshwright.plan.compare import differences
@@ -291,19 +293,30 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
             fix=format_fix({OPTIMIZER: before}),
         )
     if manifest.run.get("corpus", corpus) != corpus:
-        raise CheckpointError(
-            "the checkpoint was trained on another corpus",
-            where=f"data.source = {config.data.source}; {path}",
-            rule="a resumed run sees the same samples",
-            fix="the files and the Python version of the first run; or a new run, with another --out",
-        )
+        raise _other_corpus(saved.get("data", {}), config, path)
+
+
+def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> CheckpointError:
+    """Return the error for a checkpoint of other data; `saved` is the data section of its configuration."""
+    now = config.data.model_dump(mode="json")
+    differences = changes(saved, now)
+    names = [key.partition(".")[2] for key in KEYS]
+    before = {f"data.{name}": saved[name] for name in names if name in saved and saved[name] != now[name]}
+    files = "the files and the Python version of the first run"
+    return CheckpointError(
+        "the checkpoint was trained on another corpus" + (": " + "; ".join(differences) if differences else ""),
+        where=f"data.mixture; {path}" if config.data.mixture else f"data.source = {config.data.source}; {path}",
+        rule="a resumed run sees the same samples",
+        fix=f"{format_fix(before) if differences else files}; or a new run, with another --out",
+    )
 
 
 def _check_tokenizer(manifest: Manifest, config: RunConfig, path: Path) -> None:
     """Check that text is tokenized as the weights expect, if the checkpoint carries their tokenizer."""
     entry = manifest.files.get(sidecar_path(TOKENIZER))
     name = config.data.tokenizer
-    if entry is None or (name == BYTES and is_token_file(config.data.source)):
+    only_token_files = all(is_token_file(one.source) for one in all_sources(run_facts(config).data))
+    if entry is None or (name == BYTES and only_token_files):
         return
     if tokenizer_identity(name) == f"{TOKENIZER} {entry.sha256}":
         return

@@ -1,14 +1,13 @@
-"""Read documents from the user's own code, `data.source=package.module:Source`, and split them. Torch-free."""
+"""Read documents from the user's own code, `data.source=package.module:Source`. Torch-free."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from itertools import filterfalse, islice
 from typing import Any, Protocol, runtime_checkable
 
-from meshwright.data.sources.json_lines import EmptyTexts
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, damage, is_held_out
+from meshwright.data.sources.left_out import EmptyTexts
+from meshwright.data.text_documents import damage
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.settings.import_object import OBJECT_NAME, import_object
 
@@ -64,31 +63,18 @@ def open_documents(source: str) -> Documents:
     return documents
 
 
-def texts_by_split(documents: Documents, empty: EmptyTexts, *, source: str) -> tuple[Iterator[str], Iterator[str]]:
-    """Return the texts for training and those held out: one in ten by a hash of the index, of few the last tenth.
+def read_texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, *, source: str) -> Iterator[str]:
+    """Yield the non-empty texts of documents, and count the empty ones.
 
     Args:
         documents: the texts.
+        indices: documents to read.
         empty: counts those that are empty, which are left out.
         source: `data.source`, for messages.
 
-    Returns:
-        Both as iterators. A document that isn't a text raises a DataError with its index.
+    Raises:
+        DataError: a document can't be read or isn't a text; the message has its index.
     """
-    number = len(documents)
-    end = number - number // HOLD_OUT_DIVISOR
-    train: Iterable[int] = range(end)
-    held_out: Iterable[int] = range(end, number)
-    if len(list(islice(filter(_is_held_out, range(number)), MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
-        train, held_out = filterfalse(_is_held_out, range(number)), filter(_is_held_out, range(number))
-    return _texts(documents, train, empty, source), _texts(documents, held_out, empty, source)
-
-
-def _is_held_out(index: int) -> bool:
-    return is_held_out(str(index))
-
-
-def _texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, source: str) -> Iterator[str]:
     for index in indices:
         place = f"{source}[{index}]"
         try:

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from meshwright.data import text_documents
-from meshwright.data.sources import json_lines, own_documents
-from meshwright.data.sources.json_lines import EmptyTexts
+from meshwright.data.sources import own_documents, record_files, saved_dataset
+from meshwright.data.sources.left_out import EmptyTexts, LeftOut
+from meshwright.data.sources.split_by_index import split_indices
+from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_pieces import Continued, read_pieces
-from meshwright.data.text_documents import TextSlice
+from meshwright.data.sources.use import Use
+from meshwright.data.text_documents import Extent, TextSlice
+from meshwright.errors import DataError
 from meshwright.units import counted, format_bytes
 
-
-@dataclass
-class LeftOut:
-    """What a corpus leaves out: names of files that are not text, and documents whose text is empty."""
-
-    files: set[str] = field(default_factory=set)
-    empty: EmptyTexts = field(default_factory=EmptyTexts)
+_PLACEHOLDER_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -32,20 +31,40 @@ class TextSource:
         size: how much of it there is, for people.
         key: JSON values that differ wherever a text does; names the tokenised text in the cache.
         splits: returns the non-empty texts of the training and of the validation split, and counts what it leaves out.
+        whole: returns all non-empty texts, in order, and counts what it leaves out.
     """
 
     title: str
     size: str
     key: tuple[list[Any], list[Any]]
     splits: Callable[[LeftOut], tuple[Iterable[str | Continued], Iterable[str | Continued]]]
+    whole: Callable[[LeftOut], Iterable[str | Continued]]
+
+    def used(self, use: Use) -> TextSource:
+        """Return the source with all its texts in one split, if that is its use."""
+        if use is Use.SPLIT:
+            return self
+
+        def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
+            texts = iter(self.whole(left_out))
+            first = next(texts, None)
+            if first is None:
+                raise _no_text(self, use, len(left_out.files))
+            # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
+            whole, other = chain([first], texts), [_start(first)]
+            return (whole, other) if use is Use.TRAIN else (other, whole)
+
+        more, listing = self.key
+        return replace(self, splits=splits, key=([*more, {"use": use.value}], listing))
 
 
 def open_source(source: str, text_field: str | None) -> TextSource:
     """Find the documents of a source that is no token file.
 
     Args:
-        source: `data.source`: stdlib, a glob of files of text or JSON lines, or package.module:Source.
-        text_field: `data.text_field`, the field that is the text of each line of JSON lines.
+        source: `data.source`: stdlib, a glob of files of text, JSON lines or Parquet, the folder of a saved dataset, or
+            package.module:Source.
+        text_field: `data.text_field`, the field that is the text of each record.
 
     Raises:
         DataError: nothing is found or it can't be read, or `text_field` is missing or has no effect.
@@ -53,18 +72,21 @@ def open_source(source: str, text_field: str | None) -> TextSource:
     """
     if own_documents.is_own(source):
         if text_field is not None:
-            raise json_lines.no_effect(text_field, source)
+            raise no_effect(text_field, source)
         return _own(source)
+    if saved_dataset.is_saved_dataset(source):
+        return _saved(source, text_field)
     documents = text_documents.list_documents(source)
-    json_lines.check_text_field(documents, text_field, source=source)
+    record_files.check_text_field(documents, text_field, source=source)
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     files = counted(len(documents), "file")
     is_stdlib = source == text_documents.STDLIB
 
+    def texts(slices: Iterable[TextSlice], left_out: LeftOut) -> Iterator[str | Continued]:
+        return _texts(slices, left_out, source=source, text_field=text_field)
+
     def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
-        train, validation = (
-            _texts(slices, left_out, source=source, text_field=text_field) for slices in text_documents.split(documents)
-        )
+        train, validation = (texts(slices, left_out) for slices in text_documents.split(documents))
         return train, validation
 
     return TextSource(
@@ -72,18 +94,73 @@ def open_source(source: str, text_field: str | None) -> TextSource:
         size=f"{files} ({format_bytes(sum(document.num_bytes for document in documents))})",
         key=([] if text_field is None else [text_field], listing),
         splits=splits,
+        whole=lambda left_out: texts([TextSlice(document, Extent.FULL) for document in documents], left_out),
     )
+
+
+def _start(text: str | Continued) -> str:
+    return (text if isinstance(text, str) else text.text)[:_PLACEHOLDER_CHARS]
+
+
+def _no_text(found: TextSource, use: Use, num_skipped: int) -> DataError:
+    return DataError(
+        f"no text in {found.title}: it has {found.size}, and {counted(num_skipped, 'file')} not UTF-8 text",
+        where="data.source",
+        rule=f"a source that is used whole ({use.value}) has text",
+        fix=f"a source with text, or data.source={text_documents.STDLIB}",
+    )
+
+
+def has_records(source: str) -> bool:
+    """Return True if `data.text_field` applies to a source: to files of records or a saved dataset."""
+    if own_documents.is_own(source) or source == text_documents.STDLIB:
+        return False
+    if saved_dataset.is_saved_dataset(source):
+        return True
+    return any(record_files.is_record_file(path) for path in text_documents.find_files(source)[1])
 
 
 def _own(source: str) -> TextSource:
     documents = own_documents.open_documents(source)
-    number = counted(len(documents), "document")
-    return TextSource(
-        title=f"{number} of {source}",
-        size=number,
-        key=([], [source, documents.identity, len(documents)]),
-        splits=lambda left_out: own_documents.texts_by_split(documents, left_out.empty, source=source),
-    )
+
+    def read(indices: Iterable[int], empty: EmptyTexts) -> Iterator[str]:
+        return own_documents.read_texts(documents, indices, empty, source=source)
+
+    size = counted(len(documents), "document")
+    key: tuple[list[Any], list[Any]] = [], [source, documents.identity, len(documents)]
+    return _indexed(f"{size} of {source}", size, key, lambda: (len(documents), read))
+
+
+def _saved(source: str, text_field: str | None) -> TextSource:
+    key = [text_field], saved_dataset.identity(source)
+    if text_field is None:
+        raise saved_dataset.no_text_column(source)
+
+    def opened() -> tuple[int, Read]:
+        texts = saved_dataset.SavedTexts(source, text_field)
+        return len(texts), texts.read
+
+    return _indexed(f"dataset of {source}", "rows", key, opened)
+
+
+Read = Callable[[Iterable[int], EmptyTexts], Iterator[str]]
+
+
+def _indexed(
+    title: str, size: str, key: tuple[list[Any], list[Any]], opened: Callable[[], tuple[int, Read]]
+) -> TextSource:
+    """Return the source of documents that are read by index; `opened` gives their number, and reads some of them."""
+
+    def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
+        number, read = opened()
+        train, validation = (read(indices, left_out.empty) for indices in split_indices(number))
+        return train, validation
+
+    def whole(left_out: LeftOut) -> Iterable[str | Continued]:
+        number, read = opened()
+        return read(range(number), left_out.empty)
+
+    return TextSource(title=title, size=size, key=key, splits=splits, whole=whole)
 
 
 def _texts(
@@ -91,8 +168,8 @@ def _texts(
 ) -> Iterator[str | Continued]:
     """Yield the non-empty texts of the slices; add what is none to `left_out`."""
     for document_slice in slices:
-        if text_field is not None and json_lines.is_json_lines(document_slice.document.path):
-            yield from json_lines.read_texts(document_slice, text_field, left_out.empty, source=source)
+        if text_field is not None and record_files.is_record_file(document_slice.document.path):
+            yield from record_files.read_texts(document_slice, text_field, left_out.empty, source=source)
             continue
         pieces = read_pieces(document_slice, source=source)
         if pieces is None:

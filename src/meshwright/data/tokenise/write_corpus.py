@@ -11,8 +11,9 @@ import numpy as np
 
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
+from meshwright.data.sources.left_out import LeftOut
 from meshwright.data.sources.text_pieces import Continued
-from meshwright.data.sources.text_source import LeftOut, TextSource
+from meshwright.data.sources.text_source import TextSource
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata
 from meshwright.data.tokenise.batches import batches

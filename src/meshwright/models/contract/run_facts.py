@@ -24,7 +24,13 @@ class DataFacts:
     separator: int | None
     """Last token of each document of a token file."""
     text_field: str | None
-    """Field that is the text of each line of JSON lines."""
+    """Field that is the text of each record of JSON lines, Parquet or a saved dataset."""
+    validation_source: str | None
+    """Source to validate with, in place of a held-out part."""
+    mixture: tuple[str, ...]
+    """Sources with weights, in place of `source`."""
+    when_exhausted: str
+    """What follows when all of a source was read: wrap or end."""
     cache_dir: str | None
 
 
@@ -36,6 +42,7 @@ class RunFacts:
     """The family's own sections by name, including `model`."""
     axes: Axes
     sequence_parallel: bool
+    steps: int
     seq_len: int
     global_batch: int
     num_microbatches: int

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from meshwright.data.sampler import WindowOrder
+from meshwright.data.sampler import SampleOrder
 from meshwright.models.contract.loss_unit import LossUnit
 
 
@@ -162,7 +162,7 @@ class Reference(Protocol):
 class ShowsSamples(Protocol):
     """A reference that also tells what a sample is, so that proofs can name wrong data as such."""
 
-    order: WindowOrder
+    order: SampleOrder
     """Order in which a run reads its data."""
 
     def sample(self, index: int) -> Mapping[str, Any]:

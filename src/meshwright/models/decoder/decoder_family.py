@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.data.text_corpus import Corpus
+    from meshwright.data.mixtures.mixture import Text
     from meshwright.models.contract.task import Reference, Task
 
 INIT_STD = 0.02
@@ -77,7 +77,7 @@ class DecoderFamily(Family):
             return Normal(INIT_STD / math.sqrt(2.0 * _spec(f).num_layers))
         return Normal(INIT_STD)
 
-    def open_data(self, f: RunFacts) -> Corpus:
+    def open_data(self, f: RunFacts) -> Text:
         """Open the text of the `data` section."""
         from meshwright.models.tasks.text_data import open_text
 

@@ -6,6 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches
-from meshwright.data.sampler import WindowOrder
-from meshwright.data.text_corpus import Corpus, Tokens, num_windows
+from meshwright.data.mixtures.chosen_validation import chosen_validation
+from meshwright.data.mixtures.joined_windows import JoinedWindows, Windows
+from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_sizes, validation_shares
+from meshwright.data.token_windows import Int64Array, TokenWindows
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
@@ -44,10 +47,12 @@ class TextBatch:
 class NextTokenTask(Task):
     """Loss and text generation of next-token prediction, whatever the samples are."""
 
-    def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
+    def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
         self._run, self._device = f, device
-        self._has_text = corpus.validation_bytes_per_token is not None
-        self.unit = text_unit(corpus.validation_bytes_per_token)
+        self._has_text = text.validation_bytes_per_token is not None
+        self.unit = text_unit(text.validation_bytes_per_token)
+        self._order = train_order(text, train_sizes(text, f.seq_len), f.seed)
+        self._validation_shares = [share for _, share in validation_shares(text)]
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the tokens' cross-entropies for logits [b, t, v]."""
@@ -56,6 +61,11 @@ class NextTokenTask(Task):
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the number of tokens, ignoring those without a target."""
         return self.loss_sum(out, targets), (targets != IGNORED_TARGET).sum()
+
+    def _chosen(self, windows: Iterable[Windows]) -> Int64Array:
+        """Return the windows to validate with, given those of each source of the validation split."""
+        sizes = [source.num_windows for source in windows]
+        return chosen_validation(sizes, self._validation_shares, self._run.validation_samples)
 
     def sample(self, forward: Forward) -> str | None:
         """Return the prompt and its continuation, or None if sampling is off or the corpus has no known tokenizer."""
@@ -73,11 +83,13 @@ class NextTokenTask(Task):
 class TextTask(NextTokenTask):
     """Next-token prediction on windows of a corpus."""
 
-    def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
-        super().__init__(f, corpus, device)
-        assert corpus.packed is None, "a packed corpus has a task of its own: text_task chooses"
-        self._validation = corpus.validation
-        self._loader = text_loader(corpus.train, device, seq_len=f.seq_len, seed=f.seed)
+    def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
+        super().__init__(f, text, device)
+        assert corpora(text)[0].packed is None, "a packed corpus has a task of its own: text_task chooses"
+        train = JoinedWindows(tuple(TokenWindows(corpus.train, f.seq_len) for corpus in corpora(text)))
+        held_out = tuple(TokenWindows(corpus.validation, f.seq_len) for corpus, _ in validation_shares(text))
+        self._validation = JoinedWindows(held_out)
+        self._loader = Loader(train, self._order, device)
         self.units_a_sample = f.seq_len
 
     def batch(self, samples: range) -> Batch:
@@ -98,19 +110,13 @@ class TextTask(NextTokenTask):
         """Return this rank's windows of the held-out text, evenly spread."""
         batches = validation_batches(
             self._validation,
-            seq_len=self._run.seq_len,
-            num_samples=self._run.validation_samples,
+            self._chosen(self._validation.sources),
             batch_size=batch_size,
             data_parallel=data_parallel,
             data_index=data_index,
             device=self._device,
         )
         return [TextBatch(inputs, targets, TokenLayout(self._run.seq_len)) for inputs, targets in batches]
-
-
-def text_loader(tokens: Tokens, device: torch.device, *, seq_len: int, seed: int) -> Loader:
-    """Return the loader of a run's training samples."""
-    return Loader(tokens, WindowOrder(num_windows(tokens, seq_len), seed), seq_len, device)
 
 
 def text_unit(bytes_per_token: float | None) -> LossUnit:

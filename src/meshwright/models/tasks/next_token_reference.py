@@ -12,19 +12,18 @@ import torch.nn.functional as F
 from numpy import int64
 from torch import Tensor, nn
 
-from meshwright.data.sampler import WindowOrder
-from meshwright.data.text_corpus import Corpus
+from meshwright.data.mixtures.mixture import Text, corpora, train_order
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.attention.token_layout import TokenLayout
 
 
 class TextReference:
-    """Next-token cross-entropy on windows of a corpus."""
+    """Next-token cross-entropy on windows of a text."""
 
-    def __init__(self, f: RunFacts, corpus: Corpus) -> None:
-        self._seq_len, self._global_batch, self._tokens = f.seq_len, f.global_batch, corpus.train
-        self._drops = f.dropout > 0
-        self.order = WindowOrder((len(corpus.train) - 1) // f.seq_len, f.seed)
+    def __init__(self, f: RunFacts, text: Text) -> None:
+        self._seq_len, self._global_batch, self._drops = f.seq_len, f.global_batch, f.dropout > 0
+        self._sources = [corpus.train for corpus in corpora(text)]
+        self.order = train_order(text, [(len(tokens) - 1) // f.seq_len for tokens in self._sources], f.seed)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
         """Return the contribution of samples `indices` to the mean loss per token of the global batch."""
@@ -41,5 +40,11 @@ class TextReference:
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
     def _window(self, index: int) -> Tensor:
-        start = int(self.order.windows(range(index, index + 1))[0]) * self._seq_len
-        return torch.from_numpy(self._tokens[start : start + self._seq_len + 1].astype(int64))
+        window = int(self.order.windows(range(index, index + 1))[0])
+        for tokens in self._sources:
+            num_windows = (len(tokens) - 1) // self._seq_len
+            if window < num_windows:
+                break
+            window -= num_windows
+        start = window * self._seq_len
+        return torch.from_numpy(tokens[start : start + self._seq_len + 1].astype(int64))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.data.mixtures.joined_windows import JoinedPacked
+from meshwright.data.mixtures.mixture import Text, corpora, validation_shares
+from meshwright.data.packed_corpus import packed_splits
 from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
-from meshwright.data.sampler import WindowOrder
-from meshwright.data.text_corpus import Corpus
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, HostBatch
 from meshwright.models.tasks.next_token import NextTokenTask, TextBatch
@@ -20,11 +21,11 @@ class PackedTextTask(NextTokenTask):
     The loss is the mean over the targets of the global batch; the first token of a document is no target.
     """
 
-    def __init__(self, f: RunFacts, corpus: Corpus, device: torch.device) -> None:
-        super().__init__(f, corpus, device)
-        assert corpus.packed is not None, "the corpus is not packed"
-        self._windows = corpus.packed
-        self._loader = PackedLoader(self._windows.train, WindowOrder(self._windows.train.num_windows, f.seed), device)
+    def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
+        super().__init__(f, text, device)
+        train = JoinedPacked(tuple(packed_splits(corpus).train for corpus in corpora(text)))
+        self._validation = JoinedPacked(tuple(packed_splits(one).validation for one, _ in validation_shares(text)))
+        self._loader = PackedLoader(train, self._order, device)
         self.units_a_sample = None
 
     def batch(self, samples: range) -> Batch:
@@ -48,8 +49,8 @@ class PackedTextTask(NextTokenTask):
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
         """Return this rank's windows of the held-out documents, evenly spread."""
         batches = packed_validation_batches(
-            self._windows.validation,
-            num_samples=self._run.validation_samples,
+            self._validation,
+            self._chosen(self._validation.sources),
             batch_size=batch_size,
             data_parallel=data_parallel,
             data_index=data_index,

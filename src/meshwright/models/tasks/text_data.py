@@ -2,65 +2,116 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
-from meshwright.data.images import DIGITS, DIGITS_VIDEO
+from meshwright.data.corpus_checks import check_vocab, check_windows
+from meshwright.data.mixtures.describe import describe
+from meshwright.data.mixtures.entries import shares
+from meshwright.data.mixtures.exhaustion import check_exhaustion
+from meshwright.data.mixtures.mixture import Mixture, Text, train_order, train_sizes
+from meshwright.data.mixtures.validation_source import with_validation
 from meshwright.data.packed_corpus import pack_corpus
-from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
-from meshwright.data.text_documents import STDLIB
+from meshwright.data.sources.use import Use
+from meshwright.data.text_corpus import Corpus, open_corpus
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
+from meshwright.models.tasks.text_sources import RunSource, all_sources, resolved_sources
 from meshwright.units import counted
 
-PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
-"""Preset to suggest for each image `data.source`."""
 
-
-def open_text(f: RunFacts, *, vocab_size: int) -> Corpus:
+def open_text(f: RunFacts, *, vocab_size: int) -> Text:
     """Open the text of a run for a model with a vocabulary of `vocab_size` tokens.
 
     Raises:
-        DataError: the text is missing, empty, too short, not text but images, or has ids outside the vocabulary.
-        ConfigError: `data.separator` is missing or has no effect, or `train.sample_prompt` has none or can't be used.
+        DataError: a text is missing, empty, too short, not text but images, or has ids outside the vocabulary; or a
+            source runs out before the run ends, and `data.when_exhausted` is end.
+        ConfigError: `data.mixture` is malformed; or `data.separator` is missing or has no effect, or
+            `train.sample_prompt` has none or can't be used.
     """
     data = f.data
-    if data.source in PRESETS and not Path(data.source).exists():
-        raise DataError(
-            f"{data.source} is image data, but this model trains on text",
-            where=f"data.source, {data.source}",
-            rule="a text model takes text files or token files",
-            fix=f"the preset {PRESETS[data.source]}, or data.source={STDLIB}",
-        )
+    sources = resolved_sources(data)
     _check_separator(data)
     if f.sample_prompt is not None:
         _check_prompt(f.sample_prompt, f)
-    is_packed = data.packing == "documents"
-    corpus = open_corpus(
-        data.source,
-        tokenizer=data.tokenizer,
-        token_dtype=data.token_dtype,
-        cache_dir=data.cache_dir,
-        with_documents=is_packed,
-        separator=data.separator,
-        text_field=data.text_field,
-    )
+    opened = [_open(one, f) for one in sources]
+    _check_same_tokens(sources, opened, data)
+    more = ""
+    if data.validation_source is not None:
+        *training, validation = opened
+        opened = [with_validation(corpus, validation) for corpus in training]
+        more = f"\n  {validation.description}"
+    found = [_prepared(one, corpus, f, vocab_size) for one, corpus in zip(sources, opened, strict=False)]
+    text = _joined(sources, found, f)
+    return replace(text, description=f"{text.description}{more}")
+
+
+def _open(one: RunSource, f: RunFacts) -> Corpus:
+    """Open the corpus of a source, as it is used."""
+    data, is_packed = f.data, f.data.packing == "documents"
+    with one.named():
+        return open_corpus(
+            one.source,
+            tokenizer=data.tokenizer,
+            token_dtype=data.token_dtype,
+            cache_dir=data.cache_dir,
+            with_documents=is_packed,
+            separator=data.separator if is_token_file(one.source) else None,
+            text_field=one.text_field,
+            use=one.use,
+        )
+
+
+def _prepared(one: RunSource, corpus: Corpus, f: RunFacts, vocab_size: int) -> Corpus:
+    """Pack a corpus if its documents are packed, and check its length and ids."""
     multiple_of = f.axes.tp if f.sequence_parallel else 1
-    if is_packed:
-        corpus = pack_corpus(corpus, seq_len=f.seq_len, cache_dir=data.cache_dir, multiple_of=multiple_of)
-    else:
-        check_windows(corpus, f.seq_len, multiple_of=multiple_of)
-    check_vocab(corpus, vocab_size)
+    with one.named():
+        if f.data.packing == "documents":
+            corpus = pack_corpus(corpus, seq_len=f.seq_len, cache_dir=f.data.cache_dir, multiple_of=multiple_of)
+        else:
+            check_windows(corpus, f.seq_len, multiple_of=multiple_of)
+        check_vocab(corpus, vocab_size)
     return corpus
+
+
+def _joined(sources: tuple[RunSource, ...], found: list[Corpus], f: RunFacts) -> Text:
+    """Return the text of a run, given its prepared corpora."""
+    entries = [one.entry for one in sources if one.entry is not None]
+    text: Text = Mixture(tuple(found), shares(entries), "") if entries else found[0]
+    order = train_order(text, train_sizes(text, f.seq_len), f.seed)
+    if f.data.when_exhausted == "end":
+        check_exhaustion(text, order, steps=f.steps, global_batch=f.global_batch)
+    if isinstance(text, Mixture):
+        text = replace(text, description=describe(text, order, num_samples=f.steps * f.global_batch))
+    return text
+
+
+def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], data: DataFacts) -> None:
+    """Check that the ids of token files beside text are those of the tokenizer."""
+    is_tokens = [is_token_file(one.source) for one in sources]
+    if all(is_tokens) or not any(is_tokens):
+        return
+    vocab_size = open_tokenizer(data.tokenizer).vocab_size
+    for one, corpus, is_file in zip(sources, opened, is_tokens, strict=True):
+        if is_file and corpus.vocab_size > vocab_size:
+            raise DataError(
+                f"{one.source} has ids up to {corpus.vocab_size - 1}, but data.tokenizer = {data.tokenizer} has "
+                f"{vocab_size} tokens",
+                where=f"data.tokenizer; {one.key}, {one.source}",
+                rule="token files and text of one run are of the same tokenizer",
+                fix="data.tokenizer=<the tokenizer.json that made the token file>",
+            )
 
 
 def _check_separator(data: DataFacts) -> None:
     """Check that a separator is given for packed token files, and only for them."""
-    is_tokens, is_packed = is_token_file(data.source), data.packing == "documents"
+    files = [one.source for one in all_sources(data) if is_token_file(one.source)]
+    is_packed = data.packing == "documents"
+    is_tokens = bool(files)
     if is_tokens and is_packed and data.separator is None:
         raise ConfigError(
-            f"data.packing = documents, but {data.source} doesn't say where its documents end",
+            f"data.packing = documents, but {files[0]} doesn't say where its documents end",
             where="data.separator",
             rule="a token file has its documents one after the other, each ended by the same token",
             fix="data.separator=<the id of the tokenizer's end of text>, or data.packing=none",
@@ -78,7 +129,9 @@ def _check_separator(data: DataFacts) -> None:
 
 def _check_prompt(prompt: str, f: RunFacts) -> None:
     """Check that a prompt is used, and that the tokenizer makes at least one and at most `seq_len` tokens of it."""
-    is_tokens, seq_len, remove = is_token_file(f.data.source), f.seq_len, "remove train.sample_prompt"
+    # Text is generated if that of the validation split is known.
+    is_tokens = any(is_token_file(one.source) for one in all_sources(f.data) if one.use is not Use.TRAIN)
+    seq_len, remove = f.seq_len, "remove train.sample_prompt"
     if is_tokens or not f.sample_tokens:
         what = "train.sample_prompt has no effect"
         cause = "token files have no known tokenizer" if is_tokens else "train.sample_tokens is 0"

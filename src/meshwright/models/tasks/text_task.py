@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.data.text_corpus import Corpus
+from meshwright.data.mixtures.mixture import Text, corpora
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Reference, Task
 from meshwright.models.tasks.next_token import TextTask
@@ -13,11 +13,15 @@ from meshwright.models.tasks.packed_next_token import PackedTextTask
 from meshwright.models.tasks.packed_reference import PackedTextReference
 
 
-def text_task(f: RunFacts, corpus: Corpus, device: torch.device) -> Task:
-    """Return the next-token task for a corpus, packed if the corpus is."""
-    return TextTask(f, corpus, device) if corpus.packed is None else PackedTextTask(f, corpus, device)
+def text_task(f: RunFacts, text: Text, device: torch.device) -> Task:
+    """Return the next-token task for a text, packed if the text is."""
+    return PackedTextTask(f, text, device) if _is_packed(text) else TextTask(f, text, device)
 
 
-def text_reference(f: RunFacts, corpus: Corpus) -> Reference:
-    """Return the reference implementation of the next-token loss for a corpus, packed if the corpus is."""
-    return TextReference(f, corpus) if corpus.packed is None else PackedTextReference(f, corpus)
+def text_reference(f: RunFacts, text: Text) -> Reference:
+    """Return the reference implementation of the next-token loss for a text, packed if the text is."""
+    return PackedTextReference(f, text) if _is_packed(text) else TextReference(f, text)
+
+
+def _is_packed(text: Text) -> bool:
+    return corpora(text)[0].packed is not None

@@ -10,7 +10,7 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.optimizer.lr_schedule import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
-from meshwright.data.sampler import WindowOrder
+from meshwright.data.sampler import SampleOrder, WindowOrder
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.prove.compare.result import Diagnosis, FaultKind
@@ -47,8 +47,8 @@ def unproved(config: RunConfig, data: TrainingData, reference: ReferenceEvidence
     source = config.family.reference(run_facts(config), data)
     if not isinstance(source, ShowsSamples):
         notes.append("not proved: what is in the samples, as the family's reference doesn't show them (ShowsSamples)")
-    elif source.order.num_windows > MOST_WINDOWS:
-        notes.append(f"not proved: that an epoch visits each of {source.order.num_windows:,} windows once")
+    elif (largest := max(part.num_windows for part in source.order.parts)) > MOST_WINDOWS:
+        notes.append(f"not proved: that an epoch visits each of {largest:,} windows once")
     return tuple(notes)
 
 
@@ -105,21 +105,34 @@ def _epoch_end(config: RunConfig, data: TrainingData) -> Iterator[Diagnosis]:
     if not isinstance(reference, ShowsSamples):
         return
     order = reference.order
-    yield from _orders(order)
+    for part in order.parts:
+        yield from _epochs(part)
+    yield from _first_epoch(order)
     task = RecordingTask(config.family.task(f, data, torch.device("cpu")), config.family.conditions)
-    around = range(order.num_windows - 1, order.num_windows + 1)
+    around = range(order.first_repeat - 1, order.first_repeat + 1)
     batch = task.batch(around)
     _ = batch.inputs, batch.targets, batch.conditions
     for sample in around:
         due, found = sample_digests(reference.sample(sample)), task.contents[sample]
         wrong = [part for part in due if part in found and found[part] != due[part]]
         if wrong:
-            which = "last sample of the first epoch" if sample < order.num_windows else "first sample of the second"
+            which = "last sample of the first epoch" if sample < order.first_repeat else "first sample of the second"
             cause = "samples at the end of an epoch are read wrongly"
             yield Diagnosis(FaultKind.SAMPLES, f"the {join_words(wrong)} of the {which} ({sample}) differ", cause)
 
 
-def _orders(order: WindowOrder) -> Iterator[Diagnosis]:
+def _first_epoch(order: SampleOrder) -> Iterator[Diagnosis]:
+    """Check that no window of several sources is read twice before one of them runs out."""
+    if len(order.parts) == 1:
+        return  # as its epochs show
+    num_samples = min(order.first_repeat, MOST_WINDOWS)
+    num_repeated = num_samples - len(np.unique(order.windows(range(num_samples))))
+    if num_repeated:
+        symptom = f"{num_repeated} of the first {num_samples} samples repeat a window"
+        yield Diagnosis(FaultKind.SAMPLES, symptom, "the mixture's order gives a position of a source to two samples")
+
+
+def _epochs(order: WindowOrder) -> Iterator[Diagnosis]:
     size = order.num_windows
     if size > MOST_WINDOWS:
         return

@@ -1,0 +1,63 @@
+"""Check a corpus against the length of a run's samples and its model's vocabulary. Torch-free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.data.text_corpus import Corpus
+from meshwright.data.token_windows import num_windows
+from meshwright.errors import DataError
+from meshwright.units import counted
+
+
+class SplitSource(NamedTuple):
+    """Source of a split: its key, and what the key names."""
+
+    key: str
+    name: str
+
+
+def split_source(corpus: Corpus, split: str) -> SplitSource:
+    """Return the source of the `training` or `validation` split."""
+    if split == "validation" and corpus.validation_source is not None:
+        return SplitSource("data.validation_source", corpus.validation_source)
+    return SplitSource("data.source", corpus.source)
+
+
+def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None:
+    """Check that both splits of a corpus hold at least one window.
+
+    Args:
+        corpus: the corpus to check.
+        seq_len: inputs per window.
+        multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
+
+    Raises:
+        DataError: a split is too short; the fix names the largest `train.seq_len` that works.
+    """
+    parts = {"training": corpus.train, "validation": corpus.validation}
+    name, shortest = min(parts.items(), key=lambda item: len(item[1]))
+    if num_windows(shortest, seq_len):
+        return
+    largest, source = (len(shortest) - 1) // multiple_of * multiple_of, split_source(corpus, name)
+    raise DataError(
+        f"train.seq_len = {seq_len} is longer than the {name} split, which has {counted(len(shortest), 'token')}",
+        where=f"train.seq_len; {source.key}, {source.name}",
+        rule="the training and validation splits each hold at least one sample of seq_len + 1 tokens",
+        fix=f"train.seq_len={largest}, or a larger {source.key}" if largest > 0 else f"a larger {source.key}",
+    )
+
+
+def check_vocab(corpus: Corpus, vocab_size: int) -> None:
+    """Check that a model's vocabulary covers every id of a corpus.
+
+    Raises:
+        DataError: the corpus has ids outside the vocabulary.
+    """
+    if corpus.vocab_size > vocab_size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size} is too small: the corpus has ids up to {corpus.vocab_size - 1}",
+            where=f"model.vocab_size; data.source, {corpus.source}",
+            rule="every token id is less than model.vocab_size",
+            fix=f"model.vocab_size={corpus.vocab_size}, or any larger one",
+        )

@@ -1,0 +1,1 @@
+"""Several sources read in proportion to their weights, and sources of a validation split."""

@@ -1,0 +1,162 @@
+"""Read Parquet files as documents: one string column is the text, and each row a document.
+
+Rows stream by row group. A row that can't be read is an error with its file and number, which counts from zero. The
+optional `pyarrow` package, which comes with `datasets`, is imported only when a file is read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from meshwright.data.sources.left_out import EmptyTexts
+from meshwright.data.sources.text_fields import (
+    check_damage,
+    field_not_set,
+    likely_field,
+    list_fields,
+    no_such_field,
+    not_text,
+)
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
+from meshwright.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+SUFFIXES = (".parquet",)
+_BATCH_ROWS = 1024
+
+
+def is_parquet(path: str) -> bool:
+    """Return True if a file has the suffix of Parquet."""
+    return path.lower().endswith(SUFFIXES)
+
+
+def require_datasets(source: str, *, package: str, purpose: str) -> None:
+    """Raise a DataError if a package that comes with the extra `datasets` is not installed.
+
+    Args:
+        source: `data.source`, for the message.
+        package: pyarrow or datasets.
+        purpose: what is read with it, such as `a Parquet file`.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise DataError(
+            f"the {package} package is not installed",
+            where=f"data.source, {source}",
+            rule=f"reading {purpose} requires the {package} package",
+            fix="pip install 'meshwright[datasets]'",
+        )
+
+
+def no_text_column(path: str, source: str) -> DataError:
+    """Return the error for Parquet files without `data.text_field`: it shows the columns of a file."""
+    file = _open(path, source)
+    schema = file.schema_arrow
+    strings = [column.name for column in schema if _is_string(column.type)]
+    first: dict[str, Any] = {}
+    if strings and file.metadata.num_rows:
+        try:
+            first = next(file.iter_batches(batch_size=1, columns=strings)).to_pylist()[0]
+        except (OSError, ValueError):
+            first = dict.fromkeys(strings, "")
+    columns = list_fields({column.name: str(column.type) for column in schema})
+    return field_not_set(f"{path} is Parquet with the columns {columns}", likely_field(first), source)
+
+
+def read_texts(part: TextSlice, column: str, empty: EmptyTexts, *, source: str) -> Iterator[str]:
+    """Yield the texts of a file's rows, or of the first nine tenths or the last tenth of its rows.
+
+    Args:
+        part: the file, and the portion of it.
+        column: the column of strings that is the text.
+        empty: counts the rows whose text is empty, which are left out.
+        source: `data.source`, for messages.
+
+    Raises:
+        DataError: the file can't be read, has no such column of strings, or a row of it is null or damaged.
+    """
+    path = part.document.path
+    file = _open(path, source)
+    _check_column(file.schema_arrow, column, path)
+    rows = _rows_of(file.metadata.num_rows, part.extent)
+    start = 0  # of the row group
+    for group in range(file.metadata.num_row_groups):
+        num_rows = file.metadata.row_group(group).num_rows
+        if start < rows.stop and rows.start < start + num_rows:
+            for row, text in _group_texts(file, group, start, column, path):
+                if row in rows:
+                    place = f"{path}, row {row}"
+                    if text is None:
+                        raise not_text(column, "null", place, None)
+                    check_damage(text, column, place)
+                    if text:
+                        yield text
+                    else:
+                        empty.add(place)
+        start += num_rows
+
+
+def _group_texts(file: ParquetFile, group: int, start: int, column: str, path: str) -> Iterator[tuple[int, str | None]]:
+    """Yield the values of a row group with the numbers of their rows; `start` is its first row."""
+    row = start
+    try:
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=[column]):
+            for value in batch.column(0):
+                text: str | None = value.as_py()
+                yield row, text
+                row += 1
+    except UnicodeDecodeError as error:
+        what = f"{column} is not UTF-8 from its byte {error.start + 1} on, in {path}, row {row}"
+        raise _damaged(path, what, "mend or remove the row") from None
+    except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
+        raise _damaged(path, f"{path} can't be read from row {row} on: {_first_line(error)}") from None
+
+
+def _open(path: str, source: str) -> ParquetFile:
+    require_datasets(source, package="pyarrow", purpose="a Parquet file")
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        return ParquetFile(path)
+    except ArrowInvalid as error:
+        raise _damaged(path, f"{path} is not a Parquet file, or a part of one: {_first_line(error)}") from None
+    except OSError as error:
+        raise unreadable_file(path, source, error) from None
+
+
+def _check_column(schema: pa.Schema, column: str, path: str) -> None:
+    strings = {one.name: "" for one in schema if _is_string(one.type)}
+    if column not in schema.names:
+        raise no_such_field(column, path, schema.names, noun="column", likely=likely_field(strings))
+    if column not in strings:
+        raise not_text(column, f"of type {schema.field(column).type}", path, likely_field(strings))
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):  # as pandas writes categories
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _rows_of(num_rows: int, extent: Extent) -> range:
+    if extent is Extent.FULL:
+        return range(num_rows)
+    end = num_rows - num_rows // HOLD_OUT_DIVISOR
+    return range(end) if extent is Extent.HEAD else range(end, num_rows)
+
+
+def _damaged(path: str, what: str, fix: str = "fetch the file again, or a data.source without it") -> DataError:
+    return DataError(
+        what, where=f"data.source, {path}", rule="each .parquet file is one whole file of strings in UTF-8", fix=fix
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,47 @@
+"""Check that all shards of a data set are there: of files named `…-00003-of-00016…`, those that the source matches."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable
+
+from meshwright.data.text_documents import Document
+from meshwright.errors import DataError
+from meshwright.units import counted, first_words
+
+MOST = 8
+"""Shards that a message lists."""
+_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?P<after>.*)")
+
+
+def check_shards(files: Iterable[Document], source: str) -> None:
+    """Check that of files named `…3-of-16…` all are there that the source matches.
+
+    Raises:
+        DataError: one is missing.
+    """
+    groups: dict[tuple[str, str, str], set[str]] = defaultdict(set)
+    for document in files:
+        folder, name = os.path.split(document.path)
+        if match := _SHARD.fullmatch(name):
+            key = os.path.join(folder, match["before"]), match["count"], match["after"]
+            groups[key].add(match["number"])
+    for (before, count, after), found in groups.items():
+        width, numbers = max(map(len, found)), set(map(int, found))
+        first = 0 if 0 in numbers else 1
+        absent = [number for number in range(first, first + int(count)) if number not in numbers]
+        names = [f"{before}{number:0{width}}-of-{count}{after}" for number in absent]
+        missing = [name for name in names if fnmatch.fnmatchcase(name, os.path.expanduser(source))]
+        if missing:
+            raise DataError(
+                f"{counted(len(missing), 'shard')} of {int(count)} missing: "
+                f"{first_words([os.path.basename(name) for name in missing], MOST)}",
+                where=f"data.source, {source}",
+                rule="of files named <number>-of-<count>, all that the pattern matches are there",
+                fix="fetch what is missing, or a pattern that matches only the shards to train on, "
+                f"such as {shlex.quote(before + min(found) + '-of-' + count + after)}",
+            )

@@ -1,0 +1,114 @@
+"""Sources of a run's text: what `data.source`, `data.mixture` and `data.validation_source` name. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshwright.data.images import DIGITS, DIGITS_VIDEO
+from meshwright.data.mixtures import entries
+from meshwright.data.sources.text_fields import no_effect
+from meshwright.data.sources.text_source import has_records
+from meshwright.data.sources.use import Use
+from meshwright.data.text_documents import STDLIB
+from meshwright.errors import DataError, InputError
+from meshwright.models.contract.run_facts import DataFacts
+
+PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
+"""Preset to suggest for each image `data.source`."""
+SOURCE, VALIDATION = "data.source", "data.validation_source"
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """A source of a run.
+
+    Args:
+        key: key that names it.
+        source: what it names.
+        use: how its documents are used.
+        text_field: field of its records that is the text.
+        entry: its entry of the mixture, if it has one.
+    """
+
+    key: str
+    source: str
+    use: Use
+    text_field: str | None = None
+    entry: entries.Entry | None = None
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Give errors the key of this source, and fixes that work there."""
+        try:
+            yield
+        except InputError as error:
+            if self.key == SOURCE:
+                raise
+            fix, where = error.fix, error.where.replace(SOURCE, self.key)
+            where = f"{where}, {self.source}" if where == self.key else where
+            if self.key == VALIDATION:
+                fix = fix.replace(f"{SOURCE}=", f"{VALIDATION}=")
+            if self.entry is not None:
+                start = f"in {self.key}, {float(self.entry.weight):g}:"
+                fix = fix.replace(f"{SOURCE}=", start)
+                if self.entry.text_field is not None:
+                    own = f"{start}{self.source}"
+                    fix = fix.replace("data.text_field=", f"{own}#").replace("remove data.text_field", own)
+            raise type(error)(error.what, where=where, rule=error.rule, fix=fix) from error.__cause__
+
+
+def training_sources(data: DataFacts) -> tuple[RunSource, ...]:
+    """Return the sources that are trained on.
+
+    Raises:
+        ConfigError: `data.mixture` is malformed.
+    """
+    use = Use.SPLIT if data.validation_source is None else Use.TRAIN
+    if data.mixture:
+        found = entries.parse_mixture(data.mixture)
+        return tuple(RunSource(entries.KEY, one.source, use, one.text_field, one) for one in found)
+    return (RunSource(SOURCE, data.source, use),)
+
+
+def all_sources(data: DataFacts) -> tuple[RunSource, ...]:
+    """Return the sources that are trained on, and the one to validate with if it is another.
+
+    Raises:
+        ConfigError: `data.mixture` is malformed.
+    """
+    validation = () if data.validation_source is None else (data.validation_source,)
+    return (*training_sources(data), *(RunSource(VALIDATION, source, Use.VALIDATION) for source in validation))
+
+
+def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
+    """Return all sources, each with the field that is its text, if it has fields.
+
+    Raises:
+        ConfigError: `data.mixture` is malformed.
+        DataError: a source has images, or `data.text_field` applies to none of several.
+    """
+    sources = all_sources(data)
+    for one in sources:
+        _check_is_text(one)
+    if data.text_field is None:
+        return sources
+    if len(sources) == 1 and sources[0].text_field is None:
+        return (replace(sources[0], text_field=data.text_field),)
+    takes = {one for one in sources if one.text_field is None and has_records(one.source)}
+    if not takes:
+        raise no_effect(data.text_field, " and ".join(one.source for one in sources))
+    return tuple(replace(one, text_field=data.text_field) if one in takes else one for one in sources)
+
+
+def _check_is_text(one: RunSource) -> None:
+    if one.source in PRESETS and not Path(one.source).exists():
+        with one.named():
+            raise DataError(
+                f"{one.source} is image data, but this model trains on text",
+                where=f"{SOURCE}, {one.source}",
+                rule="a text model takes text files or token files",
+                fix=f"the preset {PRESETS[one.source]}, or {SOURCE}={STDLIB}",
+            )
