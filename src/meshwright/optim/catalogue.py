@@ -4,7 +4,6 @@ unless an optimizer of the user's own does.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +15,7 @@ from meshwright.optim.contract import MatrixOptimizer, Optimizer, State
 from meshwright.optim.muon import Muon
 from meshwright.optim.role import Role
 from meshwright.optim.sgd import SGD
-from meshwright.settings.import_object import OBJECT_NAME, import_object
+from meshwright.settings.import_object import import_object
 from meshwright.settings.violation import format_value
 
 KEY = "train.optimizer"
@@ -37,13 +36,10 @@ def find_optimizer(name: str) -> Optimizer:
         name: a built-in one, or `package.module:factory`.
 
     Raises:
-        ConfigError: there is none of this name, its module can't be imported, or what it says of itself is wrong.
+        ConfigError: its module can't be imported or has no such object, or what it says of itself is wrong.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    if OBJECT_NAME.fullmatch(name) is None:
-        near = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.0)
-        raise ConfigError(f"unknown optimizer: {name}", where=KEY, rule=RULE, fix=f"{KEY}={near[0]}")
     factory = import_object(name, key=KEY, rule=OWN_RULE, format_setting=lambda path: f"{KEY}={path}")
     try:
         found = factory()

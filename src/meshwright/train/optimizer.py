@@ -82,7 +82,7 @@ class RunOptimizer:
         """
         whole: dict[Site, tuple[Slot, Settings]] = {}
         for group in self.groups:
-            settings = replace(group.settings, lr=group.peak * lr / self._peak)
+            settings = replace(group.settings, lr=lr * (group.peak / self._peak))
             if isinstance(group.optimizer, MatrixOptimizer):
                 whole |= {member.site: (_slot(member), settings) for member in group.members}
             elif slots := [_slot(member) for member in group.members if member.parameter.grad is not None]:

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.config.schema import RunConfig, TrainConfig
+from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError
 from meshwright.settings.import_object import OBJECT_NAME, import_object
 from meshwright.settings.violation import Violation
@@ -77,9 +78,9 @@ def schedule_violations(config: RunConfig) -> Iterator[Violation]:
     train = config.train
     if train.lr_schedule not in (COSINE, WSD):
         if OBJECT_NAME.fullmatch(train.lr_schedule) is None:
-            near = difflib.get_close_matches(train.lr_schedule.lower(), (COSINE, WSD), n=1, cutoff=0.0)
-            what = f"unknown schedule: {train.lr_schedule}"
-            yield Violation(ConfigError, what, KEY, RULE, [{KEY: near[0]}])
+            name = train.lr_schedule
+            near = value_named(KEY, name) or difflib.get_close_matches(name.lower(), (COSINE, WSD), n=1, cutoff=0.0)[0]
+            yield Violation(ConfigError, f"unknown schedule: {name}", KEY, RULE, [{KEY: near}])
             return
         for step in range(1, train.steps + 1, -(-train.steps // MAX_TRIED)):
             own_rate(step, train)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig, TrainConfig
+from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError
-from meshwright.optim.catalogue import BUILT_IN, KEY, OTHERS, OWN_RULE, optimizers_by_role
+from meshwright.optim.catalogue import BUILT_IN, KEY, OTHERS, OWN_RULE, RULE, optimizers_by_role
 from meshwright.optim.contract import MatrixOptimizer
+from meshwright.settings.import_object import OBJECT_NAME
 from meshwright.settings.violation import Violation, format_value
 from meshwright.units import counted
 
@@ -21,6 +24,11 @@ def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
     Raises:
         ConfigError: there is no such optimizer, or what it says of itself is wrong.
     """
+    name = config.train.optimizer
+    if name not in BUILT_IN and OBJECT_NAME.fullmatch(name) is None:
+        near = value_named(KEY, name) or difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.0)[0]
+        yield Violation(ConfigError, f"unknown optimizer: {name}", KEY, RULE, [{KEY: near}])
+        return
     by_role, default = optimizers_by_role(config.train.optimizer), TrainConfig.model_fields["momentum"].default
     for name, parameter in model_facts(config).named_parameters():
         optimizer, dims = by_role[parameter.role][1], len(parameter.shape)
