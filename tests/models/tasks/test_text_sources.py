@@ -12,6 +12,7 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.data.mixtures.mixture import Mixture
 from meshwright.data.mixtures.mixture_order import ONE, MixtureOrder
+from meshwright.data.sources import text_pieces
 from meshwright.errors import ConfigError, DataError
 from meshwright.plan.load_config import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
@@ -128,6 +129,16 @@ def test_another_validation_source_tokenises_nothing_but_itself(folder, caplog):
     with caplog.at_level(logging.INFO, logger="meshwright"):
         open_data(config_of(folder, words[0], f"data.validation_source={folder}/w.txt"))
     assert [record.message.split()[-3] for record in caplog.records] == [f"{folder}/w.txt"]
+
+
+def test_files_that_are_read_in_pieces_are_used_whole(folder, monkeypatch):
+    (folder / "long.txt").write_text("some words\n\n" * 500)
+    words = [f"data.source={folder}/long.txt", f"data.validation_source={folder}/v.txt", PACKED]
+    whole = open_data(config_of(folder, *words))
+    monkeypatch.setattr(text_pieces, "_LONG_BYTES", 100)
+    monkeypatch.setattr(text_pieces, "_READ_BYTES", 300)
+    pieces = open_data(config_of(folder, *words, f"data.cache_dir={folder}/other"))
+    assert len(pieces.train) == 6001 and pieces.fingerprint == whole.fingerprint
 
 
 @pytest.mark.parametrize("packing", [["data.packing=none"], [PACKED, "data.separator=0"]])
