@@ -149,7 +149,7 @@ def test_a_mixture_may_change_and_how_is_said(tmp_path, resume):
         "the mixture has changed: more was added; the weight of stdlib was 30% and is 20%; data.validation_source was "
         "not set and is v.txt; from step 4 on"
     )
-    assert choose("a", start, config=load(None, ["name=mine", MIXED])).notes == (f"resuming from {path}",)
+    assert choose("a", start, config=load(None, ["name=mine", MIXED])).notes == (f"resuming from {found.checkpoint}",)
 
 
 def test_what_was_frozen_stays_frozen(tmp_path):
