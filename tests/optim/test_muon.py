@@ -46,3 +46,11 @@ def test_an_update_has_the_size_of_adamws_and_is_nesterovs():
 def test_cost_is_that_of_the_products():
     """Of a matrix of 3 × 5: X Xᵀ (3·3·5), its square (3·3·3), and their sum times X (3·3·5) multiplications."""
     assert Muon().cost(3, 5) == Muon().cost(5, 3) == 45 + 27 + 45
+
+
+@pytest.mark.gpu
+def test_bfloat16_on_a_gpu_is_near_float64():
+    matrices = torch.randn(4, 96, 160, device="cuda")
+    exact = orthogonalize(matrices.double())
+    found = orthogonalize(matrices.bfloat16()).double()
+    assert (found - exact).norm() < 0.05 * exact.norm()
