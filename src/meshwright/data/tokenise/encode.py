@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from meshwright.data.tokenise.batches import Batch
 from meshwright.data.tokenizer import Tokenizer, Tokens, token_dtype
 
-AT_ONCE = 4
-"""Batches that are encoded at once, at most: each takes some 100 MB, or 200 MB where it is one piece of a long text."""
+AT_ONCE = 3
+"""Batches that are encoded at once, at most: each takes some 100 MB, or 250 MB where it is one piece of a long text."""
 AHEAD = 2
 """Batches per thread that are read before the first of them is taken: with the threads, they bound the memory."""
 
