@@ -23,7 +23,7 @@ GB = 10**9
 BPE = "bpe"
 CASES = ((Kind.FILES, BYTES, GB), (Kind.JSON_LINES, BYTES, GB), (Kind.ONE_FILE, BYTES, GB),
          (Kind.ONE_FILE, BPE, GB // 10), (Kind.JSON_LINES, BPE, GB))  # fmt: skip
-"""Corpus, tokenizer and characters. One file with a BPE takes most memory, however long it is."""
+"""Corpus, tokenizer and characters. One file with a BPE takes most memory; a tenth of it shows how much."""
 AT_MOST_BYTES = 10**9
 """Target: memory of the process, everything included."""
 

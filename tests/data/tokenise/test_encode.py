@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshwright.data.sources.text_pieces import Continued
 from meshwright.data.tokenise import batches as batches_module
 from meshwright.data.tokenise.batches import batches
-from meshwright.data.tokenise.encode import AHEAD, encode, encode_in_order, texts_sha256
+from meshwright.data.tokenise.encode import AHEAD, AT_ONCE, encode, encode_in_order, texts_sha256
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import DataError
 
@@ -66,8 +66,9 @@ def test_the_digest_is_of_the_texts_and_of_where_documents_end():
     assert digests == [texts_sha256(one) for one in found] and len(set(digests)) == len(texts)
 
 
-def test_few_batches_are_read_ahead(monkeypatch):
-    use_cores(monkeypatch, 3)
+@pytest.mark.parametrize("cores", [1, 3, 64])
+def test_few_batches_are_read_ahead(monkeypatch, cores):
+    use_cores(monkeypatch, cores)
     read = []
 
     def endless():
@@ -78,11 +79,11 @@ def test_few_batches_are_read_ahead(monkeypatch):
     found = encode_in_order(endless(), ByteTokenizer())
     for number in range(1, 50):
         assert bytes(next(found).tokens) == f"document {number}\0".encode()
-        assert len(read) <= number + 3 * AHEAD
+        assert len(read) <= number + min(cores, AT_ONCE) * AHEAD
     found.close()
 
 
-def test_all_cores_encode_at_once(monkeypatch):
+def test_batches_are_encoded_at_once(monkeypatch):
     use_cores(monkeypatch, 3)
     three = threading.Barrier(3, timeout=TIMEOUT_S)
 

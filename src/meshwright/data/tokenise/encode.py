@@ -2,7 +2,8 @@
 
 Threads, not processes: `tokenizers` releases Python's lock while it encodes, so that threads take the time that as many
 processes take, which would copy every text and its tokens, and could die. Only turning ids into an array holds the
-lock, 60 ns per token where a core encodes for 2.6 µs: it is the limit beyond 30 cores or so.
+lock, 60 ns per token where a core encodes for 2.6 µs: it is the limit beyond 30 cores or so. `tokenizers` spreads the
+documents of each batch over all cores, so a few batches at once are enough, and bound the memory whatever their number.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 from meshwright.data.tokenise.batches import Batch
 from meshwright.data.tokenizer import Tokenizer, Tokens, token_dtype
 
+AT_ONCE = 3
+"""Batches that are encoded at once, at most: each takes some 100 MB, or 250 MB where it is one piece of a long text."""
 AHEAD = 2
 """Batches per thread that are read before the first of them is taken: with the threads, they bound the memory."""
 
@@ -70,7 +73,7 @@ def encode_in_order(batches: Iterable[Batch], tokenizer: Tokenizer) -> Iterator[
     Raises:
         DataError: the tokenizer can't encode a text.
     """
-    num_threads = _num_cores()
+    num_threads = min(_num_cores(), AT_ONCE)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise")
     pending: deque[Future[Encoded]] = deque()
     try:
