@@ -146,6 +146,11 @@ class PreparesRows(Whole):
         return slot.gradient.sum(0)
 
 
+class PreparesItself(Whole):
+    def prepare(self, slot, settings):
+        return slot.parameter
+
+
 class PreparesByNorm(Whole):
     def prepare(self, slot, settings):
         return slot.gradient / slot.gradient.norm()

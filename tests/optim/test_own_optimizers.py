@@ -51,6 +51,7 @@ TRIED = {
     "Transposes": "transform gives shape [2, 8, 6] for matrices [2, 6, 8]",
     "PreparesRows": "prepare gives shape [8] for a shard [6, 8]",
     "lacks_a_state": "raises KeyError('exp_avg_sq')",
+    "PreparesItself": "prepare gives a state or the parameter itself",
     "PreparesByNorm": "along dim 0, is not updated as in the whole",
 }  # fmt: skip
 

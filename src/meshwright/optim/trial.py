@@ -97,6 +97,8 @@ class _Trial:
         prepared = self._optimizer.prepare(slot, SETTINGS)
         if prepared.shape != slot.parameter.shape:
             raise self._bad(f"prepare gives shape {list(prepared.shape)} for a shard {list(slot.parameter.shape)}")
+        if prepared.data_ptr() in {one.data_ptr() for one in (slot.parameter, *slot.state.values())}:
+            raise self._bad("prepare gives a state or the parameter itself, which would be overwritten: give a copy")
         self._optimizer.apply(slot, prepared.sin(), SETTINGS)
 
     def transforms(self) -> None:

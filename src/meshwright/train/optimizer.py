@@ -57,7 +57,6 @@ class RunOptimizer:
     """Optimizer of a rank's stages."""
 
     def __init__(self, model: RankModel, plan: RunPlan, train: TrainConfig, *, rank: int) -> None:
-        self.groups: list[Group] = []
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         """States by name, of all parameters that are trained."""
         self._peak = train.lr
