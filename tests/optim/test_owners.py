@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.checkpoint import save_load
 from meshwright.comm.collective_count import EXCHANGE, count_collectives
+from meshwright.mesh.layout import Layout
 from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.mesh.shard_intervals import Split
 from meshwright.optim.contract import MatrixOptimizer
+from meshwright.optim.owner_updates import rank_moves
+from meshwright.optim.whole_matrix import WholeMatrix
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes, share_of_cost, whole_matrices
 from meshwright.plan.traffic import predict_traffic
+from meshwright.reshard.cross_mesh.transfer_many import RankTransfer
+from meshwright.reshard.cross_mesh.transfer_plan import plan_transfer
 from meshwright.train.optimizer import named_state
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job
@@ -109,6 +118,40 @@ def test_no_rank_computes_more_than_its_share(words):
         assert share_of_cost(plan, place) <= 1.1
         owners = Counter(one.owner for one in whole_matrices(plan, place))
         assert set(owners) == set(plan.mesh.line(next(iter(owners)), plan.mesh.in_stage())), "every rank of the stage"
+
+
+def planned_moves(matrix):
+    """Both moves as `reshard` plans them between any two layouts."""
+    splits = tuple(tuple(Split(axis) for axis in axes) for axes in matrix.splits)
+    sharded = Layout(matrix.shape, matrix.axis_sizes, splits, (None,) * len(matrix.axis_sizes))
+    whole = Layout(matrix.shape, (), ((), ()), ())
+    owner = (matrix.owner,)
+    there = plan_transfer(sharded, whole, src_ranks=matrix.ranks, dst_ranks=owner, dtype="fp32")
+    return there, plan_transfer(whole, sharded, src_ranks=owner, dst_ranks=matrix.ranks, dtype="fp32")
+
+
+@st.composite
+def geometries(draw):
+    """A matrix on up to three axes, of which some shard a side, unevenly or into empty shards, and some replicate."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    sides = [draw(st.sampled_from((0, 1, None))) for _ in sizes]
+    splits = tuple(tuple(axis for axis, side in enumerate(sides) if side == which) for which in (0, 1))
+    shape = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    ranks = tuple(range(5, 5 + math.prod(sizes)))
+    return WholeMatrix(0, "w", None, shape, tuple(sizes), splits, ranks, owner=draw(st.sampled_from(ranks)))
+
+
+@given(geometries())
+@settings(max_examples=150, deadline=None)
+def test_moves_are_those_that_reshard_plans(matrix):
+    plans = planned_moves(matrix)
+    for rank in matrix.ranks:
+        assert rank_moves(matrix, rank) == tuple(RankTransfer.of(plan, rank) for plan in plans)
+        sent = Counter()
+        for move in (move for plan in plans for move in plan.sends(rank)):
+            sent[move.receiver] += move.stop - move.start
+        assert sent == +matrix.elements_sent(rank)
+    assert plans[0].lower_bound_bytes == plans[0].bytes_received, "the owner receives what it lacks, once"
 
 
 def test_every_matrix_has_one_owner_among_its_ranks():

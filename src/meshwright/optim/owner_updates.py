@@ -1,6 +1,7 @@
 """Updates from whole matrices: each is gathered on its owner, transformed there, and sent back.
 
-Bucket by bucket, so that an owner holds few whole matrices at a time. Both moves of a matrix are plans of `reshard`.
+Bucket by bucket, so that an owner holds few whole matrices at a time. Both moves of a matrix are those that `reshard`
+plans between its layouts.
 """
 
 from __future__ import annotations
@@ -12,26 +13,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.mesh.layout import Layout
-from meshwright.mesh.shard_intervals import Split
 from meshwright.optim.contract import MatrixOptimizer, Settings, Slot
-from meshwright.optim.whole_matrix import WholeMatrix
-from meshwright.reshard.cross_mesh.transfer_many import RankTransfer, transfer_many
-from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan, plan_transfer
-from meshwright.reshard.dtensor.redistribute_local import dtype_name
+from meshwright.optim.whole_matrix import MatrixShard, WholeMatrix
+from meshwright.reshard.cross_mesh.transfer_many import RankTransfer, Runs, transfer_many
+from meshwright.reshard.cross_mesh.transfer_plan import Move
+from meshwright.reshard.run.shard_exchange import IndexRun
 
 Site = tuple[int, str]
 """A stage, and the full-model name of a parameter on it."""
 
 
-def plan_moves(matrix: WholeMatrix, dtype: str) -> tuple[TransferPlan, TransferPlan]:
-    """Return the plans that gather a matrix on its owner and send it back."""
-    splits = tuple(tuple(Split(axis) for axis in axes) for axes in matrix.splits)
-    sharded = Layout(matrix.shape, matrix.axis_sizes, splits, (None,) * len(matrix.axis_sizes))
-    whole = Layout(matrix.shape, (), ((), ()), ())
-    there = plan_transfer(sharded, whole, src_ranks=matrix.ranks, dst_ranks=(matrix.owner,), dtype=dtype)
-    back = plan_transfer(whole, sharded, src_ranks=(matrix.owner,), dst_ranks=matrix.ranks, dtype=dtype)
-    return there, back
+def rank_moves(matrix: WholeMatrix, rank: int) -> tuple[RankTransfer, RankTransfer]:
+    """Return what a rank does to gather a matrix on its owner, and to send the update back.
+
+    This is its part in `plan_transfer`'s plans for these layouts, found without making them: a plan takes 0.1 s for 64
+    ranks, and a large model has hundreds of matrices.
+    """
+    shards, owner = dict(zip(matrix.ranks, matrix.shards(), strict=True)), matrix.owner
+    own, home = shards[rank], shards[owner].place
+    copied = _runs(own) if rank == owner and own.elements else None
+    there = [
+        (sender, _runs(shard), Move(sender, owner, *shard.replica_part()))
+        for sender, shard in sorted(shards.items())
+        if rank in (sender, owner) and shard.place != home and shard.replica_part()[0] < shard.replica_part()[1]
+    ]
+    back = [
+        (receiver, _runs(shard, back=True), Move(owner, receiver, 0, shard.elements))
+        for receiver, shard in sorted(shards.items())
+        if rank in (receiver, owner) and receiver != owner and shard.elements
+    ]
+    local_shape = (own.rows[1] - own.rows[0], own.columns[1] - own.columns[0])
+    if rank == owner:
+        gathers = RankTransfer(matrix.shape, copied, (), tuple(there))
+        returns = RankTransfer(local_shape, None if copied is None else _runs(own, back=True), tuple(back), ())
+        return gathers, returns
+    sends = tuple((owner, runs, move) for _, runs, move in there)
+    receives = tuple((owner, runs, move) for _, runs, move in back)
+    return RankTransfer(None, None, sends, ()), RankTransfer(local_shape, None, (), receives)
+
+
+def _runs(shard: MatrixShard, *, back: bool = False) -> Runs:
+    """Return the block of a shard in the whole matrix; on the way back, the whole matrix is the sender's."""
+    sides = ((start, stop - start) for start, stop in (shard.rows, shard.columns))
+    return tuple((IndexRun(start, 0, size) if back else IndexRun(0, start, size),) for start, size in sides)
 
 
 @dataclass(frozen=True)
@@ -74,8 +98,7 @@ class OwnerUpdates:
                 index = None if one.index is None else one.index - first_index[site]
                 moves = None
                 if len(one.ranks) > 1:
-                    there, back = plan_moves(one, dtype_name(dtype))
-                    moves = RankTransfer.of(there, rank), RankTransfer.of(back, rank)
+                    moves = rank_moves(one, rank)
                 buckets[one.bucket].append(_Moved(site, index, moves))
         self._buckets = [buckets[number] for number in sorted(buckets)]
         self._last = {moved.site: number for number, bucket in enumerate(self._buckets) for moved in bucket}

@@ -23,7 +23,7 @@ class WholeMatrix:
         shape: rows and columns.
         axis_sizes: mesh of the ranks that have a shard: replicas first, then the axes that shard the matrix.
         splits: for rows and for columns, the axes of this mesh that shard them, in order.
-        ranks: global rank of each rank of this mesh.
+        ranks: global rank of each rank of this mesh; those with the same shard ascend.
         owner: global rank that computes the update.
         bucket: matrices with the same number are moved together.
     """
@@ -43,61 +43,71 @@ class WholeMatrix:
         """Number of elements of the matrix."""
         return prod(self.shape)
 
-    def shard_elements(self, rank: int) -> int:
-        """Return the elements of the shard of a global rank."""
-        return _shards(self.shape, self.axis_sizes, self.splits)[self.ranks.index(rank)].elements
+    def shards(self) -> tuple[MatrixShard, ...]:
+        """Return the shard of each rank, in the order of `ranks`."""
+        return _shards(self.shape, self.axis_sizes, self.splits)
 
     def elements_sent(self, rank: int) -> Counter[int]:
         """Return the elements that a rank with a shard sends to each other rank in both moves."""
-        shards = _shards(self.shape, self.axis_sizes, self.splits)
+        shards = self.shards()
         if rank == self.owner:
             return Counter({peer: one.elements for peer, one in zip(self.ranks, shards, strict=True) if peer != rank})
         own, owners = shards[self.ranks.index(rank)], shards[self.ranks.index(self.owner)]
-        return Counter() if own.place == owners.place else Counter({self.owner: own.elements_sent()})
-
-    def total_sent(self) -> Counter[int]:
-        """Return the elements that each rank sends in both moves."""
-        shards = _shards(self.shape, self.axis_sizes, self.splits)
-        owners = shards[self.ranks.index(self.owner)]
-        sent = Counter({
-            rank: 0 if one.place == owners.place else one.elements_sent()
-            for rank, one in zip(self.ranks, shards, strict=True)
-        })  # fmt: skip
-        sent[self.owner] = sum(one.elements for one in shards) - owners.elements
-        return sent
+        start, stop = own.replica_part()
+        return Counter() if own.place == owners.place else Counter({self.owner: stop - start})
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """Shard of a rank of a matrix's mesh: its position on the axes that shard it, which replica it is, and its size."""
+class MatrixShard:
+    """A rank's shard of a matrix.
+
+    Args:
+        place: positions on the axes that shard rows, and on those that shard columns.
+        rows, columns: first row and the one after the last, and likewise columns.
+        replica: which of the ranks with this shard has it, in the order of their numbers.
+        num_replicas: number of ranks with this shard.
+    """
 
     place: tuple[tuple[int, ...], ...]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
     replica: int
     num_replicas: int
-    elements: int
 
-    def elements_sent(self) -> int:
-        """Return the elements that this replica sends to an owner that lacks them; the first ones send one more."""
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+    def replica_part(self) -> tuple[int, int]:
+        """Return the first element, and the one after the last, that this replica sends to an owner that lacks them."""
         each, more = divmod(self.elements, self.num_replicas)
-        return each + (self.replica < more)
+        start = self.replica * each + min(self.replica, more)
+        return start, start + each + (self.replica < more)
 
 
 @lru_cache(maxsize=256)
 def _shards(
     shape: tuple[int, int], axis_sizes: tuple[int, ...], splits: tuple[tuple[int, ...], tuple[int, ...]]
-) -> tuple[_Shard, ...]:
-    """Return the shard of each rank of the mesh."""
+) -> tuple[MatrixShard, ...]:
     sharding = {axis for axes in splits for axis in axes}
     num_replicas = prod(size for axis, size in enumerate(axis_sizes) if axis not in sharding)
     found, seen = [], Counter[tuple[tuple[int, ...], ...]]()
     for position in product(*map(range, axis_sizes)):
         place = tuple(tuple(position[axis] for axis in axes) for axes in splits)
-        lengths = []
-        for size, axes in zip(shape, splits, strict=True):
-            for axis in axes:
-                chunk = -(-size // axis_sizes[axis])  # the first chunks of a dim are full
-                size = max(0, min(chunk, size - position[axis] * chunk))
-            lengths.append(size)
-        found.append(_Shard(place, seen[place], num_replicas, prod(lengths)))
+        rows, columns = (
+            _interval(size, [(axis_sizes[axis], position[axis]) for axis in axes])
+            for size, axes in zip(shape, splits, strict=True)
+        )
+        found.append(MatrixShard(place, rows, columns, seen[place], num_replicas))
         seen[place] += 1
     return tuple(found)
+
+
+def _interval(size: int, chunks: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return what is left of a dim after taking one of so many chunks, again and again; the first chunks are full."""
+    start, stop = 0, size
+    for number, at in chunks:
+        chunk = -(-(stop - start) // number)
+        start, stop = min(start + at * chunk, stop), min(start + (at + 1) * chunk, stop)
+    return start, stop

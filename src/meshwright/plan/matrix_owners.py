@@ -7,10 +7,11 @@ answer, so none has to be told.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from heapq import heapreplace
 
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer
@@ -35,12 +36,16 @@ def whole_matrices(plan: RunPlan, pipeline_rank: int) -> tuple[WholeMatrix, ...]
     costs = [cost_of(plan, one) for one in found]
     owned: Counter[int] = Counter()
     elements: Counter[int] = Counter()
+    queues: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
     for place in sorted(range(len(found)), key=lambda place: (-costs[place], place)):
-        one = found[place]
-        owner = min(one.ranks, key=lambda rank: (owned[rank], elements[rank], rank))
-        owned[owner] += costs[place]
-        elements[owner] += one.num_elements
-        found[place] = replace(one, owner=owner)
+        ranks = found[place].ranks
+        queue = queues.setdefault(ranks, sorted((owned[rank], elements[rank], rank) for rank in ranks))
+        while queue[0] != (current := (owned[rank := queue[0][2]], elements[rank], rank)):
+            heapreplace(queue, current)  # the rank has got matrices of other ranks' groups meanwhile
+        found[place] = replace(found[place], owner=rank)
+        owned[rank] += costs[place]
+        elements[rank] += found[place].num_elements
+        heapreplace(queue, (owned[rank], elements[rank], rank))
     return tuple(_in_buckets(found))
 
 
@@ -71,11 +76,11 @@ def _matrices(
     # FSDP shards within the shards of tensor and expert parallelism: in a dim, their axes come first.
     splits = [[axis for axis, (dim, _) in enumerate(others) if dim == stacked + side] for side in (0, 1)]
     sizes = tuple(plan.mesh.size(*atoms) for _, atoms in others)
+    ranks: dict[int, tuple[int, ...]] = {}
     for index in range(parameter.shape[0]) if stacked else (None,):
         base = first if index is None else _holder(plan, first, over_stack, parameter.shape[0], index)
-        ranks = [base]
-        for _, atoms in others:
-            ranks = [rank + other - base for rank in ranks for other in plan.mesh.line(base, atoms)]
+        if base not in ranks:
+            ranks[base] = _ranks(plan, base, [atoms for _, atoms in others])
         yield WholeMatrix(
             stage=number,
             name=name,
@@ -83,8 +88,17 @@ def _matrices(
             shape=(parameter.shape[-2], parameter.shape[-1]),
             axis_sizes=sizes,
             splits=(tuple(splits[0]), tuple(splits[1])),
-            ranks=tuple(ranks),
+            ranks=ranks[base],
         )
+
+
+def _ranks(plan: RunPlan, base: int, groups: list[Atoms]) -> tuple[int, ...]:
+    """Return the ranks of a mesh whose axes are groups of atoms, from its first rank on."""
+    found = [base]
+    for atoms in groups:
+        offsets = [other - base for other in plan.mesh.line(base, atoms)]
+        found = [rank + offset for rank in found for offset in offsets]
+    return tuple(found)
 
 
 def _groups(plan: RunPlan, stage: Stage, kind: Kind, parameter: Parameter) -> list[tuple[int | None, Atoms]]:
@@ -131,6 +145,16 @@ def moved_bytes(plan: RunPlan, rank: int) -> dict[int, int]:
 def bytes_moved_by_rank(plan: RunPlan, pipeline_rank: int) -> dict[int, int]:
     """Return the bytes that each rank of a pipeline rank sends for the updates of a step; empty if there are none."""
     sent: Counter[int] = Counter()
+    alike: dict[object, list[WholeMatrix]] = defaultdict(list)
     for one in whole_matrices(plan, pipeline_rank):
-        sent.update(one.total_sent())
+        alike[one.shape, one.axis_sizes, one.splits, one.ranks].append(one)
+    for matrices in alike.values():
+        shards = dict(zip(matrices[0].ranks, matrices[0].shards(), strict=True))
+        whole = sum(shard.elements for shard in shards.values())
+        at_home = Counter(shards[one.owner].place for one in matrices)
+        for rank, shard in shards.items():
+            start, stop = shard.replica_part()
+            sent[rank] += (len(matrices) - at_home[shard.place]) * (stop - start)
+        for one in matrices:
+            sent[one.owner] += whole - shards[one.owner].elements
     return {rank: elements * BYTES[plan.optimizer.moved] for rank, elements in sent.items()}
