@@ -4,8 +4,8 @@
     meshwright run llama-tiny mesh.dp_shard=2 train.optimizer=own_optimizer:RowScaled train.lr=1e-3
 
 Its states are unlike Adam's: momentum in every element, and one number per row of a matrix, which is sharded with the
-rows. That one is a mean over columns, so it needs whole rows: layouts that shard columns (tensor parallelism) are
-refused before training.
+rows. That one is a mean over columns, so it needs whole rows: layouts that shard columns, such as tensor parallelism,
+are refused before training.
 """
 
 from __future__ import annotations

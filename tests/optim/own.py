@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, State
@@ -105,6 +107,64 @@ class ResizesState(Plain):
     def update(self, slots, settings):
         for slot in slots:
             slot.state["total"].resize_(1)
+
+
+class CountsItself(Plain):
+    """Keeps the number of updates on the object, where no checkpoint has it."""
+
+    steps = 0
+
+    def update(self, slots, settings):
+        self.steps += 1
+        for slot in slots:
+            slot.parameter.sub_(slot.gradient, alpha=settings.lr / self.steps)
+
+
+class DividesByNumber(Plain):
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.parameter.sub_(slot.gradient, alpha=settings.lr / len(slots))
+
+
+class LargestFirst(Plain):
+    """Fails on a shard without elements."""
+
+    def update(self, slots, settings):
+        for slot in slots:
+            assert slot.gradient.abs().max() >= 0
+            slot.parameter.sub_(slot.gradient, alpha=settings.lr)
+
+
+@dataclass
+class Dataclass(Plain):
+    """Right, but can't be a key."""
+
+    scale: float = 0.5
+
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.state["total"].lerp_(slot.gradient, self.scale)
+            slot.parameter.sub_(slot.state["total"], alpha=settings.lr)
+
+
+class NarrowState(Dataclass):
+    """Right: a state in float32 whatever the parameters are, except in float64."""
+
+    def states(self, role):
+        return {"total": State(dtype="float32")}
+
+
+class Rows(Plain):
+    """Right where rows are whole: a sum per row."""
+
+    def states(self, role):
+        return {"total": State((0,))}
+
+    def update(self, slots, settings):
+        for slot in slots:
+            others = tuple(range(1, slot.gradient.dim()))
+            slot.state["total"].add_(slot.gradient.sum(others) if others else slot.gradient)
+            slot.parameter.sub_(slot.gradient, alpha=settings.lr)
 
 
 class NotFinite(Plain):

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import ConfigError
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import Slot
 from meshwright.optim.role import Role
-from meshwright.optim.trial import SETTINGS, Tried, try_optimizer
+from meshwright.optim.trial import SETTINGS, ShardedDim, Tried, try_optimizer
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
@@ -23,8 +24,8 @@ from tests.train.runs import metrics
 
 HERE = "tests.optim.own"
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/own_optimizer.py"
-MATRIX = Tried(Role.MATRIX, 2, (0, 1))
-STACK = Tried(Role.EXPERTS, 3, (0, 1))
+BOTH = (ShardedDim(0, ("dp_shard",), has_empty=True), ShardedDim(1, ("tp",)))
+MATRIX, STACK = Tried(Role.MATRIX, 2, BOTH), Tried(Role.EXPERTS, 3, BOTH)
 
 WRONG = {
     "NoOptimizer": "of type NoOptimizer, not an Optimizer",
@@ -47,6 +48,10 @@ TRIED = {
     "AddsState": "adds the state more",
     "ResizesState": "replaces the state total",
     "NotFinite": "not finite",
+    "CountsItself": "is updated differently a second time: it keeps something outside of states(role)",
+    "DividesByNumber": "is updated differently together with another parameter",
+    "LargestFirst": "max(): Expected reduction dim",
+    "Rows": "half of a parameter with role matrix and 2 dims, along dim 1",
     "TogetherNormed": "transform of two matrices differs from that of each by itself",
     "Transposes": "transform gives shape [2, 8, 6] for matrices [2, 6, 8]",
     "PreparesRows": "prepare gives shape [8] for a shard [6, 8]",
@@ -70,7 +75,19 @@ def test_an_optimizer_is_tried_on_shards(name):
     assert TRIED[name] in caught.value.what
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", f"{HERE}:Plain", f"{HERE}:Whole", f"{HERE}:adagrad"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        "sgd",
+        "muon",
+        f"{HERE}:Plain",
+        f"{HERE}:Whole",
+        f"{HERE}:adagrad",
+        f"{HERE}:Dataclass",
+        f"{HERE}:NarrowState",
+    ],
+)
 def test_a_right_optimizer_passes(name):
     try_optimizer(find_optimizer(name), name, [MATRIX, STACK])
 
@@ -97,12 +114,34 @@ def test_unknown_names_suggest_one():
 
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("adamw", lambda n, rows: 2 * n), ("sgd", lambda n, rows: n), (f"{HERE}:Plain", lambda n, rows: n)],
-)
+    [("adamw", lambda n, rows: 2 * n), ("sgd", lambda n, rows: n), (f"{HERE}:Plain", lambda n, rows: n),
+     (f"{HERE}:Rows", lambda n, rows: rows)],
+)  # fmt: skip
 def test_memory_counts_the_states(name, kept):
-    words = ["model.num_layers=1", f"train.optimizer={name}"]
-    memory = predict_memory(make_plan(load("llama-tiny", words)))
-    assert memory.optimizer == kept(memory.parameters, None)
+    config = load("llama-tiny", ["model.num_layers=1", f"train.optimizer={name}"])
+    memory = predict_memory(make_plan(config))
+    rows = 4 * sum(one.shape[0] for _, one in model_facts(config).named_parameters())
+    assert memory.optimizer == kept(memory.parameters, rows)
+
+
+def test_the_axes_that_shard_a_dim_are_named():
+    words = ["model.num_layers=1", f"train.optimizer={HERE}:Rows"]
+    check_optimizer(make_plan(load("llama-tiny", [*words, "mesh.dp_shard=2"])))
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer(make_plan(load("llama-tiny", [*words, "mesh.dp_shard=2", "mesh.tp=2"])))
+    assert "tp shards that dim" in caught.value.rule and "tp shards no dim 1" in caught.value.fix
+
+
+def test_empty_shards_are_tried_where_a_layout_has_them():
+    words = [
+        "model.num_layers=1",
+        "model.num_experts=4",
+        "train.global_batch=6",
+        f"train.optimizer={HERE}:LargestFirst",
+    ]
+    check_optimizer(make_plan(load("moe-tiny", [*words, "mesh.dp_shard=2"])))
+    with pytest.raises(ConfigError, match="Expected reduction dim"):
+        check_optimizer(make_plan(load("moe-tiny", [*words, "mesh.dp_shard=3"])))  # 4 rows of a router on 3 ranks
 
 
 def test_an_optimizer_of_pytorchs_takes_its_own_steps():

@@ -18,6 +18,7 @@ from meshwright.mesh.shard_intervals import Split
 from meshwright.optim.contract import MatrixOptimizer
 from meshwright.optim.owner_updates import rank_moves
 from meshwright.optim.whole_matrix import WholeMatrix
+from meshwright.plan import matrix_owners
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
@@ -45,6 +46,7 @@ LAYOUTS = {
     "dp_shard 2 × tp 2": ("mesh.dp_shard=2", "mesh.tp=2"),
     "zb-v × dp_shard 2": (*ZB_V, "mesh.dp_shard=2"),
     "replicas": ("mesh.dp_replicate=2",),
+    "uneven replicas": (*UNEVEN, "mesh.dp_replicate=3", "mesh.dp_shard=2", "train.global_batch=6"),
     "experts": ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
     "experts on cp": ("moe-tiny", "mesh.dp_shard=2", "mesh.cp=2", "mesh.ep=2"),
 }
@@ -192,3 +194,86 @@ def test_momentum_is_bitwise_the_same_on_another_layout(gang, tmp_path):
     for shards in (*before, *after):
         for name, (index, values) in shards.items():
             assert torch.equal(stored[name][index], values), name
+
+
+def updated_in_buckets(rank, world_size, words, elements):
+    """Parameters after a step, with buckets of so many elements."""
+    real, matrix_owners.BUCKET_ELEMENTS = matrix_owners.BUCKET_ELEMENTS, elements
+    whole_matrices.cache_clear()
+    try:
+        job, step = make_job(rank, world_size, words)
+        assert job.optimizer._owners is not None
+        num_buckets = len(job.optimizer._owners._buckets)
+        step(1)
+        return num_buckets, {name: to_local(p.detach()).clone() for name, p in job.model.named_parameters()}
+    finally:
+        matrix_owners.BUCKET_ELEMENTS = real
+        whole_matrices.cache_clear()
+
+
+@pytest.mark.parametrize("words", [("llama-tiny", "mesh.dp_shard=2"), ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2")])
+def test_buckets_change_nothing(gang, tmp_path, words):
+    words = [*words, MUON, *small_corpus(tmp_path)]
+    one, several = (gang(2).run(updated_in_buckets, words, elements) for elements in (2**25, 3000))
+    for (few, parameters), (many, again) in zip(one, several, strict=True):
+        assert few == 1 and many > 2
+        assert all(torch.equal(parameters[name], again[name]) for name in parameters)
+
+
+def without_gradients(rank, world_size, words):
+    """Matrices and their momentum after a step and one in which a rank has no gradient of a matrix."""
+    job, step = make_job(rank, world_size, words)
+    step(1)
+    members = [one for group in job.optimizer.groups for one in group.members]
+    first = next(one for one in members if "momentum" in one.state)
+    before = to_local(first.state["momentum"]).clone()
+    for one in members:
+        one.parameter.grad = None if rank == 0 else torch.zeros_like(one.parameter)
+    job.optimizer.step(0.01)
+    return bool(before.any()), torch.equal(to_local(first.state["momentum"]), 0.95 * before)
+
+
+def test_a_rank_without_a_gradient_takes_part(gang, tmp_path):
+    found = gang(2).run(without_gradients, ["llama-tiny", MUON, "mesh.dp_shard=2", *small_corpus(tmp_path)])
+    assert found == [(True, True)] * 2
+
+
+def row_states(rank, world_size, words, folder):
+    """Save states with a number per row, or load them; this rank's shards, with where they lie."""
+    job, step = make_job(rank, world_size, words)
+    tensors = named_state(job.model, job.optimizer)
+    if folder.exists():
+        save_load.load(folder / "00000001", tensors)
+    else:
+        step(1)
+        save_load.save(folder, 1, tensors, model={}, run={}, keep=1)
+    # Of matrices whose columns tp shards, the sums would be those of a rank's columns: such layouts are refused.
+    rows = {f"optimizer.total.{name}.weight" for name in ("blocks.0.ffn.up", "blocks.1.attention.wk", "head", "norm")}
+    return {name: (local_box(tensors[name]).slices(), to_local(tensors[name]).clone()) for name in rows}
+
+
+def test_a_state_per_row_is_sharded_as_its_rows(gang, tmp_path):
+    corpus, folder = small_corpus(tmp_path), tmp_path / "saved"
+    optimizer = "train.optimizer=tests.optim.own:Rows"
+    layouts = ("mesh.dp_shard=2", "mesh.tp=2"), ("mesh.dp_shard=3",)
+    before, after = (
+        gang(ranks).run(row_states, ["llama-tiny", *words, optimizer, *corpus, "train.global_batch=12"], folder)
+        for ranks, words in zip((4, 3), layouts, strict=True)
+    )
+    stored = save_load.read_tensors(folder / "00000001", sorted(before[0]))
+    assert stored["optimizer.total.blocks.0.ffn.up.weight"].dim() == 1
+    assert stored["optimizer.total.blocks.0.ffn.up.weight"].any()
+    for shards in (*before, *after):
+        for name, (index, values) in shards.items():
+            assert torch.equal(stored[name][index], values), name
+
+
+def test_a_group_has_its_share_of_the_rate(tmp_path):
+    words = ["llama-tiny", "train.optimizer=sgd", "train.lr=0.5", "train.parameter_groups=vector:lr=0.25"]
+    job, _ = make_job(0, 1, [*words, "train.weight_decay=0", *small_corpus(tmp_path)])
+    before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    for p in job.model.parameters():
+        p.grad = torch.ones_like(p)
+    job.optimizer.step(0.1)
+    for name, p in job.model.named_parameters():
+        torch.testing.assert_close(before[name] - p.detach(), torch.full_like(p, 0.05 if p.dim() == 1 else 0.1))

@@ -24,6 +24,7 @@ OTHERS = "adamw"
 """Optimizer of the roles that another leaves out."""
 RULE = f"an optimizer is {', '.join(BUILT_IN)}, or package.module:factory for your own"
 OWN_RULE = "a factory takes no argument and gives a meshwright.optim.contract.Optimizer"
+HOW = "states(role) gives a State by name, and update(slots, settings) changes parameters and states in place"
 STATE_NAME = re.compile(r"[A-Za-z_]\w*")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8")
 
@@ -97,5 +98,5 @@ def _state_problem(name: Any, state: Any) -> str:
 
 
 def _bad(name: str, what: str) -> ConfigError:
-    fix = "mend it, as in docs/examples/own_optimizer.py: states(role) and update(slots, settings)"
+    fix = f"correct it: {HOW}"
     return ConfigError(f"{name}: {what}" if not what.startswith(name) else what, where=KEY, rule=OWN_RULE, fix=fix)

@@ -27,7 +27,8 @@ class State:
     Args:
         dims: dims of the parameter that the state has: None for all of them, (0,) for a number per row, and () for a
             scalar. A state is sharded as the parameter is along these dims.
-        dtype: PyTorch name of the dtype, such as `float32`; None for the parameter's.
+        dtype: PyTorch name of the dtype, such as `float32`; None for the parameter's. In float64, as proofs are,
+            floating-point states are in float64 too, except scalars.
     """
 
     dims: tuple[int, ...] | None = None
@@ -36,6 +37,11 @@ class State:
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
         """Return the shape for a parameter of this shape."""
         return tuple(parameter) if self.dims is None else tuple(parameter[dim] for dim in self.dims)
+
+    def stored(self, parameter: str) -> str:
+        """Return the name of the dtype for parameters of this dtype."""
+        is_wide = parameter == "float64" and self.dims != () and "float" in (self.dtype or parameter)
+        return parameter if is_wide else self.dtype or parameter
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def planned_optimizer(name: str, *, masters: str, moved: str) -> PlannedOptimize
     by_update: dict[RoleUpdate, list[Role]] = {}
     for role, (found, optimizer) in optimizers_by_role(name).items():
         states = tuple(
-            OptimizerState(state, one.dims, one.dtype or masters) for state, one in optimizer.states(role).items()
+            OptimizerState(state, one.dims, one.stored(masters)) for state, one in optimizer.states(role).items()
         )
         by_update.setdefault(RoleUpdate((), found, states, isinstance(optimizer, MatrixOptimizer)), []).append(role)
     updates = (

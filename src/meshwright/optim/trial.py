@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.optim.catalogue import KEY, OWN_RULE
+from meshwright.optim.catalogue import HOW, KEY, OWN_RULE
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot
 from meshwright.optim.role import Role
 from meshwright.units import counted
@@ -25,6 +25,24 @@ NUM_STEPS = 2
 SETTINGS = Settings(lr=0.01, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, momentum=0.95)
 TOLERANCE = 1e-9
 
+Tensors = dict[str, Tensor]
+"""A parameter, named "", and its states."""
+
+
+@dataclass(frozen=True)
+class ShardedDim:
+    """A dim that the layout shards.
+
+    Args:
+        dim: the dim.
+        axes: mesh axes that shard it, for messages.
+        has_empty: whether some shards are empty.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    has_empty: bool = False
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -32,107 +50,130 @@ class Tried:
 
     role: Role
     num_dims: int
-    sharded: tuple[int, ...]
+    sharded: tuple[ShardedDim, ...]
 
 
 def try_optimizer(optimizer: Optimizer, name: str, cases: Sequence[Tried]) -> None:
-    """Update parameters of each kind as a whole and in two shards, and compare.
+    """Update parameters of each kind as a whole, again, together, and in shards, and compare.
 
     Raises:
         ConfigError: an update raises, replaces a state or changes its shape or dtype, is not finite, or depends on more
-            than the shard.
+            than the shard and its states.
     """
     for case in cases:
-        shape = SIZES[: case.num_dims] if case.num_dims <= len(SIZES) else (*SIZES, *(2,) * (case.num_dims - 3))
+        shape = (*SIZES, *(2,) * (case.num_dims - len(SIZES)))[: case.num_dims]
         generator = torch.Generator().manual_seed(0)
-        start, *gradients = (
-            torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(NUM_STEPS + 1)
-        )  # fmt: skip
+        starts, gradients = (
+            [torch.randn((2, *shape), generator=generator, dtype=torch.float64) for _ in range(number)]
+            for number in (1, NUM_STEPS)
+        )
         trial = _Trial(optimizer, name, case.role, shape)
-        whole = trial.run(start, gradients)
+        one, other = ([starts[0][at], [gradient[at] for gradient in gradients]] for at in (0, 1))
+        (whole,) = trial.run([one])
+        trial.check_same(whole, trial.run([one])[0], "a second time: it keeps something outside of states(role)")
+        trial.check_same(whole, trial.run([one, other])[0], "together with another parameter")
         if isinstance(optimizer, MatrixOptimizer):
-            trial.transforms()
-        for dim in case.sharded:
-            halves = [
-                trial.run(part, [gradient.chunk(2, dim)[half] for gradient in gradients])
-                for half, part in enumerate(start.chunk(2, dim))
-            ]
-            trial.compare(whole, halves, dim)
+            trial.check_transform()
+        for sharded in case.sharded:
+            trial.check_shards(whole, one, sharded)
 
 
 class _Trial:
-    """Updates of a parameter of one role and shape."""
+    """Updates of parameters of one role and shape."""
 
     def __init__(self, optimizer: Optimizer, name: str, role: Role, shape: tuple[int, ...]) -> None:
         self._optimizer, self._name, self._role, self._shape = optimizer, name, role, shape
         self._of = f"a parameter with role {role} and {counted(len(shape), 'dim')}"
 
-    def run(self, start: Tensor, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the parameter, named "", and its states after the updates."""
-        declared = self._optimizer.states(self._role)
-        state = {
-            name: torch.zeros(one.shape(start.shape), dtype=getattr(torch, one.dtype) if one.dtype else start.dtype)
-            for name, one in declared.items()
-        }
-        parameter, given = start.clone(), dict(state)
-        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
-        for gradient in gradients:
-            slot = Slot("blocks.0.tried", self._role, self._shape, parameter, gradient.clone(), given)
-            self._call(partial(self._update, slot))
-            for name in given.keys() | state.keys():
-                if name not in state:
-                    raise self._bad(f"update adds the state {name}, which states({self._role}) lacks")
-                if given.get(name) is not state[name] or kinds[name] != (state[name].shape, state[name].dtype):
-                    raise self._bad(f"update replaces the state {name} of {self._of}: change it in place")
-        found = {"": parameter, **state}
-        for name, tensor in found.items():
+    def run(self, cases: Sequence[Sequence[Any]]) -> list[Tensors]:
+        """Update parameters together, each given by its start and its gradients, and return them with their states."""
+        states = [self._zeros(start.shape) for start, _ in cases]
+        given = [dict(state) for state in states]
+        kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in states]
+        parameters = [start.clone() for start, _ in cases]
+        for step in range(NUM_STEPS):
+            slots = [
+                Slot("blocks.0.tried", self._role, self._shape, parameter, gradients[step].clone(), state)
+                for parameter, (_, gradients), state in zip(parameters, cases, given, strict=True)
+            ]
+            self._call(partial(self._update, slots))
+            for state, kept, kind in zip(given, states, kinds, strict=True):
+                self._check_states(state, kept, kind)
+        found = [{"": parameter, **state} for parameter, state in zip(parameters, states, strict=True)]
+        for name, tensor in (pair for one in found for pair in one.items()):
             if not bool(tensor.isfinite().all()):
                 raise self._bad(f"update makes {f'the state {name}' if name else 'values'} of {self._of} not finite")
         return found
 
-    def _update(self, slot: Slot) -> None:
-        if not isinstance(self._optimizer, MatrixOptimizer):
-            self._optimizer.update([slot], SETTINGS)
-            return
-        prepared = self._optimizer.prepare(slot, SETTINGS)
-        if prepared.shape != slot.parameter.shape:
-            raise self._bad(f"prepare gives shape {list(prepared.shape)} for a shard {list(slot.parameter.shape)}")
-        if prepared.data_ptr() in {one.data_ptr() for one in (slot.parameter, *slot.state.values())}:
-            raise self._bad("prepare gives a state or the parameter itself, which would be overwritten: give a copy")
-        self._optimizer.apply(slot, prepared.sin(), SETTINGS)
+    def _zeros(self, shape: torch.Size) -> Tensors:
+        return {
+            name: torch.zeros(one.shape(shape), dtype=getattr(torch, one.stored("float64")))
+            for name, one in self._optimizer.states(self._role).items()
+        }
 
-    def transforms(self) -> None:
+    def _check_states(self, given: Tensors, kept: Tensors, kinds: dict[str, Any]) -> None:
+        for name in given.keys() | kept.keys():
+            if name not in kept:
+                raise self._bad(f"update adds the state {name}, which states({self._role}) lacks")
+            if given.get(name) is not kept[name] or kinds[name] != (kept[name].shape, kept[name].dtype):
+                raise self._bad(f"update replaces the state {name} of {self._of}: change it in place")
+
+    def _update(self, slots: Sequence[Slot]) -> None:
+        if not isinstance(self._optimizer, MatrixOptimizer):
+            self._optimizer.update(slots, SETTINGS)
+            return
+        for slot in slots:
+            prepared = self._optimizer.prepare(slot, SETTINGS)
+            if prepared.shape != slot.parameter.shape:
+                raise self._bad(f"prepare gives shape {list(prepared.shape)} for a shard {list(slot.parameter.shape)}")
+            if prepared.data_ptr() in {one.data_ptr() for one in (slot.parameter, *slot.state.values())} - {0}:
+                raise self._bad("prepare gives a state or the parameter itself, which is overwritten: give a copy")
+            self._optimizer.apply(slot, prepared.sin(), SETTINGS)
+
+    def check_transform(self) -> None:
         """Check that matrices are transformed one by one, however many come together."""
         assert isinstance(self._optimizer, MatrixOptimizer)
-        optimizer, generator = self._optimizer, torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         for shape in ((2, 6, 8), (2, 8, 6)):
             stack = torch.randn(shape, generator=generator, dtype=torch.float64)
-            together = self._call(partial(optimizer.transform, stack.clone()))
+            together = self._call(partial(self._optimizer.transform, stack.clone()))
             if together.shape != stack.shape:
                 raise self._bad(f"transform gives shape {list(together.shape)} for matrices {list(stack.shape)}")
             for index in range(2):
-                alone = optimizer.transform(stack[index : index + 1].clone())[0]
-                if not torch.allclose(alone, together[index], rtol=TOLERANCE, atol=TOLERANCE):
+                alone = self._call(partial(self._optimizer.transform, stack[index : index + 1].clone()))[0]
+                if not _is_close(alone, together[index]):
                     raise self._bad("transform of two matrices differs from that of each by itself")
 
-    def compare(self, whole: dict[str, Tensor], halves: Sequence[dict[str, Tensor]], dim: int) -> None:
-        """Compare a parameter and its states with those of its halves along a dim."""
-        declared = self._optimizer.states(self._role)
-        for name, tensor in whole.items():
-            dims = declared[name].dims if name else None
-            dims = tuple(range(len(self._shape))) if dims is None else dims
-            expected = tensor.chunk(2, dims.index(dim)) if dim in dims else (tensor, tensor)
-            for part, found in zip(expected, halves, strict=True):
-                if not torch.allclose(part.double(), found[name].double(), rtol=TOLERANCE, atol=TOLERANCE):
-                    what = f"values of the state {name}" if name else "its values"
-                    raise ConfigError(
-                        f"{self._name}: half of {self._of}, along dim {dim}, is not updated as in the whole: "
-                        f"{what} differ",
-                        where=KEY,
-                        rule="an update sees one rank's shard, and this layout shards that dim",
-                        fix="derive from MatrixOptimizer, whose transform sees whole matrices; or a layout that does "
-                        f"not shard dim {dim}" + (", such as mesh.tp=1" if dim else ""),
-                    )
+    def check_same(self, whole: Tensors, again: Tensors, how: str) -> None:
+        """Check that an update gave the same as before."""
+        if not all(_is_close(whole[name], again[name]) for name in whole):
+            raise self._bad(f"{self._of} is updated differently {how}")
+
+    def check_shards(self, whole: Tensors, one: Sequence[Any], sharded: ShardedDim) -> None:
+        """Update two halves of a parameter, and an empty shard if there are some, and compare with the whole."""
+        dim, size = sharded.dim, self._shape[sharded.dim]
+        cuts = [(0, size // 2), (size // 2, size - size // 2), *([(size, 0)] if sharded.has_empty else [])]
+        for start, length in cuts:
+            part = [one[0].narrow(dim, start, length), [gradient.narrow(dim, start, length) for gradient in one[1]]]
+            (found,) = self.run([part])
+            for name, tensor in whole.items():
+                dims = self._optimizer.states(self._role)[name].dims if name else None
+                dims = tuple(range(len(self._shape))) if dims is None else dims
+                due = tensor.narrow(dims.index(dim), start, length) if dim in dims else tensor
+                if not _is_close(due, found[name]):
+                    self._refuse_shard(name, sharded, "an empty shard" if not length else "half")
+
+    def _refuse_shard(self, name: str, sharded: ShardedDim, which: str) -> None:
+        what = f"values of the state {name}" if name else "its values"
+        axes = " and ".join(sharded.axes)
+        raise ConfigError(
+            f"{self._name}: {which} of {self._of}, along dim {sharded.dim}, is not updated as in the whole: "
+            f"{what} differ",
+            where=KEY,
+            rule=f"an update sees one rank's shard, and {axes} shards that dim",
+            fix="derive from MatrixOptimizer, whose transform sees whole matrices; or a layout in which "
+            f"{axes} shards no dim {sharded.dim} of such a parameter",
+        )
 
     def _call(self, call: Callable[[], Any]) -> Any:
         try:
@@ -144,4 +185,8 @@ class _Trial:
             raise self._bad(f"its update of {self._of} raises {error!r}") from error
 
     def _bad(self, what: str) -> ConfigError:
-        return ConfigError(f"{self._name}: {what}", where=KEY, rule=OWN_RULE, fix="docs/extending.md has an example")
+        return ConfigError(f"{self._name}: {what}", where=KEY, rule=OWN_RULE, fix=f"correct it: {HOW}")
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=TOLERANCE, atol=TOLERANCE)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,13 +59,13 @@ class RunOptimizer:
         self.state: dict[Tensor, dict[str, Tensor]] = {}
         """States by name, of all parameters that are trained."""
         self._peak = train.lr
-        by_settings: dict[Any, Group] = {}
+        by_settings: dict[tuple[str, float, float], Group] = {}
         for part in model.parts.values():
-            for member, optimizer, peak, decay in _members(part, train):
-                key = (optimizer, peak, decay)
+            for member, name, peak, decay in _members(part, train):
+                key = (name, peak, decay)
                 if key not in by_settings:
                     settings = Settings(peak, decay, train.beta1, train.beta2, train.eps, train.momentum)
-                    by_settings[key] = Group(optimizer, peak, settings)
+                    by_settings[key] = Group(find_optimizer(name), peak, settings)
                 by_settings[key].members.append(member)
                 self.state[member.parameter] = member.state
         self.groups = list(by_settings.values())
@@ -95,7 +94,7 @@ class RunOptimizer:
             parameter.grad = None
 
 
-def _members(part: StagePart, train: TrainConfig) -> Iterator[tuple[Member, Optimizer, float, float]]:
+def _members(part: StagePart, train: TrainConfig) -> Iterator[tuple[Member, str, float, float]]:
     """Yield the trained parameters of a stage with what updates them, their peak learning rate and weight decay."""
     plan = part.plan
     for kind, layer, planned in plan.parameters(part.stage):
@@ -107,7 +106,7 @@ def _members(part: StagePart, train: TrainConfig) -> Iterator[tuple[Member, Opti
         is_matrix, key = len(planned.shape) >= 2, kind.key(planned, layer)
         peak, decay = group_settings(train, key, planned.role, is_matrix=is_matrix)
         member = Member((part.number, name), Role(planned.role), parameter, state)
-        yield member, find_optimizer(update.optimizer), peak, decay
+        yield member, update.optimizer, peak, decay
 
 
 def _slot(member: Member) -> Slot:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from meshwright.optim.catalogue import BUILT_IN, find_optimizer
 from meshwright.optim.role import Role
-from meshwright.optim.trial import Tried, try_optimizer
-from meshwright.plan.run_plan import RunPlan
+from meshwright.optim.trial import ShardedDim, Tried, try_optimizer
+from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage
 
 
 def check_optimizer(plan: RunPlan) -> None:
@@ -17,13 +19,26 @@ def check_optimizer(plan: RunPlan) -> None:
     name = plan.optimizer.name
     if name in BUILT_IN:
         return
-    cases: dict[Tried, None] = {}
-    for stage in plan.stages:
-        for kind, _, parameter in plan.parameters(stage):
-            if not parameter.trained or plan.optimizer.update_of(parameter.role).optimizer != name:
-                continue
-            dims = {shard.dim for shard in parameter.used if plan.mesh.size(*shard.axes) > 1}
-            if plan.mesh.size(*plan.unit_of(stage, kind, parameter).sharded) > 1:
-                dims.add(parameter.stored_dim)
-            cases[Tried(Role(parameter.role), len(parameter.shape), tuple(sorted(dims)))] = None
+    cases = {
+        Tried(Role(parameter.role), len(parameter.shape), _sharded(plan, stage, kind, parameter)): None
+        for stage in plan.stages
+        for kind, _, parameter in plan.parameters(stage)
+        if parameter.trained and plan.optimizer.update_of(parameter.role).optimizer == name
+    }
     try_optimizer(find_optimizer(name), name, list(cases))
+
+
+def _sharded(plan: RunPlan, stage: Stage, kind: Kind, parameter: Parameter) -> tuple[ShardedDim, ...]:
+    """Return the dims of a parameter that are sharded over several ranks."""
+    axes: dict[int, tuple[str, ...]] = defaultdict(tuple)
+    empty: dict[int, bool] = defaultdict(bool)
+    sizes = list(parameter.shape)
+    stored = (parameter.stored_dim, plan.unit_of(stage, kind, parameter).sharded)
+    for dim, atoms in (*((shard.dim, shard.axes) for shard in parameter.used), stored):
+        number = plan.mesh.size(*atoms)
+        if number > 1:
+            chunk = -(-sizes[dim] // number)
+            axes[dim] += tuple(atom for atom in atoms if plan.mesh.size(atom) > 1)
+            empty[dim] |= (number - 1) * chunk >= sizes[dim]
+            sizes[dim] = chunk
+    return tuple(ShardedDim(dim, axes[dim], empty[dim]) for dim in sorted(axes))

@@ -71,8 +71,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         plan = spec.plan or make_plan(config, nodes=shared_nodes(context.num_ranks))
         verify(plan)
         agree_on_plan(plan)
-        if spec.plan is None:
-            check_optimizer(plan)  # done before processes started otherwise
+        if spec.folder is None:
+            check_optimizer(plan)  # the launcher has done it, if it is ours
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         open_log_file(folder.log(context.rank))
         if spec.folder is None and context.rank == 0:

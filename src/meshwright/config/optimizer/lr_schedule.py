@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
+from numbers import Real
 from typing import Any
 
 from meshwright.config.schema import RunConfig, TrainConfig
@@ -48,11 +49,12 @@ def own_rate(step: int, config: TrainConfig) -> float:
         ConfigError: it can't be imported, raises, or gives no learning rate.
     """
     name = config.lr_schedule
+    function = _own(name)
     try:
-        rate = _own(name)(step, config)
+        rate = function(step, config)
     except Exception as error:
         raise _bad(f"{name} raises {error!r} in step {step}") from error
-    if type(rate) not in (int, float) or not 0 <= rate < math.inf:
+    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= float(rate) < math.inf:
         raise _bad(f"{name} gives {rate!r} in step {step}")
     return float(rate)
 
@@ -66,7 +68,7 @@ def _own(name: str) -> Callable[[int, TrainConfig], Any]:
 
 
 def _bad(what: str) -> ConfigError:
-    return ConfigError(what, where=KEY, rule=OWN_RULE, fix=f"mend it, or {KEY}={COSINE}")
+    return ConfigError(what, where=KEY, rule=OWN_RULE, fix=f"correct it, or {KEY}={COSINE}")
 
 
 def schedule_violations(config: RunConfig) -> Iterator[Violation]:
@@ -79,7 +81,7 @@ def schedule_violations(config: RunConfig) -> Iterator[Violation]:
     if train.lr_schedule not in (COSINE, WSD):
         if OBJECT_NAME.fullmatch(train.lr_schedule) is None:
             name = train.lr_schedule
-            near = value_named(KEY, name) or difflib.get_close_matches(name.lower(), (COSINE, WSD), n=1, cutoff=0.0)[0]
+            near = value_named(KEY, name) or next(iter(difflib.get_close_matches(name.lower(), (COSINE, WSD))), COSINE)
             yield Violation(ConfigError, f"unknown schedule: {name}", KEY, RULE, [{KEY: near}])
             return
         for step in range(1, train.steps + 1, -(-train.steps // MAX_TRIED)):

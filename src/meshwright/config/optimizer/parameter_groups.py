@@ -50,14 +50,14 @@ def _parse(entry: str) -> tuple[str, Mapping[str, float]]:
     pattern, colon, words = entry.rpartition(":")
     values: dict[str, float] = {}
     for word in words.split(","):
-        name, equals, number = word.partition("=")
+        name, equals, number = (part.strip() for part in word.partition("="))
         if not (colon and pattern and equals) or name not in NAMES or name in values:
             raise ValueError(f"{word or 'an empty setting'} is not lr=… or weight_decay=…, each at most once")
         value = float(number)
         if not math.isfinite(value) or value < 0:
             raise ValueError(f"{name} = {number} is negative or not finite")
         values[name] = value
-    return pattern, values
+    return pattern.strip(), values
 
 
 def group_violations(config: RunConfig) -> Iterator[Violation]:

@@ -15,7 +15,8 @@ from meshwright.settings.import_object import OBJECT_NAME
 from meshwright.settings.violation import Violation, format_value
 from meshwright.units import counted
 
-MOMENTUM = "train.momentum"
+UNREAD = {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
+"""Keys of `train` that built-in optimizers don't read."""
 
 
 def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
@@ -26,10 +27,11 @@ def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
     """
     name = config.train.optimizer
     if name not in BUILT_IN and OBJECT_NAME.fullmatch(name) is None:
-        near = value_named(KEY, name) or difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.0)[0]
-        yield Violation(ConfigError, f"unknown optimizer: {name}", KEY, RULE, [{KEY: near}])
+        near = value_named(KEY, name) or next(iter(difflib.get_close_matches(name.lower(), BUILT_IN)), OTHERS)
+        own = "" if near != OTHERS or value_named(KEY, name) else "your own by package.module:factory"
+        yield Violation(ConfigError, f"unknown optimizer: {name}", KEY, RULE, [{KEY: near}], otherwise=own)
         return
-    by_role, default = optimizers_by_role(config.train.optimizer), TrainConfig.model_fields["momentum"].default
+    by_role = optimizers_by_role(config.train.optimizer)
     for name, parameter in model_facts(config).named_parameters():
         optimizer, dims = by_role[parameter.role][1], len(parameter.shape)
         what = f"{name} has role {parameter.role} and {counted(dims, 'dim')}, but {config.train.optimizer}"
@@ -42,7 +44,15 @@ def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
             rule = "a matrix has two dims, and matrices that are stacked three"
             yield Violation(ConfigError, f"{what} updates whole matrices", KEY, rule, fixes)
             return
-    if config.train.momentum != default and config.train.optimizer == OTHERS:
-        what = f"{MOMENTUM} = {format_value(config.train.momentum)} has no effect"
-        rule = f"it applies to {' and '.join(name for name in BUILT_IN if name != OTHERS)}, but {KEY} is {OTHERS}"
-        yield Violation(ConfigError, what, MOMENTUM, rule, [{MOMENTUM: default}])
+    yield from _unread(config.train)
+
+
+def _unread(train: TrainConfig) -> Iterator[Violation]:
+    """Reject keys that the optimizer doesn't read, except at their default values, as in files of saved runs."""
+    for key in UNREAD.get(train.optimizer, ()):
+        value, default = getattr(train, key), TrainConfig.model_fields[key].default
+        if value != default:
+            others = " and ".join(name for name in BUILT_IN if key not in UNREAD.get(name, ()))
+            what, rule = f"train.{key} = {format_value(value)} has no effect", f"it applies to {others}"
+            fixes = [{f"train.{key}": default}]
+            yield Violation(ConfigError, what, f"train.{key}", f"{rule}, but {KEY} is {train.optimizer}", fixes)

@@ -109,7 +109,8 @@ def _entries(train: TrainConfig) -> Iterator[tuple[str, str, float]]:
     for entry in train.parameter_groups:
         at = entry.rindex(":")
         for setting in entry[at + 1 :].split(","):
-            yield entry[:at], setting[: setting.index("=")], float(setting[setting.index("=") + 1 :])
+            key, _, value = setting.partition("=")
+            yield entry[:at].strip(), key.strip(), float(value)
 
 
 RIGHT = PlainOptimizer()

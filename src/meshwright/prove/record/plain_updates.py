@@ -119,8 +119,7 @@ def _own(one: ParameterStep, faults: UpdateFaults) -> None:
     """The user's own optimizer on the whole tensor."""
     own, p = find_optimizer(one.train.optimizer), one.value
     for name, state in own.states(one.role).items():
-        dtype = getattr(torch, state.dtype) if state.dtype and "float" not in state.dtype else p.dtype
-        one.state.setdefault(name, torch.zeros(state.shape(p.shape), dtype=dtype))
+        one.state.setdefault(name, torch.zeros(state.shape(p.shape), dtype=getattr(torch, state.stored("float64"))))
     train = one.train
     settings = Settings(one.lr, one.decay, train.beta1, train.beta2, train.eps, train.momentum)
     own.reference([Slot(one.name, one.role, tuple(p.shape), p.detach(), one.gradient, one.state)], settings)
