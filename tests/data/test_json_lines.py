@@ -119,6 +119,9 @@ def test_a_field_of_other_files_has_no_effect(tmp_path):
     (["a-1-of-3", "b-1-of-1"], "*.jsonl", "2 shards of 3 missing: a-2-of-3.jsonl and a-3-of-3.jsonl"),
     (["a-00000-of-00003", "a-00002-of-00003"], "*-0000[02]-of-*.jsonl", None),
     (["a-00000-of-00002", "a-00001-of-00002", "c"], "*.jsonl", None),
+    (["a-00000-of-00002-0e6ce83ee8ed9fa6", "a-00001-of-00002-bd4c0d4a5e5e6c1a"], "*.jsonl", None),
+    (["a-00000-of-00002-0e6ce83ee8ed9fa6"], "*.jsonl", "1 shard of 2 missing: a-00001-of-00002.jsonl"),
+    (["a-1-of-3", "a-2-of-3"], "*.jsonl", "1 shard of 3 missing: a-3-of-3.jsonl, or number 0 if they start there"),
 ])  # fmt: skip
 def test_shards_that_the_pattern_matches_are_all_there(tmp_path, names, pattern, missing):
     for name in names:

@@ -50,6 +50,7 @@ TORCH_FREE = (
     "models/contract/loss_unit.py", "models/contract/run_facts.py", "models/contract/tp_styles.py",
     "models/*/__init__.py", "models/*/family.py", "models/*/config.py", "models/*/description.py", "models/*/rules.py",
     "models/dit/noise_schedule.py", "models/dit/image_data.py", "models/tasks/text_data.py",
+    "models/tasks/text_sources.py", "models/tasks/text_overlaps.py",
     "models/huggingface/architecture.py", "models/huggingface/checks.py", "models/huggingface/decoder_*.py",
     "models/huggingface/json_fields.py", "models/huggingface/kept_files.py", "models/huggingface/source_folder.py",
     "models/llama/hf_*.py", "models/moe/hf_*.py",

@@ -124,8 +124,11 @@ MIXED = "data.mixture=['0.7:web/*.txt','0.3:stdlib']"
 @pytest.mark.parametrize(
     ("before", "now", "says"),
     [([MIXED], [MIXED], []),
+     ([MIXED], ["data.mixture=['0.7:web/*.txt','0.2:stdlib','0.1:more']"],
+      ["more was added", "the weight of stdlib was 30% and is 20%"]),
      ([MIXED], ["data.source=a"], ["data.mixture was set and is not set"]),
-     ([], ["data.validation_source=v.txt"], ["data.validation_source was not set and is v.txt"])],
+     ([], ["data.validation_source=v.txt"], ["data.validation_source was not set and is v.txt"]),
+     ([MIXED], [MIXED, "data.validation_source=v.txt"], ["data.validation_source was not set and is v.txt"])],
 )  # fmt: skip
 def test_other_data_is_refused_and_the_difference_is_said(tmp_path, before, now, says):
     save(tmp_path / "a", 3, words=before)
@@ -137,19 +140,6 @@ def test_other_data_is_refused_and_the_difference_is_said(tmp_path, before, now,
         again = [*now, *alternatives(caught.value.fix)[0]]
         data, earlier = (load(None, ["name=mine", *words]).data for words in (again, before))
         assert data == earlier
-
-
-@pytest.mark.parametrize("resume", ["auto", "by path"])
-def test_a_mixture_may_change_and_how_is_said(tmp_path, resume):
-    path = save(tmp_path / "a", 3, words=[MIXED])
-    words = ["data.mixture=['0.7:web/*.txt','0.2:stdlib','0.1:more']", "data.validation_source=v.txt"]
-    start = resume if resume == "auto" else str(path)
-    found = choose("a", start, config=load(None, ["name=mine", *words]), corpus="other")
-    assert found.notes[0].startswith(
-        "the mixture has changed: more was added; the weight of stdlib was 30% and is 20%; data.validation_source was "
-        "not set and is v.txt; from step 4 on"
-    )
-    assert choose("a", start, config=load(None, ["name=mine", MIXED])).notes == (f"resuming from {found.checkpoint}",)
 
 
 def test_what_was_frozen_stays_frozen(tmp_path):

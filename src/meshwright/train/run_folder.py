@@ -123,7 +123,7 @@ def choose_folder(
     if newest is None:
         _check_none_lost(path, skipped)
         return RunFolder(path, None, (f"no checkpoint in {path / 'checkpoints'}: starting at step 0",))
-    notes += check_continues(read_manifest(newest), config, newest, corpus)
+    check_continues(read_manifest(newest), config, newest, corpus)
     return RunFolder(path, newest, (*notes, f"resuming from {newest}"))
 
 
@@ -146,7 +146,7 @@ def _from_checkpoint(
             rule="--resume takes auto, which searches --out, or the path of one checkpoint",
             fix=f"--out {quote(str(checkpoint))} --resume auto, or --resume {quote(str(inside[-1]))}",
         )
-    notes = check_continues(verify(checkpoint), config, checkpoint, corpus)
+    check_continues(verify(checkpoint), config, checkpoint, corpus)
     home = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     path = _take(out or home or _new_folder(config.name), hold)
     if home is None or path.resolve() != home.resolve():
@@ -159,7 +159,7 @@ def _from_checkpoint(
             fix=f"a new --out, or --out {quote(str(path))} --resume auto",
         )
     _check_record(path)
-    return RunFolder(path, checkpoint, (*notes, f"resuming from {checkpoint}"))
+    return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
 
 
 def files_to_carry(config: RunConfig, checkpoint: Path | None) -> dict[str, bytes]:
@@ -260,11 +260,10 @@ def _not_writable(path: Path, error: OSError) -> InputError:
     )
 
 
-def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> tuple[str, ...]:
+def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: str) -> None:
     """Check that `config` can resume from a checkpoint: same model, same samples, state for all trained parameters.
 
-    A checkpoint without a configuration contains only weights, from which any run may start. A mixture may change; the
-    messages that are returned say how.
+    A checkpoint without a configuration contains only weights, from which any run may start.
 
     Raises:
         CheckpointError: the model, the tokenizer or a key that determines the samples differs, or a frozen parameter
@@ -293,14 +292,8 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
             rule="a resumed run continues with the optimizer whose states the checkpoint has",
             fix=format_fix({OPTIMIZER: before}),
         )
-    if manifest.run.get("corpus", corpus) == corpus:
-        return ()
-    data = saved.get("data", {})
-    differences = changes(data, config.data.model_dump(mode="json"))
-    if not (differences and data.get("mixture") and config.data.mixture):
-        raise _other_corpus(data, config, path)
-    since = f"from step {manifest.step + 1} on, samples are those of this mixture, as if it had been in use from step 1"
-    return (f"the mixture has changed: {'; '.join(differences)}; {since}, so windows already read may come again",)
+    if manifest.run.get("corpus", corpus) != corpus:
+        raise _other_corpus(saved.get("data", {}), config, path)
 
 
 def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> CheckpointError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -36,6 +37,10 @@ class Letters:
         return "z" * (index + 20)
 
 
+class MoreLetters(Letters):
+    """Others of the user's own code."""
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Sources of one letter each, so that a sample shows where it is from."""
@@ -46,6 +51,7 @@ def folder(tmp_path):
     (tmp_path / "d.txt").write_text("d" * 50_000)
     (tmp_path / "v.txt").write_text("v" * 900)
     np.save(tmp_path / "t.npy", np.tile(np.array([*[116] * 39, 0], dtype=np.uint16), 50))
+    shutil.copy(tmp_path / "t.npy", tmp_path / "u.npy")
     (tmp_path / "empty.txt").write_text("")
     return tmp_path
 
@@ -143,7 +149,7 @@ def test_files_that_are_read_in_pieces_are_used_whole(folder, monkeypatch):
 
 @pytest.mark.parametrize("packing", [["data.packing=none"], [PACKED, "data.separator=0"]])
 def test_token_files_are_used_whole_too(folder, packing):
-    words = [f"data.source={folder}/t.npy", f"data.validation_source={folder}/t.npy", *packing]
+    words = [f"data.source={folder}/t.npy", f"data.validation_source={folder}/u.npy", *packing]
     text = open_data(config_of(folder, *words))
     assert len(text.train) == len(text.validation) == 2000 and text.validation_bytes_per_token is None
     if packing[0] == PACKED:
@@ -151,10 +157,10 @@ def test_token_files_are_used_whole_too(folder, packing):
 
 
 def test_mixtures_of_everything_with_a_validation_source(folder):
-    words = [mixture(folder, "1:t.npy", "1:c.txt", f"1:{HERE}:Letters"), f"data.validation_source={HERE}:Letters"]
+    words = [mixture(folder, "1:t.npy", "1:c.txt", f"1:{HERE}:Letters"), f"data.validation_source={HERE}:MoreLetters"]
     text = open_data(config_of(folder, *words, PACKED, "data.separator=0"))
     assert [letters(corpus.train) for corpus in text.sources] == [{"t"}, {"c"}, {"z"}]
-    assert {corpus.validation_source for corpus in text.sources} == {f"{HERE}:Letters"}
+    assert {corpus.validation_source for corpus in text.sources} == {f"{HERE}:MoreLetters"}
     assert text.validation_bytes_per_token == 1.0
     assert text.description.count("validation") == 1
 
@@ -167,7 +173,7 @@ def test_the_fingerprint_is_that_of_the_corpora_and_their_proportions(folder):
     assert fingerprint("0.25:c.txt", "0.75:v.txt") == first
     others = [("1:c.txt", "2:v.txt"), ("3:v.txt", "1:c.txt"), ("1:c.txt",), ("1:c.txt", "3:t.npy")]
     found = [fingerprint(*entries) for entries in others]
-    found.append(fingerprint("1:c.txt", "3:v.txt", more=[f"data.validation_source={folder}/v.txt"]))
+    found.append(fingerprint("1:c.txt", "3:v.txt", more=[f"data.validation_source={folder}/d.txt"]))
     assert len({first, *found}) == 6
 
 
@@ -180,6 +186,9 @@ def test_a_run_ends_before_a_source_runs_out(folder, source):
     with pytest.raises(DataError, match=r"c.txt runs out in step \d+ of 1000: it has 337 samples") as caught:
         open_data(config_of(folder, *words, "train.steps=1000", "data.when_exhausted=end"))
     fix = caught.value.fix.partition(",")[0]
+    one_more = f"train.steps={int(fix.partition('=')[2]) + 1}"
+    with pytest.raises(DataError, match="runs out in step"):
+        open_data(config_of(folder, *words, one_more, "data.when_exhausted=end"))
     text = open_data(config_of(folder, *words, fix, "data.when_exhausted=end"))
     config = config_of(folder, *words, fix)
     steps = config.train.steps
@@ -188,6 +197,21 @@ def test_a_run_ends_before_a_source_runs_out(folder, source):
     windows = windows[windows < 337]
     assert len(windows) > 337 >= (order.windows(range(steps * 8)) < 337).sum() > 337 - 9
     assert len(set(windows[:337].tolist())) == 337, "the windows of an epoch are all different"
+
+
+@pytest.mark.parametrize(
+    ("words", "says", "where"),
+    [(["data.source={}/*.txt", "data.validation_source={}/c.txt"],
+      "would be trained on, as ", "data.validation_source"),
+     (["data.mixture=['1:{}/c.txt','1:{}/../{name}/c.txt']"], "would be read by ", "data.mixture"),
+     (["data.mixture=['1:{}/c.txt','1:{}/d.txt']", "data.validation_source={}/d.txt"],
+      "and validated with", "data.validation_source")],
+)  # fmt: skip
+def test_no_text_is_of_two_sources(folder, words, says, where):
+    filled = [word.replace("{}", str(folder)).replace("{name}", folder.name) for word in words]
+    with pytest.raises(DataError) as caught:
+        open_data(config_of(folder, *filled))
+    assert says in caught.value.what and caught.value.where.startswith(where)
 
 
 def test_a_source_smaller_than_a_batch_runs_out_at_once(folder):

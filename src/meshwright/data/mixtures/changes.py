@@ -9,7 +9,9 @@ from meshwright.data.mixtures.entries import KEY, parse_mixture, shares
 from meshwright.data.mixtures.mixture_order import ONE
 from meshwright.errors import ConfigError
 
-KEYS = (KEY, "data.source", "data.validation_source")
+KEYS = (
+    KEY, "data.source", "data.validation_source", "data.text_field", "data.tokenizer", "data.token_dtype"
+)  # fmt: skip
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ from meshwright.units import counted, first_words
 
 MOST = 8
 """Shards that a message lists."""
+_HASH = re.compile(r"-[0-9a-f]{8,}(?=\.|$)")
+"""Hash of a shard, which Hugging Face's hub added to names: another one for each."""
 _SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d+)-of-(?P<count>\d+)(?P<after>.*)")
 
 
@@ -28,18 +30,22 @@ def check_shards(files: Iterable[Document], source: str) -> None:
     for document in files:
         folder, name = os.path.split(document.path)
         if match := _SHARD.fullmatch(name):
-            key = os.path.join(folder, match["before"]), match["count"], match["after"]
+            after = _HASH.sub("", match["after"])
+            key = os.path.join(folder, match["before"]), match["count"], after
             groups[key].add(match["number"])
     for (before, count, after), found in groups.items():
         width, numbers = max(map(len, found)), set(map(int, found))
         first = 0 if 0 in numbers else 1
         absent = [number for number in range(first, first + int(count)) if number not in numbers]
         names = [f"{before}{number:0{width}}-of-{count}{after}" for number in absent]
+        may_start_at_zero = first == 1 and absent == [int(count)]
         missing = [name for name in names if fnmatch.fnmatchcase(name, os.path.expanduser(source))]
         if missing:
+            listed = first_words([os.path.basename(name) for name in missing], MOST)
+            if may_start_at_zero:
+                listed += ", or number 0 if they start there"
             raise DataError(
-                f"{counted(len(missing), 'shard')} of {int(count)} missing: "
-                f"{first_words([os.path.basename(name) for name in missing], MOST)}",
+                f"{counted(len(missing), 'shard')} of {int(count)} missing: {listed}",
                 where=f"data.source, {source}",
                 rule="of files named <number>-of-<count>, all that the pattern matches are there",
                 fix="fetch what is missing, or a pattern that matches only the shards to train on, "

@@ -17,6 +17,7 @@ from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
+from meshwright.models.tasks.text_overlaps import check_overlaps
 from meshwright.models.tasks.text_sources import RunSource, all_sources, resolved_sources
 from meshwright.units import counted
 
@@ -25,8 +26,8 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Text:
     """Open the text of a run for a model with a vocabulary of `vocab_size` tokens.
 
     Raises:
-        DataError: a text is missing, empty, too short, not text but images, or has ids outside the vocabulary; or a
-            source runs out before the run ends, and `data.when_exhausted` is end.
+        DataError: a text is missing, empty, too short, not text but images, or has ids outside the vocabulary; two
+            sources have a file in common; or a source runs out before the run ends, and `data.when_exhausted` is end.
         ConfigError: `data.mixture` is malformed; or `data.separator` is missing or has no effect, or
             `train.sample_prompt` has none or can't be used.
     """
@@ -36,6 +37,7 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Text:
     if f.sample_prompt is not None:
         _check_prompt(f.sample_prompt, f)
     opened = [_open(one, f) for one in sources]
+    check_overlaps(sources)
     _check_same_tokens(sources, opened, data)
     more = ""
     if data.validation_source is not None:

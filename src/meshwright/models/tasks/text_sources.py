@@ -53,7 +53,7 @@ class RunSource:
                 fix = fix.replace(f"{SOURCE}=", f"{VALIDATION}=")
             if self.entry is not None:
                 start = f"in {self.key}, {float(self.entry.weight):g}:"
-                fix = fix.replace(f"{SOURCE}=", start)
+                fix = fix.replace(f"{SOURCE}=", start).replace(f"a larger {SOURCE}", f"a larger {self.source}")
                 if self.entry.text_field is not None:
                     own = f"{start}{self.source}"
                     fix = fix.replace("data.text_field=", f"{own}#").replace("remove data.text_field", own)
@@ -98,6 +98,13 @@ def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
     if len(sources) == 1 and sources[0].text_field is None:
         return (replace(sources[0], text_field=data.text_field),)
     takes = {one for one in sources if one.text_field is None and has_records(one.source)}
+    if not takes and any(one.text_field is not None for one in sources):
+        raise DataError(
+            f"data.text_field = {data.text_field} has no effect: no source is without a #field of its own that has any",
+            where="data.text_field; data.mixture",
+            rule="it names the field of the sources whose entry names none",
+            fix="remove data.text_field",
+        )
     if not takes:
         raise no_effect(data.text_field, " and ".join(one.source for one in sources))
     return tuple(replace(one, text_field=data.text_field) if one in takes else one for one in sources)
