@@ -43,6 +43,21 @@ def test_what_is_no_entry(texts, says):
     assert caught.value.where == "data.mixture" and caught.value.rule and caught.value.fix
 
 
+@pytest.mark.parametrize(("text", "fix"), [
+    ("0.5:d/c.txt,0.5:d/a.jsonl", "\"data.mixture=['0.5:d/c.txt','0.5:d/a.jsonl']\""),
+    ("d/c.txt:0.5", "0.5:d/c.txt in place of it"),
+    ("d/c.txt:50%", "50:d/c.txt in place of it"),
+    ("70%:d/c.txt", "70:d/c.txt in place of it"),
+    ("d/c.txt", "0.5:d/c.txt, with the weight for 0.5, in place of it"),
+])  # fmt: skip
+def test_what_was_meant_is_suggested(text, fix):
+    with pytest.raises(ConfigError) as caught:
+        parse_mixture([text])
+    assert caught.value.fix == fix
+    first = fix.split("['")[1].split("'")[0] if "[" in fix else fix.split(" ")[0].rstrip(",")
+    assert parse_mixture([first, "1:other"])
+
+
 def test_a_source_may_occur_with_another_field():
     assert len(parse_mixture(["1:a.jsonl#title", "1:a.jsonl#body"])) == 2
 

@@ -16,6 +16,7 @@ KEY = "data.mixture"
 EXAMPLE = "data.mixture=['0.7:web/*.jsonl','0.3:stdlib']"
 RULE = "an entry is weight:source or weight:source#field, with a source as data.source takes and a weight above zero"
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.IGNORECASE)
+_SEVERAL = re.compile(r",\s*[+-]?(\d+\.?\d*|\.\d+)%?:")
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,29 @@ def shares(entries: Sequence[Entry]) -> tuple[int, ...]:
 
 
 def _parse(text: str) -> Entry:
+    if _SEVERAL.search(text):
+        entries = "','".join(part.strip() for part in text.split(","))
+        raise _error(f"{text!r} is one text, not a list of entries", rule=RULE, fix=f"\"{KEY}=['{entries}']\"")
     number, colon, rest = text.partition(":")
     source, _, text_field = rest.rpartition("#") if "#" in rest else (rest, "", "")
     if not colon or not _NUMBER.fullmatch(number):
-        raise _error(f"{text!r} has no weight", rule=RULE, fix=f"{KEY}='0.5:{text}', with the weight in place of 0.5")
+        raise _error(f"{text!r} has no weight before its source", rule=RULE, fix=f"{_with_weight(text)} in place of it")
     weight = Fraction(number)
     if weight <= 0:
         raise _error(f"the weight of {text!r} is not above zero", rule=RULE, fix="a mixture without it")
     if not source:
         raise _error(f"{text!r} has no source", rule=RULE, fix=EXAMPLE)
     return Entry(weight, source, text_field or None)
+
+
+def _with_weight(text: str) -> str:
+    """Return an entry that the text may have been meant as: with its weight first, without a percent sign, or half."""
+    first, _, last = text.rpartition(":")
+    if first and _NUMBER.fullmatch(last.rstrip("%")):
+        return f"{last.rstrip('%')}:{first}"
+    number, _, rest = text.partition(":")
+    is_percent = number.endswith("%") and _NUMBER.fullmatch(number[:-1])
+    return f"{number[:-1]}:{rest}" if is_percent else f"0.5:{text}, with the weight for 0.5,"
 
 
 def _round_up(weight: Fraction) -> float:
