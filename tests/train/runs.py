@@ -302,7 +302,7 @@ def rank_pids(launcher: int) -> list[int]:
     return []
 
 
-def wait_until(condition: Any, *, timeout_s: float = 60.0) -> Any:
+def wait_until(condition: Any, *, timeout_s: float = 300.0) -> Any:
     """What `condition()` gives, once that is true."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
