@@ -68,6 +68,14 @@ def test_the_cache_serves_without_the_library_and_knows_other_files(copy, tmp_pa
     assert len(opened(copy, tmp_path).train) < len(before.train)
 
 
+def test_the_cache_knows_files_of_the_same_size(copy, tmp_path):
+    before = opened(copy, tmp_path)
+    for path in copy.glob("*.arrow"):
+        path.write_bytes(path.read_bytes().replace(b"document", b"argument"))
+    after = opened(copy, tmp_path)
+    assert len(after.train) == len(before.train) and after.fingerprint != before.fingerprint
+
+
 def test_a_dictionary_of_datasets_lists_its_splits(saved, tmp_path):
     one = datasets.load_from_disk(str(saved))
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "both")

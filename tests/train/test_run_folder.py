@@ -142,6 +142,17 @@ def test_other_data_is_refused_and_the_difference_is_said(tmp_path, before, now,
         assert data == earlier
 
 
+@pytest.mark.parametrize(("before", "now"), [([], "muon"), (["train.optimizer=muon"], "adamw")])
+def test_a_run_resumes_with_its_optimizer(tmp_path, before, now):
+    save(tmp_path / "a", 3, words=before)
+    config = load(None, ["name=mine", f"train.optimizer={now}"])
+    with pytest.raises(
+        CheckpointError, match=f"train.optimizer = {now}, but the checkpoint was trained with"
+    ) as caught:
+        choose("a", "auto", config=config)
+    assert choose("a", "auto", config=load(None, ["name=mine", caught.value.fix])).checkpoint is not None
+
+
 def test_what_was_frozen_stays_frozen(tmp_path):
     """There is no optimizer state of it; more may be frozen."""
     save(tmp_path / "a", 3, words=["train.freeze=embed*"])

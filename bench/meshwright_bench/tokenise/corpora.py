@@ -14,7 +14,7 @@ VOCAB_SIZE = 32_000
 
 
 class Kind(StrEnum):
-    """What a corpus lies in."""
+    """Files of a corpus."""
 
     FILES = "files"
     JSON_LINES = "json_lines"

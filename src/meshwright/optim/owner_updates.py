@@ -24,7 +24,7 @@ Site = tuple[int, str]
 
 
 def rank_moves(matrix: WholeMatrix, rank: int) -> tuple[RankTransfer, RankTransfer]:
-    """Return what a rank does to gather a matrix on its owner, and to send the update back.
+    """Return a rank's part in gathering a matrix on its owner, and in sending the update back.
 
     This is its part in `plan_transfer`'s plans for these layouts, found without making them: a plan takes 0.1 s for 64
     ranks, and a large model has hundreds of matrices.
@@ -60,13 +60,13 @@ def _runs(shard: MatrixShard, *, back: bool = False) -> Runs:
 
 @dataclass(frozen=True)
 class _Moved:
-    """A matrix of which this rank has a shard, and what the rank does in both moves."""
+    """A matrix of which this rank has a shard, and the rank's part in both moves."""
 
     site: Site
     index: int | None
     """Index in this rank's shard of a parameter with three dims."""
     moves: tuple[RankTransfer, RankTransfer] | None
-    """What this rank does to gather the matrix and to send the update back; None if no other rank has a shard."""
+    """This rank's part in gathering the matrix and in sending the update back; None if no other rank has a shard."""
 
 
 class OwnerUpdates:

@@ -33,6 +33,7 @@ def test_roles_and_globs_match_and_later_entries_win():
     }
     found = {key: group_settings(train, *key, is_matrix=key[1] != "vector") for key in expected}
     assert found == expected
+    assert group_settings(groups(), "norm.weight", "vector", is_matrix=False) == (0.1, 0.0), "vectors don't decay"
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,14 @@ def test_token_files_are_used_whole_too(folder, packing):
         assert text.packed.train.num_targets == text.packed.validation.num_targets == 50 * 39
 
 
+def test_the_vocabulary_covers_the_validation_source(folder):
+    np.save(folder / "large.npy", np.arange(230, dtype=np.uint16))
+    words = [f"data.source={folder}/t.npy", f"data.validation_source={folder}/large.npy"]
+    assert open_data(config_of(folder, *words)).vocab_size == 230
+    with pytest.raises(DataError, match="ids up to 229"):
+        open_data(config_of(folder, *words, "model.vocab_size=229"))
+
+
 def test_mixtures_of_everything_with_a_validation_source(folder):
     words = [mixture(folder, "1:t.npy", "1:c.txt", f"1:{HERE}:Letters"), f"data.validation_source={HERE}:MoreLetters"]
     text = open_data(config_of(folder, *words, PACKED, "data.separator=0"))

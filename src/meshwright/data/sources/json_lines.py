@@ -105,7 +105,7 @@ def _object(line: bytes, path: str, number: int) -> dict[str, Any]:
         what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(
             f"{place} is not JSON{at}: {what}", where=f"data.source, {place}", rule=rule,
-            fix="mend or remove the line; a line that ends early may be that of a download that broke off",
+            fix="correct or remove the line; a line that ends early may be that of a download that broke off",
         ) from None  # fmt: skip
     if not isinstance(value, dict):
         raise DataError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EmptyTexts:
-    """How many documents have an empty text, and where the first one is."""
+    """Number of documents with an empty text, and the place of the first."""
 
     count: int = 0
     first: str = ""
@@ -20,7 +20,7 @@ class EmptyTexts:
 
 @dataclass
 class LeftOut:
-    """What a corpus leaves out: names of files that are not text, and documents whose text is empty."""
+    """Parts that a corpus leaves out: names of files that are not text, and documents whose text is empty."""
 
     files: set[str] = field(default_factory=set)
     empty: EmptyTexts = field(default_factory=EmptyTexts)

@@ -92,5 +92,5 @@ def read_texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, 
 
 
 def _bad(source: str, what: str) -> DataError:
-    fix = "mend it, as in docs/examples/own_data.py: identity, __len__() and __getitem__(index)"
+    fix = "correct it, as in docs/examples/own_data.py: identity, __len__() and __getitem__(index)"
     return DataError(what, where=f"data.source, {source}", rule=RULE, fix=fix)

@@ -111,7 +111,7 @@ def _group_texts(file: ParquetFile, group: int, start: int, column: str, path: s
                 row += 1
     except UnicodeDecodeError as error:
         what = f"{column} is not UTF-8 from its byte {error.start + 1} on, in {path}, row {row}"
-        raise _damaged(path, what, "mend or remove the row") from None
+        raise _damaged(path, what, "correct or remove the row") from None
     except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's errors are subclasses of these
         raise _damaged(path, f"{path} can't be read from row {row} on: {_first_line(error)}") from None
 

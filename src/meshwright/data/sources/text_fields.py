@@ -63,7 +63,7 @@ def no_such_field(text_field: str, place: str, names: Sequence[str], *, noun: st
         f"{place} has no {noun} {text_field}; it has {first_words(names, MOST)}",
         where=f"data.text_field, {text_field}; {place}",
         rule=RULE,
-        fix=f"data.text_field={shlex.quote(likely or f'<a {noun} of every record>')}, or mend the data",
+        fix=f"data.text_field={shlex.quote(likely or f'<a {noun} of every record>')}, or correct the data",
     )
 
 
@@ -73,7 +73,7 @@ def not_text(text_field: str, kind: str, place: str, likely: str | None) -> Data
         f"{text_field} is {kind} in {place}",
         where=f"data.text_field, {text_field}; {place}",
         rule="the text of every record is a string",
-        fix=f"data.text_field={shlex.quote(likely)}" if likely else "mend or remove the record",
+        fix=f"data.text_field={shlex.quote(likely)}" if likely else "correct or remove the record",
     )
 
 
@@ -88,5 +88,5 @@ def check_damage(text: str, text_field: str, place: str) -> None:
             f"{text_field} has {found}, in {place}",
             where=f"data.text_field, {text_field}; {place}",
             rule="the text of every record is a string",
-            fix="mend or remove the record",
+            fix="correct or remove the record",
         )

@@ -1,4 +1,4 @@
-"""How a source of text is used: split for training and validation, or whole for one of them. Torch-free."""
+"""Uses of a source of text: split for training and validation, or whole for one of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Use(Enum):
-    """How the documents of a source are used."""
+    """Use of the documents of a source."""
 
     SPLIT = "a tenth held out"
     TRAIN = "all for training"

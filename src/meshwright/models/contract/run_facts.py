@@ -30,7 +30,7 @@ class DataFacts:
     mixture: tuple[str, ...]
     """Sources with weights, in place of `source`."""
     when_exhausted: str
-    """What follows when all of a source was read: wrap or end."""
+    """Behaviour when all of a source was read: wrap or end."""
     cache_dir: str | None
 
 

@@ -44,7 +44,7 @@ class UpdateFaults:
 
 @dataclass(frozen=True)
 class ParameterStep:
-    """What the update of a parameter needs: value and gradient, updated in place, and settings of the step."""
+    """A parameter in a step: value and gradient, updated in place, states and settings."""
 
     name: str
     role: Role

@@ -1,6 +1,6 @@
 """Run the transfers of many tensors at once, with one message per pair of ranks.
 
-Each rank keeps only what it does itself, not the plans, whose size grows with the number of ranks.
+Each rank keeps only its own part, not the plans, whose size grows with the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Runs = tuple[tuple[IndexRun, ...], ...]
 
 @dataclass(frozen=True)
 class RankTransfer:
-    """What one rank does in the transfer of a tensor.
+    """A rank's part in the transfer of a tensor.
 
     Args:
         shape: shape of its shard in the destination layout; None outside the destination mesh.
