@@ -145,6 +145,7 @@ def run(
                 threads=config.train.threads,
                 on_interrupt=on_interrupt,
                 describe_action=made.describe_action,
+                preload=config.family.preload,
             )
         lines = list(read_metrics(folder.metrics))
     key = loss_key(lines[-1] if lines else {})
@@ -212,9 +213,17 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
         say(f"{proved.name} · {axes} · {counted(steps, 'step')} in {proved.train.precision} …")
-        launch(record_body, spec, num_ranks=axes.num_ranks(), threads=threads, describe_action=made.describe_action)
+        preload = proved.family.preload
+        launch(
+            record_body,
+            spec,
+            num_ranks=axes.num_ranks(),
+            threads=threads,
+            describe_action=made.describe_action,
+            preload=preload,
+        )
         say("comparing with the reference: one process, a plain module, a plain loop …")
-        launch(compare_body, spec, num_ranks=1, threads=threads)
+        launch(compare_body, spec, num_ranks=1, threads=threads, preload=preload)
         if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
             say("the forward differs: looking for the place in a second pass …")
             notes += _locate(spec, num_ranks=axes.num_ranks(), threads=threads)

@@ -141,7 +141,7 @@ def _gathered_elements(plan: RunPlan, kind: Kind) -> int:
 def _ends(plan: RunPlan) -> int:
     """Return the number of elements of the ends on all stages or, if there are none, of the largest end's matrices."""
     ends = [kind for kind in plan.kinds if not kind.is_block]
-    if any(kind.everywhere for kind in ends):
+    if any(kind.everywhere and kind.parameters for kind in ends):
         return sum(plan.elements(p) for kind in ends if kind.everywhere for p in kind.parameters)
     matrices = ([p for p in kind.parameters if len(p.shape) > 1] for kind in ends)
     return max((sum(plan.elements(p) for p in found) for found in matrices), default=0)

@@ -124,7 +124,7 @@ def _shared_stages(config: RunConfig, num_stages: int) -> tuple[tuple[int, ...],
     if num_stages == 1:
         return ()
     facts = model_facts(config)
-    groups = {tuple(range(num_stages))} if facts.every else set()
+    groups = {tuple(range(num_stages))} if any(kind.parameters for kind in facts.every) else set()
     if any(parameter.tied_to for kind in facts.last for parameter in kind.parameters):
         groups.add((0, num_stages - 1))
     return tuple(sorted(groups))

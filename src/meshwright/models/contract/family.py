@@ -71,6 +71,8 @@ class Family(ABC):
     """Overrides applied by `prove`, for keys whose defaults make all gradients of the first step zero."""
     decides_samples: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys by section that determine the samples of a step; a resumed run must keep their values."""
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that every rank needs besides PyTorch and that are slow to import: they are imported once."""
     conditions: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors among a batch's conditions, in order, for messages."""
     foreign_names: ClassVar[Mapping[str, str]] = {}

@@ -121,11 +121,13 @@ def launch(
     threads: int | None,
     on_interrupt: Interrupts | None = None,
     describe_action: DescribeAction | None = None,
+    preload: Sequence[str] = (),
 ) -> None:
     """Start `num_ranks` processes that run `body(context, argument)`, and wait for all of them.
 
     The first Ctrl-C or SIGTERM asks the ranks to stop after the current step, and the second kills them. Without
     `on_interrupt`, the first kills them. `describe_action` formats a position in a rank's row of the pipeline table.
+    `preload` names modules that the ranks need besides PyTorch: they are imported once, before the ranks are forked.
 
     Raises:
         MeshwrightError: a rank failed or was killed. The error is that of the first rank to fail, with its rank and
@@ -134,7 +136,7 @@ def launch(
     check_ranks(num_ranks)
     threads = threads_per_rank(threads, num_ranks=num_ranks)
     methods = multiprocessing.get_context("forkserver")
-    methods.set_forkserver_preload(PRELOAD)
+    methods.set_forkserver_preload([*PRELOAD, *preload])
     numbers = methods.Array("q", StatusBoard.length(num_ranks), lock=False)
     board = StatusBoard(numbers)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:

@@ -1,0 +1,88 @@
+"""Build a transformers model from its configuration, on whatever device is current."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.hf import private
+from meshwright.models.hf.source import KEY, Source
+from meshwright.models.hf.tiny_config import tiny_config
+from meshwright.nn.linear import Linear
+
+
+def load_config(source: Source) -> Any:
+    """Return transformers' configuration of the text model, without dropout.
+
+    Raises:
+        ConfigError: transformers has no causal language model of this type, or refuses the configuration.
+    """
+    config = _from_fields(source) if source.fields else tiny_config(source.model_type)
+    config = config.get_text_config()
+    for name in _dropouts(config):
+        setattr(config, name, 0.0)
+    config.use_cache = False
+    return config
+
+
+def _from_fields(source: Source) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(source.fields, "utf-8")
+        try:
+            return private.read_config(folder)
+        except Exception as error:
+            raise _no_model(source.model_type, f"{type(error).__name__}: {error}") from error
+
+
+def _dropouts(config: Any) -> Iterator[str]:
+    """Yield the names of probabilities of dropout, which depend on the layout of random numbers."""
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or name.endswith("pdrop") or "jitter" in name):
+            yield name
+
+
+def build_model(config: Any, *, attention: str = "auto", experts: str = "eager") -> nn.Module:
+    """Build the model with its plain forward, in training mode, with linear layers that can defer their gradients.
+
+    Args:
+        config: return value of `load_config`.
+        attention: `model.attention`.
+        experts: implementation of experts; `eager` runs in every dtype.
+    """
+    try:
+        model = private.causal_lm(config, attention=attention, experts=experts)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _no_model(config.model_type, f"{type(error).__name__}: {error}") from error
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+            module.weight_gradients = None  # type: ignore[assignment]
+        elif isinstance(module, nn.Embedding):
+            module.padding_idx = None  # samples have no padding, and each row of the table gets its gradient
+        elif isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def _no_model(model_type: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"transformers can't build a causal language model of {model_type}: {' '.join(why.split())[:300]}",
+        where=KEY,
+        rule="model.config names a causal language model of transformers (AutoModelForCausalLM)",
+        fix=f"{KEY}=qwen3, or the folder of a decoder",
+    )
+
+
+def config_fields(config: Any) -> dict[str, Any]:
+    """Return what determines the parameters and their meaning, as JSON values."""
+    fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    ignored = ("transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+    return {name: value for name, value in fields.items() if name not in ignored and not name.startswith("_")}

@@ -1,0 +1,195 @@
+"""Derive the structure of a transformers model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
+from meshwright.models.hf.arrange import Sides, arrange, find_sides, side_modules
+from meshwright.models.hf.build_model import build_model, load_config
+from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
+from meshwright.models.hf.initial_values import fills_of
+from meshwright.models.hf.probe import Probe, probe
+from meshwright.models.hf.source import KEY, Source
+from meshwright.models.hf.stage import stub_shapes
+from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
+
+EXPERTS_ON_META = "batched_mm"
+"""Implementation of experts whose shapes depend on no values."""
+
+
+def derive_structure(source: Source, *, attention: str, seq_len: int) -> Structure:
+    """Derive the structure of a model, without allocating any of it.
+
+    Raises:
+        ConfigError: the model has no layers that can be told apart, or shares parameters between them.
+    """
+    config = load_config(source)
+    if getattr(config, "is_decoder", None) is False:
+        raise ConfigError(
+            f"{config.model_type} is an encoder: each token sees later ones",
+            where=KEY,
+            rule="next-token prediction needs a causal model",
+            fix=f"{KEY}=qwen3, or is_decoder=true in config.json if the weights are a decoder's",
+        )
+    model = _on_meta(config, attention)
+    found = probe(model, config)
+    sides, stubs = _sides(model, found)
+    arrange(model, found.layers_path, sides.last, sides.every)
+    return _Deriver(model, config, found, sides, stubs, seq_len).structure()
+
+
+def _on_meta(config: Any, attention: str) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(config, attention=attention, experts=EXPERTS_ON_META)
+
+
+def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, ...]]]:
+    """Return where parameters are used, and the modules to replace on stages without the first ones. What can't be
+    replaced is on every stage."""
+    sides, stubs, first = find_sides(model, found), dict[str, tuple[int, ...]](), list[str]()
+    for path in side_modules(model, found.layers_path):
+        names = [name for name in sides.first if name.startswith(f"{path}.")]
+        inside = stub_shapes(model, found.outputs, path) if names else None
+        if inside:
+            stubs |= inside
+            first += names
+    kept = [name for name in sides.first if name not in first]
+    return Sides(tuple(first), (*kept, *sides.every), sides.last), stubs
+
+
+class _Deriver:
+    """Turns what was found into facts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        found: Probe,
+        sides: Sides,
+        stubs: dict[str, tuple[int, ...]],
+        seq_len: int,
+    ) -> None:
+        self._model, self._config, self._found, self._sides, self._stubs = model, config, found, sides, stubs
+        self._fills = fills_of(model)
+        self._names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+        self._saved_names = set(model.state_dict())
+        layers = model.get_submodule(found.layers_path)
+        assert isinstance(layers, nn.ModuleList), "the probe found a list of layers"
+        self._layers = list(layers)
+        self._tables = [m for _, m in model.named_modules() if isinstance(m, nn.Embedding)]
+        self._check_ties()
+        self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
+        self._dtypes_before = {name: buffer.dtype for name, buffer in self._buffers.items()}
+        model.to(torch.bfloat16)
+        self._costs: Costs = measure_costs(model, self._layers, seq_len)
+
+    def _check_ties(self) -> None:
+        for names in self._names.values():
+            inside = [name for name in names if name.startswith(f"{self._found.layers_path}.")]
+            if inside and len(names) > 1:
+                raise ConfigError(
+                    f"{type(self._model).__name__} shares {names[0]} with {names[1]}",
+                    where=KEY,
+                    rule="each decoder layer has parameters of its own",
+                    fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
+                )
+
+    def structure(self) -> Structure:
+        """Return the structure."""
+        found, path = self._found, self._found.layers_path
+        blocks, layers = self._blocks()
+        inside = f"{path}."
+        outside = [name for name in self._buffers if not name.startswith(inside)]
+        stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
+        owners = {name.rpartition(".")[0] for name in self._sides.last}
+        late = [n for n in outside if n not in stubbed and n.rpartition(".")[0] in owners]
+        costs = self._costs
+        return Structure(
+            class_name=type(self._model).__name__,
+            layers_path=path,
+            layers=layers,
+            blocks=blocks,
+            first=self._end(self._sides.first, stubbed, costs.saved.get(BEFORE, Saved()), costs.flops.get(BEFORE, 0.0)),
+            every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
+            last=self._end(self._sides.last, late, costs.saved.get(AFTER, Saved()), costs.flops.get(AFTER, 0.0)),
+            stubs=self._stubs,
+            fills={name: fill for name, fill in self._fills.items() if not name.startswith(inside)},
+            width=found.width,
+            stream=found.stream,
+            returns=found.returns,
+            vocab_size=found.vocab_size,
+            max_len=self._max_len(),
+            not_split=found.not_split,
+        )
+
+    def _end(self, names: Iterable[str], buffers: Iterable[str], saved: Saved = Saved(), flops: float = 0.0) -> EndFacts:
+        wanted = set(names)
+        ordered = [name for name, _ in self._model.named_parameters(remove_duplicate=False) if name in wanted]
+        parameters = tuple(self._parameter(name) for name in ordered)
+        return EndFacts(parameters, tuple(self._buffers[name] for name in buffers), saved, flops)
+
+    def _parameter(self, name: str) -> ParameterFacts:
+        parameter = self._model.get_parameter(name)
+        first = self._names[id(parameter)][0]
+        owner = self._model.get_submodule(name.rpartition(".")[0])
+        shape = tuple(parameter.shape)
+        role = Role.VECTOR if parameter.dim() < 2 else Role.MATRIX
+        if isinstance(owner, nn.Embedding):
+            role = Role.EMBEDDING
+        elif shape[0] == self._found.vocab_size and name in self._sides.last and len(shape) == 2:
+            role = Role.HEAD
+        return ParameterFacts(name, shape, role, tied_to=None if first == name else first)
+
+    def _blocks(self) -> tuple[tuple[BlockFacts, ...], tuple[str, ...]]:
+        """Return the kinds of layers, and the name of each layer's kind."""
+        members: dict[BlockFacts, list[int]] = {}
+        signatures: dict[Any, BlockFacts] = {}
+        kinds: list[BlockFacts] = []
+        layers: list[str] = []
+        by_kind: dict[str, list[int]] = {}
+        for index in range(len(self._layers)):
+            facts = self._block(index)
+            key = (facts.parameters, facts.buffers, tuple(sorted(facts.fills.items())), facts.flops)
+            if key not in signatures:
+                base = type(self._layers[index]).__name__
+                name = base if not kinds else f"{base}.{len(kinds) + 1}"
+                signatures[key] = replace(facts, name=name)
+                kinds.append(signatures[key])
+            layers.append(signatures[key].name)
+            by_kind.setdefault(signatures[key].name, []).append(index)
+        del members
+        saved = {name: mean_of(self._costs.saved, indices) for name, indices in by_kind.items()}
+        return tuple(replace(kind, saved=saved[kind.name]) for kind in kinds), tuple(layers)
+
+    def _block(self, index: int) -> BlockFacts:
+        layer, prefix = self._layers[index], f"{self._found.layers_path}.{index}."
+        parameters = []
+        for name, parameter in layer.named_parameters():
+            shape = tuple(parameter.shape)
+            parameters.append(ParameterFacts(name, shape, Role.VECTOR if len(shape) < 2 else Role.MATRIX))
+        buffers = [replace(self._buffers[prefix + name], name=name) for name, _ in layer.named_buffers()]
+        fills: dict[str, FillFacts] = {
+            name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
+        }
+        flops = self._costs.flops.get(index, 0.0)
+        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops)
+
+    def _max_len(self) -> int | None:
+        """Return the rows of the smallest table before the layers, if it is no table of tokens."""
+        rows = [table.num_embeddings for table in self._tables]
+        small = [n for n in rows if n < self._found.vocab_size]
+        positions = getattr(self._config, "max_position_embeddings", None)
+        return min(small) if small and positions is not None and min(small) <= positions + 8 else None
+
+
+def _buffer(name: str, tensor: Tensor, saved: bool) -> BufferFacts:
+    return BufferFacts(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), saved=saved)

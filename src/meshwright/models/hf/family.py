@@ -1,0 +1,193 @@
+"""The family of transformers models. Doesn't import torch or transformers: what it needs to know of a model is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import LayoutError
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.initial_values import Constant, Fill, Normal
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Part
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.tp_styles import Style
+from meshwright.models.hf.config import HfConfig
+from meshwright.models.hf.facts_cache import cached_structure
+from meshwright.models.hf.source import Source, find_source, transformers_version
+from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
+from meshwright.settings.violation import Violation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from meshwright.models.contract.task import Batch, Reference, Task
+
+
+class HfFamily(Family):
+    """Any causal language model of transformers, trained on text."""
+
+    sections = {"model": HfConfig}
+    preload = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+
+    def rules(self, f: RunFacts) -> Iterable[Violation]:
+        """Check the layout against what the model allows."""
+        structure = structure_of(f)
+        if f.axes.pp > 1 and structure.not_split:
+            what, rule = f"mesh.pp = {f.axes.pp}: {structure.not_split}", "only the stream passes between stages"
+            yield Violation(LayoutError, what, "mesh.pp", rule, [{"mesh.pp": 1}])
+        if f.axes.tp > 1 and f.sequence_parallel:
+            key, rule = "mesh.sequence_parallel", "modules of transformers take all tokens of a sample"
+            yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
+        if f.axes.tp > 1 and structure.not_tensor_parallel:
+            what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
+            yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
+        if structure.max_len is not None and f.seq_len > structure.max_len:
+            what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
+            rule = "a table of learned positions has a row for each token"
+            yield Violation(LayoutError, what, "train.seq_len", rule, [{"train.seq_len": structure.max_len}])
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        """Describe the model's parameters and costs."""
+        return describe(structure_of(f), f)
+
+    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
+        """Return the tensor-parallel styles."""
+        structure = structure_of(f)
+        ends = {"first": structure.first, "every": structure.every, "last": structure.last}
+        return {block.name: block.styles for block in structure.blocks} | {
+            name: end.styles for name, end in ends.items()
+        }
+
+    def build(self, f: RunFacts, part: Part) -> nn.Module:
+        """Build the model, and turn it into one stage."""
+        from meshwright.models.hf.arrange import arrange
+        from meshwright.models.hf.stage import make_stage
+
+        structure, model = structure_of(f), _build(f)
+        names = [[parameter.name for parameter in end.parameters] for end in (structure.last, structure.every)]
+        arrange(model, structure.layers_path, tuple(names[0]), tuple(names[1]))
+        return make_stage(model, structure, part)
+
+    def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
+        """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""
+        out: Tensor = module(inputs, *batch.conditions, token_ids=batch.inputs)
+        return out
+
+    def initial(self, f: RunFacts, name: str) -> Fill:
+        """Return the initial values that the model's own rules give."""
+        facts = _fill(structure_of(f), name)
+        if facts.how == "normal":
+            return Normal(facts.value)
+        if facts.how == "constant":
+            return Constant(facts.value)
+        from meshwright.models.hf.initial_values import to_fill
+
+        return to_fill(facts, lambda: _on_meta(_section(f)), name, seed=f.seed)
+
+    def open_data(self, f: RunFacts) -> Any:
+        """Open the text of the `data` section."""
+        from meshwright.models.tasks.text_data import open_text
+
+        return open_text(f, vocab_size=structure_of(f).vocab_size)
+
+    def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
+        """Return the next-token task."""
+        from meshwright.models.tasks.text_task import text_task
+
+        return text_task(f, data, device)
+
+    def reference(self, f: RunFacts, data: Any) -> Reference:
+        """Return the reference implementation of the next-token loss."""
+        from meshwright.models.tasks.text_task import text_reference
+
+        return text_reference(f, data)
+
+
+def describe(structure: Structure, f: RunFacts) -> ModelFacts:
+    """Describe a model of this structure."""
+    blocks = tuple(_kind(block, structure) for block in structure.blocks)
+    flops = {block.name: block.flops for block in structure.blocks}
+    first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
+    has_every = structure.every.parameters or structure.every.buffers
+    return ModelFacts(
+        kinds=blocks,
+        layers=structure.layers,
+        edge=EdgeFacts("stream", (f.seq_len, structure.width)),
+        tokens=f.seq_len,
+        identity={"kind": "hf", **_source(_section(f)).identity()},
+        first=(first,),
+        every=(every,) if has_every else (),
+        last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
+        # The backward costs twice the forward.
+        flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
+    )
+
+
+def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
+    path = f"{structure.layers_path}.{{layer}}"
+    return KindFacts(
+        block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops
+    )
+
+
+def _end(name: str, end: EndFacts) -> KindFacts:
+    return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+
+
+def _fill(structure: Structure, name: str) -> FillFacts:
+    prefix = f"{structure.layers_path}."
+    if not name.startswith(prefix):
+        return structure.fills[name]
+    layer, _, inside = name.removeprefix(prefix).partition(".")
+    return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
+
+
+def _section(f: RunFacts) -> HfConfig:
+    return f.section(HfConfig)
+
+
+@lru_cache(maxsize=64)
+def _source(section: HfConfig) -> Source:
+    return find_source(section.config)
+
+
+def structure_of(f: RunFacts) -> Structure:
+    """Return the structure of a run's model, from the cache if it was derived before."""
+    return _structure(_section(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+
+
+@lru_cache(maxsize=64)
+def _structure(section: HfConfig, seq_len: int, tp: int, cache_dir: str | None) -> Structure:
+    source = _source(section)
+
+    def derive() -> Structure:
+        from meshwright.models.hf.derive import derive_structure
+
+        return derive_structure(source, attention=section.attention, seq_len=seq_len)
+
+    versions = {"transformers": transformers_version(), "torch": version("torch")}
+    key = {**source.identity(), "attention": section.attention, "seq_len": seq_len, "tp": tp, **versions}
+    return cached_structure(key, derive, cache_dir=cache_dir)
+
+
+def _build(f: RunFacts) -> nn.Module:
+    from meshwright.models.hf.build_model import build_model, load_config
+
+    section = _section(f)
+    return build_model(load_config(_source(section)), attention=section.attention)
+
+
+@lru_cache(maxsize=2)
+def _on_meta(section: HfConfig) -> nn.Module:
+    import torch
+
+    from meshwright.models.hf.build_model import build_model, load_config
+
+    with torch.device("meta"):
+        return build_model(load_config(_source(section)), attention=section.attention)
+
+
+FAMILY = HfFamily()

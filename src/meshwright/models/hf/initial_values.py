@@ -1,0 +1,71 @@
+"""Initial values of a transformers model by name, as its own rules give them.
+
+Normal values are drawn shard by shard (`nn/weight_init.py`), so they are the same on every layout. Values of other
+rules are computed in full on the CPU, by the model's own code on a copy of the one module that they belong to.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
+from meshwright.models.hf import private
+from meshwright.models.hf.structure import FillFacts
+
+COMPUTED = FillFacts("computed")
+
+
+def fills_of(model: nn.Module) -> dict[str, FillFacts]:
+    """Return how each parameter and buffer of a model on the meta device is initialised, by every one of its names."""
+    recorded = private.recorded_initialisation(model)
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: _fill(recorded.get(id(tensor)), tensor) for name, tensor in tensors}
+
+
+def _fill(found: private.Initialisation | None, tensor: Tensor) -> FillFacts:
+    if found is None or not tensor.is_floating_point():
+        return COMPUTED
+    if found.function == "normal_" and found.arguments[0] == 0:
+        return FillFacts("normal", float(found.arguments[1]))
+    if found.function in ("zeros_", "ones_"):
+        return FillFacts("constant", float(found.function == "ones_"))
+    if found.function == "constant_":
+        return FillFacts("constant", float(found.arguments[0]))
+    return COMPUTED
+
+
+def to_fill(facts: FillFacts, model: Any, name: str, *, seed: int) -> Fill:
+    """Return the initial values of a tensor.
+
+    Args:
+        facts: how it is initialised.
+        model: returns the model on the meta device; called for computed values only.
+        name: its name in the model.
+        seed: seed of values that are both random and computed.
+    """
+    if facts.how == "normal":
+        return Normal(facts.value)
+    if facts.how == "constant":
+        return Constant(facts.value)
+    return Computed(lambda: _compute(model(), name, seed))
+
+
+@torch.no_grad()
+def _compute(model: nn.Module, name: str, seed: int) -> Tensor:
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    recorded = private.recorded_initialisation(model).get(id(getattr(owner, last)))
+    by = owner if recorded is None or recorded.by is None else recorded.by
+    inside = next(key for key, module in by.named_modules() if module is owner)
+    real = copy.deepcopy(by).to_empty(device="cpu")
+    generator = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator)
+        private.initialise_module(model, real)
+    found: Tensor = getattr(real.get_submodule(inside), last)
+    return found.detach()

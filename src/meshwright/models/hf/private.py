@@ -1,0 +1,167 @@
+"""Names of `transformers` that it does not document, or may move. Checked on 5.23.0.
+
+Nothing else in this room reads one; the package is imported inside the functions, for it is optional.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+def causal_names() -> tuple[str, ...]:
+    """Return the model types that `AutoModelForCausalLM` knows, in its order."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def config_class(model_type: str) -> type[Any]:
+    """Return the configuration class of a model type, whole: with the vision or audio parts that it may have."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found: type[Any] = CONFIG_MAPPING[model_type]
+    return found
+
+
+def is_causal_config(config: type[Any]) -> bool:
+    """Whether `AutoModelForCausalLM` builds a model from this configuration class itself."""
+    from transformers import AutoModelForCausalLM
+
+    return config in AutoModelForCausalLM._model_mapping
+
+
+def text_config_class(config: type[Any]) -> type[Any]:
+    """Return the class of the text model's part of a configuration, or the class itself if it has no parts."""
+    if "text_config" not in config.sub_configs:
+        return config
+    return type(config().text_config)
+
+
+def read_config(folder: str) -> Any:
+    """Return the configuration in a folder."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
+    """Build a causal language model with random weights, without loading anything.
+
+    Args:
+        config: configuration of the text model.
+        attention: implementation of attention; `auto` takes the model's own choice.
+        experts: implementation of experts, where the model has a choice; None takes transformers' own.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    if experts is not None and kind._can_set_experts_implementation():
+        options["experts_implementation"] = experts
+    with quiet():
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' notes about defaults, for as long as this lasts."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Make forwards possible on the meta device: nothing looks for packed documents in values that are not there."""
+    from transformers import masking_utils
+
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+class Initialisation(NamedTuple):
+    """The last call that initialised a tensor."""
+
+    function: str
+    arguments: tuple[Any, ...]
+    by: Any
+    """Module whose initialisation it was."""
+
+
+def recorded_initialisation(model: Any) -> dict[int, Initialisation]:
+    """Return how a model's own rules initialise its parameters and buffers, by `id`. Nothing is written."""
+    from transformers import initialization
+
+    found: dict[int, Initialisation] = {}
+    by: list[Any] = [None]
+
+    def recorder(name: str, original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def record(tensor: Any, *positional: Any, **named: Any) -> Any:
+            bound = signature.bind(tensor, *positional, **named)
+            bound.apply_defaults()
+            of = tensor._base if tensor._base is not None else tensor
+            kind = name if tensor._base is None else "view"
+            found[id(of)] = Initialisation(kind, tuple(bound.arguments.values())[1:], by[0])
+            return tensor
+
+        return record
+
+    functions, copy = dict(initialization.TORCH_INIT_FUNCTIONS), initialization.copy_
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor._is_hf_initialized = False
+    parts = [module for module in model.modules() if hasattr(type(module), "_init_weights")]
+    for part in parts:
+        part._init_weights = _noting(part, by)
+    for name, function in functions.items():
+        initialization.TORCH_INIT_FUNCTIONS[name] = recorder(name, function)
+    initialization.copy_ = recorder("copy_", copy)
+    try:
+        model.initialize_weights()
+    finally:
+        initialization.TORCH_INIT_FUNCTIONS.update(functions)
+        initialization.copy_ = copy
+        for part in parts:
+            del part._init_weights
+    return found
+
+
+def _noting(part: Any, by: list[Any]) -> Any:
+    """Return a model's initialisation of a module that notes the module in `by` first."""
+    initialise = part._init_weights
+
+    def noting(module: Any) -> None:
+        by[0] = module
+        initialise(module)
+
+    return noting
+
+
+def initialise_module(model: Any, module: Any) -> None:
+    """Apply a model's rules of initialisation to one module, on which no tensor is marked as initialised."""
+    model._init_weights(module)
+
+
+def tensor_parallel_plan(model: Any) -> dict[str, str]:
+    """Return transformers' styles of tensor parallelism by glob of module or parameter names."""
+    return dict(model._tp_plan or {})
+
+
+def logits(out: Any) -> Any:
+    """Return the logits of a model's output."""
+    return out.logits if hasattr(out, "logits") else out[0]

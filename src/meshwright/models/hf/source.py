@@ -1,0 +1,90 @@
+"""Find out what `model.config` names: a folder, a config.json or a model type. Doesn't import torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError
+
+KEY = "model.config"
+RULE = "model.config is a folder in Hugging Face's format, a config.json, or a model type such as qwen3"
+CONFIG_FILE = "config.json"
+MIN_TRANSFORMERS = (5, 0)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model that `model.config` names."""
+
+    model_type: str
+    folder: Path | None = None
+    """Folder with the weights and the tokenizer; None for a model type, which is built small."""
+    fields: str = ""
+    """Content of config.json."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return all that determines the model's configuration."""
+        return {"model_type": self.model_type, "fields": json.loads(self.fields) if self.fields else None}
+
+
+def find_source(text: str) -> Source:
+    """Return the model that `model.config` names.
+
+    Raises:
+        ConfigError: there is no such folder or file, it is no model's configuration, or transformers is missing.
+    """
+    _check_installed()
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = path / CONFIG_FILE
+        if not path.is_file():
+            raise _error(f"{text} has no {CONFIG_FILE}", f"the folder that save_pretrained or hf download wrote, {KEY}=…")
+    if path.is_file():
+        return _read(path)
+    if "/" in text or text.endswith(".json") or text.startswith((".", "~")):
+        raise _missing(text)
+    return Source(text)
+
+
+def _read(path: Path) -> Source:
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise _error(f"{path} can't be read: {error}", f"a config.json, or {KEY}=qwen3") from error
+    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(model_type, str):
+        raise _error(f"{path} has no model_type", "the config.json of a transformers model")
+    return Source(model_type, path.parent, json.dumps(fields, sort_keys=True))
+
+
+def _missing(text: str) -> ConfigError:
+    is_hub_name = text.count("/") == 1 and not text.startswith((".", "~", "/"))
+    if is_hub_name:
+        name = text.rpartition("/")[2]
+        return _error(
+            f"{text} looks like a name on the Hugging Face Hub, and nothing is downloaded",
+            f"hf download {text} --local-dir {name} (for a gated model after hf auth login), then {KEY}={name}",
+        )
+    return _error(f"file or folder not found: {text}", f"the path of a folder with a {CONFIG_FILE}, or {KEY}=qwen3")
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise _error("transformers is not installed", "pip install 'meshwright[transformers]'")
+    found = transformers_version()
+    if tuple(int(part) for part in found.split(".")[:2]) < MIN_TRANSFORMERS:
+        raise _error(f"transformers {found} is too old", "pip install 'transformers>=5'")
+
+
+def transformers_version() -> str:
+    """Return the version of transformers, without importing it."""
+    return version("transformers")
+
+
+def _error(what: str, fix: str) -> ConfigError:
+    return ConfigError(what, where=KEY, rule=RULE, fix=fix)

@@ -1,0 +1,165 @@
+"""A pipeline stage of a transformers model: the whole forward, in which only the stage's own layers compute.
+
+Every stage runs the model's own `forward(input_ids)`, so masks, positions and rotary embeddings are those of the model.
+Layers of other stages pass their input on, modules before the layers return zeros, the last layer before the stage's own
+returns the stream that was received, and the first one after them ends the forward.
+
+Shapes: b batch, t time, d width of the stream, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.contract.model_facts import Part
+from meshwright.models.hf import private
+from meshwright.models.hf.float64_mode import Float64Mode
+from meshwright.models.hf.probe import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM
+from meshwright.models.hf.structure import Structure
+from meshwright.nn.attention.token_layout import TokenLayout
+
+
+class _End(Exception):
+    """Ends a forward with the stage's output."""
+
+    def __init__(self, stream: Tensor) -> None:
+        super().__init__()
+        self.stream = stream
+
+
+class _Call:
+    """What the modules of a stage share during a forward."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.batch, self.time, self.dtype = 0, 0, torch.float32
+
+
+def make_stage(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
+    """Turn a model on the meta device into one of its stages, in place.
+
+    The module's forward takes token ids [b, t] or, but for the first stage, the stream [b, t, d] and then the ids, and
+    returns the stream or, on the last stage, logits [b, t, v].
+    """
+    call, layers = _Call(), model.get_submodule(structure.layers_path)
+    assert isinstance(layers, nn.ModuleList), "the layers are a list of modules"
+    for index, layer in enumerate(layers):
+        if index in part.layers:
+            layer.forward = _in_float64(layer.forward)
+        else:
+            _empty(layer)
+            layer.forward = _passing(index, structure, part, call)
+    if not part.is_first:
+        for path, shape in structure.stubs.items():
+            module = model.get_submodule(path)
+            _empty(module)
+            module.forward = _zeros(shape, call)
+    if not part.is_last:
+        for name in (parameter.name for parameter in structure.last.parameters):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = None
+        for buffer in structure.last.buffers:
+            owner, _, leaf = buffer.name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = None
+    model.forward = _stage_forward(model, model.forward, part, call)
+    return model
+
+
+def _stage_forward(model: nn.Module, forward: Callable[..., Any], part: Part, call: _Call) -> Callable[..., Tensor]:
+    def stage_forward(inputs: Tensor, layout: TokenLayout | None = None, token_ids: Tensor | None = None) -> Tensor:
+        ids = inputs if part.is_first else token_ids
+        if ids is None:
+            ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
+        call.received = None if part.is_first else inputs
+        call.batch, call.time, call.dtype = ids.shape[0], ids.shape[1], inputs.dtype
+        try:
+            with _mode(model):
+                return private.logits(forward(input_ids=ids, use_cache=False, **_documents(layout, ids)))
+        except _End as end:
+            return end.stream
+        finally:
+            call.received = None
+
+    return stage_forward
+
+
+def _documents(layout: TokenLayout | None, ids: Tensor) -> dict[str, Tensor]:
+    """Return the positions of packed documents, from which transformers makes its masks."""
+    if layout is None or layout.documents is None:
+        return {}
+    positions = [torch.cat([torch.arange(length) for length in sample]) for sample in layout.documents]
+    return {"position_ids": torch.stack(positions).to(ids.device)}
+
+
+def _passing(index: int, structure: Structure, part: Part, call: _Call) -> Callable[..., Any]:
+    """Return the forward of a layer of another stage."""
+    key, (form, length) = structure.stream, structure.returns
+
+    def passing(*args: Any, **kwargs: Any) -> Any:
+        stream = args[key] if isinstance(key, int) else kwargs[key]
+        if index == part.layers.start - 1:
+            stream = call.received
+        if index == part.layers.stop:
+            raise _End(stream)
+        return stream if form == "tensor" else (tuple if form == "tuple" else list)((stream, *[None] * (length - 1)))
+
+    return passing
+
+
+def _zeros(shape: tuple[int, ...], call: _Call) -> Callable[..., Tensor]:
+    """Return the forward of a module before the layers on a stage that receives the stream."""
+
+    def zeros(*args: Any, **kwargs: Any) -> Tensor:
+        sizes = {BATCH_DIM: call.batch, TIME_DIM: call.time, BATCH_TIME_DIM: call.batch * call.time}
+        assert call.received is not None, "a stage without the first modules receives the stream"
+        return torch.zeros([sizes.get(n, n) for n in shape], dtype=call.dtype, device=call.received.device)
+
+    return zeros
+
+
+def _empty(module: nn.Module) -> None:
+    """Remove a module's parameters and buffers; all else stays, since a model reads attributes of its layers."""
+    for inner in module.modules():
+        for tensors in (inner._parameters, inner._buffers):
+            tensors.update(dict.fromkeys(tensors))
+
+
+def _mode(module: nn.Module) -> AbstractContextManager[Any]:
+    """Return the mode in which a float64 model has no float32 inside."""
+    first = next(module.parameters(), None)
+    return Float64Mode() if first is not None and first.dtype == torch.float64 else nullcontext()
+
+
+def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward in the mode of its dtype, which its recomputation in the backward needs, too."""
+
+    @functools.wraps(forward)
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        with _mode(forward.__self__):  # type: ignore[attr-defined]
+            return forward(*args, **kwargs)
+
+    return in_mode
+
+
+def stub_shapes(model: nn.Module, paths: Mapping[str, tuple[int, ...]], side: str) -> dict[str, tuple[int, ...]] | None:
+    """Return the modules to replace on a stage without a module before the layers, with the shapes of their outputs:
+    the module itself if it returns one tensor, else those inside it; None if parameters would be left."""
+    if side in paths:
+        return {side: paths[side]}
+    module = model.get_submodule(side)
+    if any(True for _ in module.parameters(recurse=False)):
+        return None
+    found: dict[str, tuple[int, ...]] = {}
+    for name, child in module.named_children():
+        if any(True for _ in child.parameters()):
+            inside = stub_shapes(model, paths, f"{side}.{name}")
+            if inside is None:
+                return None
+            found |= inside
+    return found
