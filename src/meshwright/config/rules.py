@@ -30,6 +30,7 @@ from meshwright.config.rules_precision import precision_violations
 from meshwright.config.rules_trackers import tracker_violations
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.tp_styles import OWN_PARAMETERS
 from meshwright.settings.nearby_sizes import round_up
 from meshwright.settings.violation import Fix, Violation, format_fix, format_value
 from meshwright.units import counted
@@ -138,7 +139,8 @@ def _model_description(config: RunConfig) -> Iterator[Violation]:
     """Reject models that can't be parallelized: unsupported ties and, under tp, modules with both parameters and
     submodules."""
     facts, where = model_facts(config), "model.kind"
-    first = {kind.full_name(p.name, None) for kind in facts.first for p in kind.parameters}
+    first = {kind.full_name(p.name, None) for kind in (*facts.first, *facts.every) for p in kind.parameters}
+    styles = config.family.styles(run_facts(config)) if config.mesh.tp > 1 else {}
     for kind in (*facts.first, *facts.every, *facts.kinds, *facts.last):
         modules = {p.name.rpartition(".")[0] for p in kind.parameters}
         for p in kind.parameters:
@@ -148,7 +150,9 @@ def _model_description(config: RunConfig) -> Iterator[Violation]:
                 yield Violation(ConfigError, f"{kind.name}/{p.name} is tied to {p.tied_to}", where, rule, [], otherwise)
             module = p.name.rpartition(".")[0]
             inside = any(other != module and (not module or other.startswith(f"{module}.")) for other in modules)
-            if config.mesh.tp > 1 and inside:
+            found = (one for glob, one in styles.get(kind.name, {}).items() if fnmatch.fnmatchcase(module, glob))
+            style = next(found, None)
+            if config.mesh.tp > 1 and inside and (style is None or style.kind not in OWN_PARAMETERS):
                 what = f"{kind.name}/{p.name} belongs to a module with submodules, with mesh.tp = {config.mesh.tp}"
                 rule = "under tensor parallelism only modules without submodules can own parameters"
                 yield Violation(

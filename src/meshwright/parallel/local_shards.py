@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 from meshwright.nn.deferred_weight_gradients import OWNER, LocalShardOwner
 from meshwright.parallel.private import parameter_dict
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Replace a module's own parameter by a DTensor."""
@@ -21,7 +24,7 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: 
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def compute_on_local_shards(module: nn.Module, *, partial_gradients: bool = False) -> None:
+def compute_on_local_shards(module: nn.Module, *, partial: Mapping[str, float] = NOTHING) -> None:
     """Make a module's forward see local shards in place of its own DTensor parameters.
 
     Each forward reads the current parameters, which FSDP2 may have unsharded. Deferred weight gradients belong to those
@@ -29,7 +32,8 @@ def compute_on_local_shards(module: nn.Module, *, partial_gradients: bool = Fals
 
     Args:
         module: module with sharded or replicated parameters.
-        partial_gradients: whether the shards' gradients are partial instead of placed like the parameters.
+        partial: parameters whose local gradients are partial instead of placed like the parameters, with the factor by
+            which each rank's forward multiplies them.
     """
     forward, parameters = module.forward, parameter_dict(module)
 
@@ -38,7 +42,7 @@ def compute_on_local_shards(module: nn.Module, *, partial_gradients: bool = Fals
         try:
             for name, parameter in original.items():
                 if isinstance(parameter, DTensor):
-                    parameters[name] = _local(parameter, partial_gradients=partial_gradients)
+                    parameters[name] = _local(parameter, partial.get(name))
             return forward(*args, **kwargs)
         finally:
             parameters.update(original)
@@ -46,9 +50,9 @@ def compute_on_local_shards(module: nn.Module, *, partial_gradients: bool = Fals
     module.forward = forward_on_local
 
 
-def _local(parameter: Any, *, partial_gradients: bool) -> Tensor:
+def _local(parameter: Any, factor: float | None) -> Tensor:
     mesh, placements = parameter.device_mesh, list(parameter.placements)
-    if partial_gradients:
+    if factor is not None:
         placements = [Partial() for _ in placements]
     local: Tensor = parameter.to_local(grad_placements=placements)
 
@@ -57,4 +61,4 @@ def _local(parameter: Any, *, partial_gradients: bool) -> Tensor:
         return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     setattr(local, OWNER, LocalShardOwner(parameter, wrap))
-    return local
+    return local if factor in (None, 1.0) else local * factor

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
@@ -47,23 +49,98 @@ class PartialGradients(ParallelStyle):
     """Style of replicated parameters applied to column-sharded activations: their gradients are partial."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_module(module, device_mesh)
-        compute_on_local_shards(module, partial_gradients=True)
+        _replicate_own(module, device_mesh)
+        compute_on_local_shards(module, partial={name: 1.0 for name, _ in module.named_parameters(recurse=False)})
         return module
 
 
 class LocalShards(ParallelStyle):
-    """Style of a module inside a region that computes with local shards of its parameters."""
+    """Style of a module that computes with local shards of its parameters."""
 
-    def __init__(self, dims: Mapping[str, int]) -> None:
+    def __init__(self, style: Style) -> None:
         super().__init__()
-        self._dims = dims
+        self._style, self._dims = style, dict(style.dims)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, dim in self._dims.items():
-            shard_parameter(module, name, device_mesh, [Shard(dim)])
-        compute_on_local_shards(module)
+        partial: dict[str, float] = {}
+        for name, _ in list(module.named_parameters(recurse=False)):
+            placement = Shard(self._dims[name]) if name in self._dims else Replicate()
+            shard_parameter(module, name, device_mesh, [placement])
+            if name not in self._dims:
+                partial[name] = 1 / device_mesh.size() if self._style.reduced_output else 1.0
+        compute_on_local_shards(module, partial=partial)
+        if self._style.summed_input:
+            module.register_forward_pre_hook(
+                lambda module, inputs: (with_partial_gradient(inputs[0], device_mesh), *inputs[1:])
+            )
+        if self._style.reduced_output:
+            module.register_forward_hook(lambda module, inputs, output: reduced(output, device_mesh))
         return module
+
+
+class ReplicatedLocally(ParallelStyle):
+    """Style of a module that computes with local replicas of its own parameters."""
+
+    def __init__(self, partial_tail: int) -> None:
+        super().__init__()
+        self._tail = partial_tail
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _replicate_own(module, device_mesh)
+        compute_on_local_shards(module)
+        if self._tail:
+            module.register_forward_hook(lambda module, inputs, output: self._sum_tail(output, device_mesh))
+        return module
+
+    def _sum_tail(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        head, tail = output.split([output.shape[-1] - self._tail, self._tail], dim=-1)
+        return torch.cat([head, with_partial_gradient(tail, mesh)], dim=-1)
+
+
+class ShardedExperts(ParallelStyle):
+    """Style of experts of which each rank holds some, and computes what they add to the output."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, _ in list(module.named_parameters(recurse=False)):
+            shard_parameter(module, name, device_mesh, [Shard(0)])
+        compute_on_local_shards(module)
+        module.num_experts //= device_mesh.size()  # type: ignore[operator]
+        num_local: int = module.num_experts  # type: ignore[assignment]
+        first = num_local * device_mesh.get_local_rank()
+
+        def local(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if value.is_floating_point():
+                return with_partial_gradient(value, device_mesh)
+            index = value - first
+            # The number of experts stands for no expert, in all implementations of transformers.
+            return torch.where((index >= 0) & (index < num_local), index, num_local)
+
+        def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return tuple(map(local, inputs)), {name: local(value) for name, value in named.items()}
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(lambda module, inputs, output: reduced(output, device_mesh))
+        return module
+
+
+def _replicate_own(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make a module's own parameters DTensors."""
+    for name, _ in list(module.named_parameters(recurse=False)):
+        shard_parameter(module, name, mesh, [Replicate()])
+
+
+def with_partial_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a replicated tensor whose gradient is partial, and is reduced in the backward."""
+    full = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return full.to_local(grad_placements=[Partial()])
+
+
+def reduced(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum of a partial tensor over the ranks, replicated."""
+    partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    return partial.redistribute(placements=[Replicate()]).to_local()
 
 
 class Region(ParallelStyle):
@@ -149,9 +226,9 @@ def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
     """Convert a style to PyTorch's, given the placement of the residual stream."""
     full = Replicate()
     if style.kind is StyleKind.COLUMN:
-        return ColwiseParallel()
+        return ColwiseParallel(output_layouts=full) if style.gathered else ColwiseParallel()
     if style.kind is StyleKind.ROW:
-        return RowwiseParallel(output_layouts=stream)
+        return RowwiseParallel(input_layouts=full if style.gathered else Shard(-1), output_layouts=stream)
     if style.kind is StyleKind.VOCABULARY:
         return RowwiseParallel(input_layouts=full, output_layouts=stream)
     if style.kind is StyleKind.HEAD:
@@ -162,9 +239,13 @@ def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
     if style.kind is StyleKind.REGION:
         return Region(stream)
     if style.kind is StyleKind.LOCAL:
-        return LocalShards(dict(style.dims))
+        return LocalShards(style)
     if style.kind is StyleKind.DIVIDED:
         return PartialGradients()
+    if style.kind is StyleKind.REPLICATED:
+        return ReplicatedLocally(style.partial_tail)
+    if style.kind is StyleKind.EXPERTS:
+        return ShardedExperts()
     assert style.kind is StyleKind.STREAM, f"no style {style.kind}"
     return SequenceParallel(sequence_dim=stream.dim) if isinstance(stream, Shard) else Replicated()
 

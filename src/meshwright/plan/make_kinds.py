@@ -185,12 +185,16 @@ class KindMaker:
             # The bias of a row-parallel layer is added after the reduction, so it is replicated.
             used = () if is_bias and kind is StyleKind.ROW else (Shard(0 if is_bias else SHARDED_DIM[kind], self._tp),)
         if style is not None and kind is StyleKind.LOCAL:
-            used = (Shard(dict(style.dims)[one.name.rpartition(".")[2]], self._tp),)
+            dim = dict(style.dims).get(one.name.rpartition(".")[2])
+            used = () if dim is None else (Shard(dim, self._tp),)
+        if kind is StyleKind.EXPERTS:
+            used = (Shard(0, self._tp),)
         is_expert = one.role is Role.EXPERTS
         if is_expert and self._ep:
             used = (Shard(0, self._ep), *used)
         data = tuple(axis for axis in self._data if not is_expert or axis not in self._ep)
-        work = data + (self._tp if self._has_sharded_input(kind) else ())
+        is_partial = self._has_sharded_input(kind) or (kind is StyleKind.LOCAL and not used)
+        work = data + (self._tp if is_partial else ())
         stored = self._stored_dim(one, used) if is_expert else 0
         return Parameter(one.name, one.shape, one.role.value, used, work, stored, trained=trained, key=one.tied_to)
 
@@ -236,6 +240,16 @@ class KindMaker:
                     )
                 yield from self._gather_input(columns[0].shape[1])
                 continue
+            if style.kind is StyleKind.EXPERTS:
+                yield from self._gather_input(self._facts.edge.shape[-1])
+                yield from self._gather_input(style.top_k)
+                yield from self._reduce_output(self._facts.edge.shape[-1], recomputed=style.kept)
+                continue
+            for width in (style.partial_tail, style.summed_input):
+                if width:
+                    yield from self._gather_input(width)
+            if style.reduced_output:
+                yield from self._reduce_output(style.reduced_output, recomputed=style.kept)
             weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
             if style.kind in SHARDED_DIM and not weights:
                 raise _style_without_matrix(
@@ -251,8 +265,12 @@ class KindMaker:
                 elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                     width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
                     yield from self._reduce_output(width, recomputed=style.kept)
+                    if style.gathered:
+                        yield self._collective("all_gather", weight.shape[1], None, backward=1)
                 elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
                     yield from self._gather_input(weight.shape[1])  # the head gathers its own input
+                    if style.gathered:
+                        yield self._collective("all_gather", weight.shape[0], None, forward=1, recomputed=1)
 
     def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
         style = self._style_of(facts, parameter.name)

@@ -54,7 +54,7 @@ class StageMaker:
     ) -> Kind:
         """Return an end. Its vocabulary gets its own unit only if larger than a block; a smaller one isn't worth a
         separate collective. Parameters tied within a stage stay in the root unit, which covers both modules."""
-        names = {p.name for kind in (*firsts, *lasts) for p in kind.parameters}
+        names = {p.name for kind in (*firsts, *lasts, *self._facts.every) for p in kind.parameters}
         untied = any(p.tied_to in names for p in facts.parameters)
         targets = {p.tied_to for kind in (*firsts, *lasts) for p in kind.parameters}
         is_tied = untied or any(p.name in targets for p in facts.parameters)

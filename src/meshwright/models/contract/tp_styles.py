@@ -35,6 +35,17 @@ class StyleKind(StrEnum):
     shards: the input is replicated, and the output and all gradients of replicated values are partial."""
     LOCAL = "local"
     """Module inside a region that computes with local shards of its parameters."""
+    REPLICATED = "replicated"
+    """Replicated parameters applied to replicated activations, computing on local tensors: for modules that don't take
+    DTensors, or that read their parameters otherwise than by a matrix product."""
+    EXPERTS = "experts"
+    """Experts, called with tokens, the indices of each token's experts, and their weights; all parameters are sharded by
+    expert along dim 0. The inputs are replicated; each rank adds the results of its own experts, and the output is
+    reduced into the stream."""
+
+
+OWN_PARAMETERS = (StyleKind.LOCAL, StyleKind.DIVIDED, StyleKind.REPLICATED, StyleKind.EXPERTS)
+"""Styles of a module's own parameters only, whatever submodules it has."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,20 @@ class Style:
     """Whether the backward needs the output of a row-parallel layer or region. Recomputation stops before the last
     layer whose output it doesn't need."""
     dims: tuple[tuple[str, int], ...] = ()
-    """Name and sharded dim of each parameter of a local module."""
+    """Name and sharded dim of each parameter of a local module; parameters that are not listed are replicated."""
+    summed_input: int = 0
+    """Features of a local module's replicated input, whose gradient is partial; 0 if its input is sharded."""
+    reduced_output: int = 0
+    """Features of a local module's partial output, which is reduced into the stream; 0 if its output stays sharded.
+    Each rank adds its part of replicated parameters, such as a bias."""
+    gathered: bool = False
+    """Whether a column-parallel layer gathers its output, and a row-parallel one takes a replicated input: for what is
+    computed between them on all columns at once, such as a norm over all heads."""
+    partial_tail: int = 0
+    """Last features of a replicated layer's output that are used by sharded heads, so their gradients are partial:
+    the rotary part of keys in multi-head latent attention."""
+    top_k: int = 0
+    """Experts per token, of the style experts."""
 
 
 COLUMN, ROW, VOCABULARY = Style(StyleKind.COLUMN), Style(StyleKind.ROW), Style(StyleKind.VOCABULARY)
@@ -70,6 +94,9 @@ def local(**dims: int) -> Style:
     """Return the style of a module inside a region, given the sharded dim of each of its parameters."""
     return Style(StyleKind.LOCAL, dims=tuple(sorted(dims.items())))
 
+
+REPLICATED = Style(StyleKind.REPLICATED)
+GATHERED_COLUMN, SPLIT_ROW = Style(StyleKind.COLUMN, gathered=True), Style(StyleKind.ROW, gathered=True)
 
 LOSS_REDUCTIONS = 3
 """Number of all-reduces in cross-entropy over a sharded vocabulary, each with one value per token: maximum, sum and

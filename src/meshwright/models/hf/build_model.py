@@ -61,10 +61,13 @@ def build_model(config: Any, *, attention: str = "auto", experts: str = "eager")
         raise
     except Exception as error:
         raise _no_model(config.model_type, f"{type(error).__name__}: {error}") from error
+    transposed = private.transposed_linear()
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
             module.weight_gradients = None  # type: ignore[assignment]
+        elif type(module) is transposed.__base__:
+            module.__class__ = transposed
         elif isinstance(module, nn.Embedding):
             module.padding_idx = None  # samples have no padding, and each row of the table gets its gradient
         elif isinstance(module, nn.Dropout):

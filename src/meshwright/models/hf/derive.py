@@ -16,15 +16,17 @@ from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.probe import Probe, probe
+from meshwright.models.contract.tp_styles import Style
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
 from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
+from meshwright.models.hf.tp_styles import Unfit, tp_styles
 
 EXPERTS_ON_META = "batched_mm"
 """Implementation of experts whose shapes depend on no values."""
 
 
-def derive_structure(source: Source, *, attention: str, seq_len: int) -> Structure:
+def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -> Structure:
     """Derive the structure of a model, without allocating any of it.
 
     Raises:
@@ -38,11 +40,22 @@ def derive_structure(source: Source, *, attention: str, seq_len: int) -> Structu
             rule="next-token prediction needs a causal model",
             fix=f"{KEY}=qwen3, or is_decoder=true in config.json if the weights are a decoder's",
         )
-    model = _on_meta(config, attention)
-    found = probe(model, config)
+    model, found = _probed(config, attention)
     sides, stubs = _sides(model, found)
     arrange(model, found.layers_path, sides.last, sides.every)
-    return _Deriver(model, config, found, sides, stubs, seq_len).structure()
+    styles, unfit = dict[str, Style](), ""
+    if tp > 1:
+        try:
+            styles = tp_styles(model, config, tp)
+        except Unfit as error:
+            unfit = str(error)
+    deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len)
+    return replace(deriver.structure(), not_tensor_parallel=unfit)
+
+
+def _probed(config: Any, attention: str) -> tuple[nn.Module, Probe]:
+    model = _on_meta(config, attention)
+    return model, probe(model, config)
 
 
 def _on_meta(config: Any, attention: str) -> nn.Module:
@@ -74,9 +87,11 @@ class _Deriver:
         found: Probe,
         sides: Sides,
         stubs: dict[str, tuple[int, ...]],
+        styles: dict[str, Style],
         seq_len: int,
     ) -> None:
         self._model, self._config, self._found, self._sides, self._stubs = model, config, found, sides, stubs
+        self._styles = styles
         self._fills = fills_of(model)
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -123,7 +138,7 @@ class _Deriver:
             last=self._end(self._sides.last, late, costs.saved.get(AFTER, Saved()), costs.flops.get(AFTER, 0.0)),
             stubs=self._stubs,
             fills={name: fill for name, fill in self._fills.items() if not name.startswith(inside)},
-            width=found.width,
+            per_token=found.per_token,
             stream=found.stream,
             returns=found.returns,
             vocab_size=found.vocab_size,
@@ -135,7 +150,9 @@ class _Deriver:
         wanted = set(names)
         ordered = [name for name, _ in self._model.named_parameters(remove_duplicate=False) if name in wanted]
         parameters = tuple(self._parameter(name) for name in ordered)
-        return EndFacts(parameters, tuple(self._buffers[name] for name in buffers), saved, flops)
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in ordered)
+        styles = {path: self._styles[path] for path in owners if path in self._styles}
+        return EndFacts(parameters, tuple(self._buffers[name] for name in buffers), saved, flops, styles)
 
     def _parameter(self, name: str) -> ParameterFacts:
         parameter = self._model.get_parameter(name)
@@ -151,14 +168,14 @@ class _Deriver:
 
     def _blocks(self) -> tuple[tuple[BlockFacts, ...], tuple[str, ...]]:
         """Return the kinds of layers, and the name of each layer's kind."""
-        members: dict[BlockFacts, list[int]] = {}
         signatures: dict[Any, BlockFacts] = {}
         kinds: list[BlockFacts] = []
         layers: list[str] = []
         by_kind: dict[str, list[int]] = {}
         for index in range(len(self._layers)):
             facts = self._block(index)
-            key = (facts.parameters, facts.buffers, tuple(sorted(facts.fills.items())), facts.flops)
+            pairs = tuple(facts.fills.items()), tuple(facts.styles.items())
+            key = (facts.parameters, facts.buffers, facts.flops, *pairs)
             if key not in signatures:
                 base = type(self._layers[index]).__name__
                 name = base if not kinds else f"{base}.{len(kinds) + 1}"
@@ -166,7 +183,6 @@ class _Deriver:
                 kinds.append(signatures[key])
             layers.append(signatures[key].name)
             by_kind.setdefault(signatures[key].name, []).append(index)
-        del members
         saved = {name: mean_of(self._costs.saved, indices) for name, indices in by_kind.items()}
         return tuple(replace(kind, saved=saved[kind.name]) for kind in kinds), tuple(layers)
 
@@ -176,19 +192,24 @@ class _Deriver:
         for name, parameter in layer.named_parameters():
             shape = tuple(parameter.shape)
             parameters.append(ParameterFacts(name, shape, Role.VECTOR if len(shape) < 2 else Role.MATRIX))
+        styles = {
+            path.removeprefix(prefix): style
+            for path, style in self._styles.items()
+            if path.startswith(prefix) or path == prefix.removesuffix(".")
+        }
         buffers = [replace(self._buffers[prefix + name], name=name) for name, _ in layer.named_buffers()]
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
         flops = self._costs.flops.get(index, 0.0)
-        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops)
+        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles)
 
     def _max_len(self) -> int | None:
-        """Return the rows of the smallest table before the layers, if it is no table of tokens."""
-        rows = [table.num_embeddings for table in self._tables]
-        small = [n for n in rows if n < self._found.vocab_size]
+        """Return the rows of a table of learned positions, of which a model may add some for padding."""
         positions = getattr(self._config, "max_position_embeddings", None)
-        return min(small) if small and positions is not None and min(small) <= positions + 8 else None
+        rows = [table.num_embeddings for table in self._tables]
+        found = [positions for n in rows if positions is not None and positions <= n <= positions + 8]
+        return min(found, default=None)
 
 
 def _buffer(name: str, tensor: Tensor, saved: bool) -> BufferFacts:

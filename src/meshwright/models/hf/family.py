@@ -115,7 +115,7 @@ def describe(structure: Structure, f: RunFacts) -> ModelFacts:
     return ModelFacts(
         kinds=blocks,
         layers=structure.layers,
-        edge=EdgeFacts("stream", (f.seq_len, structure.width)),
+        edge=EdgeFacts("stream", (f.seq_len, *structure.per_token)),
         tokens=f.seq_len,
         identity={"kind": "hf", **_source(_section(f)).identity()},
         first=(first,),
@@ -166,7 +166,7 @@ def _structure(section: HfConfig, seq_len: int, tp: int, cache_dir: str | None) 
     def derive() -> Structure:
         from meshwright.models.hf.derive import derive_structure
 
-        return derive_structure(source, attention=section.attention, seq_len=seq_len)
+        return derive_structure(source, attention=section.attention, seq_len=seq_len, tp=tp)
 
     versions = {"transformers": transformers_version(), "torch": version("torch")}
     key = {**source.identity(), "attention": section.attention, "seq_len": seq_len, "tp": tp, **versions}

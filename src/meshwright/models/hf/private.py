@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -165,3 +166,16 @@ def tensor_parallel_plan(model: Any) -> dict[str, str]:
 def logits(out: Any) -> Any:
     """Return the logits of a model's output."""
     return out.logits if hasattr(out, "logits") else out[0]
+
+
+@cache
+def transposed_linear() -> type[Any]:
+    """Return GPT-2's linear layer, whose weight [d, e] is transposed, with widths taken from its weight, which may be a
+    shard. Its base is transformers' own, by which the model's initialisation knows it."""
+    from transformers.pytorch_utils import Conv1D
+
+    class TransposedLinear(Conv1D):
+        def forward(self, x: Any) -> Any:
+            return x @ self.weight + self.bias
+
+    return TransposedLinear

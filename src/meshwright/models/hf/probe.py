@@ -34,7 +34,8 @@ class Probe:
 
     layers_path: str
     num_layers: int
-    width: int = 0
+    per_token: tuple[int, ...] = ()
+    """Shape of the stream per token: its width, after others where it has several parts."""
     stream: int | str = 0
     """Position or name of the stream among a layer's arguments."""
     returns: tuple[str, int] = ("tensor", 1)
@@ -84,11 +85,15 @@ def probe(model: nn.Module, config: Any) -> Probe:
     try:
         with private.on_meta():
             out = private.logits(model(input_ids=ids, use_cache=False))
+        watch.conclude(out)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _no_forward(model, error) from error
     finally:
         for handle in handles:
             handle.remove()
     found.vocab_size = out.shape[-1]
-    watch.conclude(out)
     return found
 
 
@@ -141,8 +146,10 @@ class _Watch:
         """Return the argument that is the previous layer's output; before that, the first floating-point tensor."""
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         if self._key is None or not self._outputs:
-            is_stream = lambda x: isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3  # noqa: E731
-            self._key = next(key for key, value in named if is_stream(value))
+            found = (key for key, value in named if _is_stream(value))
+            self._key = next(found, None)
+            if self._key is None:
+                raise _no_stream(self._model)
         return self._key
 
     def _after_layer(self, index: int) -> Any:
@@ -184,7 +191,7 @@ class _Watch:
             calls = f"{counted(len(self._order), 'call')} of {counted(count, 'layer')}"
             self._refuse(f"layers are not called once each, in order ({calls})")
         assert self._key is not None and self._form is not None, "layers were found, so they are called"
-        found.stream, found.returns, found.width = self._key, self._form, self._inputs[0].shape[-1]
+        found.stream, found.returns, found.per_token = self._key, self._form, tuple(self._inputs[0].shape[2:])
         if any(x.shape != self._inputs[0].shape for x in (*self._inputs, *self._outputs)):
             self._refuse("the stream between layers has more than one shape")
         for index, stream in enumerate(self._inputs[1:]):
@@ -212,6 +219,30 @@ class _Watch:
             self._refuse(f"layer {index} depends on layer {other} by more than the stream")
 
 
+def _is_stream(value: Any) -> bool:
+    """Return whether a value is a differentiable tensor [b, t, …, d]."""
+    is_float = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
+    return is_float and value.dim() >= 3 and tuple(value.shape[:2]) == (BATCH, TIME)
+
+
+def _no_forward(model: nn.Module, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"the forward of {type(model).__name__} fails without values: {type(error).__name__}: {str(error)[:200]}",
+        where=KEY,
+        rule="a forward from input_ids on PyTorch's meta device shows what runs around the layers",
+        fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
+    )
+
+
+def _no_stream(model: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"the layers of {type(model).__name__} take no differentiable tensor [batch, tokens, …, width]",
+        where=KEY,
+        rule="decoder layers pass a stream from one to the next",
+        fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
+    )
+
+
 def _symbolic(shape: Iterable[int]) -> tuple[int, ...]:
     """Return a shape in which sizes of the probe are replaced by what they stand for."""
     names = {BATCH: BATCH_DIM, TIME: TIME_DIM, BATCH * TIME: BATCH_TIME_DIM}
@@ -220,7 +251,8 @@ def _symbolic(shape: Iterable[int]) -> tuple[int, ...]:
 
 def _used(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the parameters that a value depends on."""
-    if not value.requires_grad or not parameters:
+    able = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    if not value.requires_grad or not able:
         return set()
-    found = torch.autograd.grad(value.sum(), list(parameters.values()), allow_unused=True, retain_graph=True)
-    return {name for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
+    found = torch.autograd.grad(value.sum(), list(able.values()), allow_unused=True, retain_graph=True)
+    return {name for name, gradient in zip(able, found, strict=True) if gradient is not None}

@@ -67,8 +67,8 @@ class Structure:
     """Modules that return zeros on other stages than the first, with the shapes of their outputs (see `probe`)."""
     fills: dict[str, FillFacts]
     """Initial values of all that is outside the layers."""
-    width: int
-    """Elements of the stream between layers per token."""
+    per_token: tuple[int, ...]
+    """Shape of the stream between layers per token."""
     stream: int | str
     """Position or name of the stream among a layer's arguments."""
     returns: tuple[str, int]

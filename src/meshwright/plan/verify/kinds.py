@@ -98,15 +98,20 @@ def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
     dim = None if style is None else SHARDED_DIM.get(style.kind)
     if len(parameter.shape) == 1 and dim is not None:
         dim = None if dim else 0  # the bias of a row-parallel layer is replicated
+    if style is not None and style.kind is StyleKind.EXPERTS:
+        dim = 0
     if style is not None and style.kind is StyleKind.LOCAL:
         dim = dict(style.dims).get(parameter.name.rpartition(".")[2])
     for axis in plan.mesh.view("tp"):
         dims = [shard.dim for shard in parameter.used if axis in shard.axes]
         if dims != ([] if dim is None else [dim]):
             what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
-            rule = "styles column, vocabulary and head shard dim 0, row dim 1 without the bias, local the listed dims"
+            rule = "styles column, vocabulary, head and experts shard dim 0, row dim 1 without the bias, local the listed dims"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
-        if (axis in parameter.work) is not _has_sharded_input(plan, style):
+        is_partial = _has_sharded_input(plan, style) or (
+            style is not None and style.kind is StyleKind.LOCAL and dim is None
+        )
+        if (axis in parameter.work) is not is_partial:
             having = "with" if plan.sequence_parallel else "without"
             stated = "is" if axis in parameter.work else "is not"
             what = f"{name} has {label}, {having} sequence parallelism, but {axis} {stated} in `work`"
@@ -145,7 +150,7 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
         field = f"kinds[{kind.name}].styles[{glob}]"
         around = (StyleKind.GATHER, StyleKind.REGION)
         modules = above if style.kind in around else direct
-        needs = (*SHARDED_DIM, *around, StyleKind.DIVIDED, StyleKind.LOCAL)
+        needs = (*SHARDED_DIM, *around, StyleKind.DIVIDED, StyleKind.LOCAL, StyleKind.EXPERTS)
         if style.kind in needs and not any(fnmatchcase(one, glob) for one in modules):
             what = f"style {style.kind.value} of {glob} matches no parameter of {kind.name}"
             yield Fault(what, "a style that affects parameters must match some", field)
@@ -167,8 +172,16 @@ def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     for glob, style in kind.styles if plan.mesh.view("tp") else ():
         if style.kind in (StyleKind.GATHER, StyleKind.REGION):
             due.update(GATHERED[plan.sequence_parallel])
-        if style.kind is StyleKind.REGION:
+        if style.kind in (StyleKind.REGION, StyleKind.EXPERTS):
             due.update(SUMMED[plan.sequence_parallel])
+        if style.kind is StyleKind.EXPERTS:  # tokens, and their weights
+            due.update(2 * GATHERED[plan.sequence_parallel])
+        for width, collectives in (
+            (style.partial_tail, GATHERED),
+            (style.summed_input, GATHERED),
+            (style.reduced_output, SUMMED),
+        ):
+            due.update(collectives[plan.sequence_parallel] if width else ())
         for name in (one for one in matrices if fnmatchcase(one.rpartition(".")[0], glob)):
             alone = style.kind is StyleKind.COLUMN and not any(fnmatchcase(name, f"{one}.*") for one in gathering)
             if style.kind is StyleKind.HEAD or alone:
@@ -177,6 +190,8 @@ def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
                 due.update(SUMMED[plan.sequence_parallel])
             if style.kind is StyleKind.HEAD:
                 due["all_reduce", "forward"] += 1  # for the loss
+            if style.gathered:
+                due["all_gather", "forward" if style.kind is StyleKind.COLUMN else "backward"] += 1
     has = Counter(
         (one.op, name)
         for one in kind.collectives
