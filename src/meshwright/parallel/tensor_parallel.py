@@ -120,9 +120,26 @@ class ShardedExperts(ParallelStyle):
         def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             return tuple(map(local, inputs)), {name: local(value) for name, value in named.items()}
 
+        def after(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
+            values = [x for x in (*inputs, *named.values()) if isinstance(x, Tensor) and x.requires_grad]
+            return reduced(_Depend.apply(output, *values), device_mesh)  # type: ignore[no-untyped-call]
+
         module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(lambda module, inputs, output: reduced(output, device_mesh))
+        module.register_forward_hook(after, with_kwargs=True)
         return module
+
+
+class _Depend(torch.autograd.Function):
+    """Make an output depend on all inputs: a rank whose experts get no token must still reduce the inputs' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.shapes = [x.shape for x in inputs]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients[0], *(gradients[0].new_zeros(shape) for shape in ctx.shapes)
 
 
 def _replicate_own(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -61,7 +61,9 @@ class KindMaker:
         """
         own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
-        trained = tuple(not any(fnmatchcase(name, glob) for glob in self._config.train.freeze) for name in names)
+        freeze = self._config.train.freeze
+        frozen = [p.frozen or any(fnmatchcase(name, one) for one in freeze) for p, name in zip(own, names, strict=True)]
+        trained = tuple(not one for one in frozen)
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
         float8 = self._float8(facts, layer)
         identity = (facts.name, facts.path, trained, untied, units, policy, float8)

@@ -27,6 +27,8 @@ class ParameterFacts:
     role: Role = Role.MATRIX
     tied_to: str | None = None
     """Full-model name of the parameter of another kind to which this one is tied, e.g. for an output head."""
+    frozen: bool = False
+    """Whether it is never trained: no loss depends on it by a gradient."""
 
 
 def linear(

@@ -164,7 +164,7 @@ class _Deriver:
             role = Role.EMBEDDING
         elif shape[0] == self._found.vocab_size and name in self._sides.last and len(shape) == 2:
             role = Role.HEAD
-        return ParameterFacts(name, shape, role, tied_to=None if first == name else first)
+        return ParameterFacts(name, shape, role, tied_to=None if first == name else first, frozen=first in self._found.unused)
 
     def _blocks(self) -> tuple[tuple[BlockFacts, ...], tuple[str, ...]]:
         """Return the kinds of layers, and the name of each layer's kind."""
@@ -191,7 +191,8 @@ class _Deriver:
         parameters = []
         for name, parameter in layer.named_parameters():
             shape = tuple(parameter.shape)
-            parameters.append(ParameterFacts(name, shape, Role.VECTOR if len(shape) < 2 else Role.MATRIX))
+            role = Role.VECTOR if len(shape) < 2 else Role.MATRIX
+            parameters.append(ParameterFacts(name, shape, role, frozen=prefix + name in self._found.unused))
         styles = {
             path.removeprefix(prefix): style
             for path, style in self._styles.items()

@@ -85,7 +85,8 @@ class HfFamily(Family):
             return Constant(facts.value)
         from meshwright.models.hf.initial_values import to_fill
 
-        return to_fill(facts, lambda: _on_meta(_section(f)), name, seed=f.seed)
+        section = _section(f)
+        return to_fill(facts, lambda small: _without_values(section, small), name, seed=f.seed)
 
     def open_data(self, f: RunFacts) -> Any:
         """Open the text of the `data` section."""
@@ -180,13 +181,15 @@ def _build(f: RunFacts) -> nn.Module:
     return build_model(load_config(_source(section)), attention=section.attention)
 
 
-@lru_cache(maxsize=2)
-def _on_meta(section: HfConfig) -> nn.Module:
+@lru_cache(maxsize=4)
+def _without_values(section: HfConfig, small: bool) -> nn.Module:
+    """Build the model on the meta device; with `small`, small tensors on the CPU."""
     import torch
 
     from meshwright.models.hf.build_model import build_model, load_config
+    from meshwright.models.hf.private import SmallOnCpu
 
-    with torch.device("meta"):
+    with SmallOnCpu() if small else torch.device("meta"):
         return build_model(load_config(_source(section)), attention=section.attention)
 
 

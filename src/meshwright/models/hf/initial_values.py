@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import ConfigError
 from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
 from meshwright.models.hf import private
+from meshwright.models.hf.source import KEY
 from meshwright.models.hf.structure import FillFacts
 
 COMPUTED = FillFacts("computed")
@@ -39,12 +41,13 @@ def _fill(found: private.Initialisation | None, tensor: Tensor) -> FillFacts:
     return COMPUTED
 
 
-def to_fill(facts: FillFacts, model: Any, name: str, *, seed: int) -> Fill:
+def to_fill(facts: FillFacts, model: Callable[[bool], nn.Module], name: str, *, seed: int) -> Fill:
     """Return the initial values of a tensor.
 
     Args:
         facts: how it is initialised.
-        model: returns the model on the meta device; called for computed values only.
+        model: returns the model on the meta device or, for True, with small tensors on the CPU as its constructor made
+            them; called for computed values only.
         name: its name in the model.
         seed: seed of values that are both random and computed.
     """
@@ -52,20 +55,35 @@ def to_fill(facts: FillFacts, model: Any, name: str, *, seed: int) -> Fill:
         return Normal(facts.value)
     if facts.how == "constant":
         return Constant(facts.value)
-    return Computed(lambda: _compute(model(), name, seed))
+    return Computed(lambda: _compute(model, name, seed))
 
 
 @torch.no_grad()
-def _compute(model: nn.Module, name: str, seed: int) -> Tensor:
+def _compute(model: Callable[[bool], nn.Module], name: str, seed: int) -> Tensor:
     path, _, last = name.rpartition(".")
-    owner = model.get_submodule(path)
-    recorded = private.recorded_initialisation(model).get(id(getattr(owner, last)))
-    by = owner if recorded is None or recorded.by is None else recorded.by
+    meta = model(False)
+    owner = meta.get_submodule(path)
+    recorded = private.recorded_initialisation(meta).get(id(getattr(owner, last)))
+    if recorded is None:
+        return _constructed(getattr(model(True).get_submodule(path), last), name)
+    by = owner if recorded.by is None else recorded.by
     inside = next(key for key, module in by.named_modules() if module is owner)
     real = copy.deepcopy(by).to_empty(device="cpu")
     generator = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator)
-        private.initialise_module(model, real)
+        private.initialise_module(meta, real)
     found: Tensor = getattr(real.get_submodule(inside), last)
     return found.detach()
+
+
+def _constructed(tensor: Tensor, name: str) -> Tensor:
+    """Return the values that a tensor was constructed with."""
+    if tensor.is_meta:
+        raise ConfigError(
+            f"{name} is not initialised by the model's rules, and too large to construct",
+            where=KEY,
+            rule="a run starts from initial values that the model defines",
+            fix="start from weights: meshwright checkpoint import FOLDER",
+        )
+    return tensor.detach()

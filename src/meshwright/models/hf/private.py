@@ -1,6 +1,6 @@
-"""Names of `transformers` that it does not document, or may move. Checked on 5.23.0.
+"""Names of `transformers` and PyTorch that they do not document, or may move. Checked on 5.23.0, and on 2.13.
 
-Nothing else in this room reads one; the package is imported inside the functions, for it is optional.
+Nothing else in this room reads one; transformers is imported inside the functions, for it is optional.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
+
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 
 def causal_names() -> tuple[str, ...]:
@@ -179,3 +182,21 @@ def transposed_linear() -> type[Any]:
             return x @ self.weight + self.bias
 
     return TransposedLinear
+
+
+SMALL = 4096
+"""Elements of a tensor that `SmallOnCpu` creates on the CPU, at most."""
+
+
+class SmallOnCpu(TorchFunctionMode):
+    """Mode in which new tensors are on the CPU if they are small, and on the meta device if not."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator; a constructor runs on the meta device first."""
+        kwargs = dict(kwargs or {})
+        if func not in _device_constructors() or kwargs.get("device") is not None:
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": "meta"})
+        return func(*args, **{**kwargs, "device": "cpu"}) if made.numel() <= SMALL else made

@@ -51,6 +51,8 @@ class Probe:
     """Shapes of the outputs of modules outside the layers that return one tensor, by path."""
     phases: dict[str, set[str]] = field(default_factory=dict)
     """Phases in which each module outside the layers ran: before, between, after."""
+    unused: set[str] = field(default_factory=set)
+    """Names of parameters that no output depends on by a gradient."""
     not_split: str = ""
 
 
@@ -206,6 +208,9 @@ class _Watch:
         for index, stream in enumerate(self._outputs):
             found.between |= _used(stream, outside)
             self._check_layer(index, stream)
+            own = {f"{found.layers_path}.{index}.{n}": p for n, p in self._layers[index].named_parameters()}
+            found.unused |= set(own) - _used(stream, own)
+        found.unused |= set(outside) - found.before - found.between - found.after
 
     def _check_layer(self, index: int, stream: Tensor) -> None:
         """Check that a layer's output depends on no other layer but through its input."""

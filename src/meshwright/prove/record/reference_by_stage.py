@@ -18,6 +18,7 @@ from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.prove.record.evidence import DTYPE
+from meshwright.prove.record.initial_tensors import fill_tensors
 from meshwright.prove.stage_placement import StagePlacement
 
 
@@ -74,4 +75,5 @@ def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[keys.get(name, name)])
+    fill_tensors(model.named_buffers(), config.family, run_facts(config))
     return model

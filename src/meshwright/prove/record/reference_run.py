@@ -20,12 +20,11 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import TrainingData
-from meshwright.models.contract.initial_values import Computed, Constant
 from meshwright.models.contract.task import Reference
 from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
-from meshwright.nn.weight_init import normal_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
+from meshwright.prove.record.initial_tensors import fill_tensors
 from meshwright.prove.record.plain_optimizer import RIGHT, PlainOptimizer
 from meshwright.prove.record.plain_updates import States
 from meshwright.prove.record.recording_task import sample_contents
@@ -147,17 +146,11 @@ def build_reference(config: RunConfig) -> nn.Module:
     model = build_part(config.family, f, dtype=DTYPE)
     model.to_empty(device="cpu")
     tie_parameters(model, facts)
-    with torch.no_grad():
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            fill = config.family.initial(f, name)
-            if isinstance(fill, Constant):
-                tensor.fill_(fill.value)
-            elif isinstance(fill, Computed):
-                tensor.copy_(fill.compute())
-            else:
-                tensor.copy_(normal_shard(config.train.seed, name, tensor.shape, std=fill.std))
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not any(fnmatchcase(name, glob) for glob in config.train.freeze))
+    fill_tensors((*model.named_parameters(), *model.named_buffers()), config.family, f)
+    frozen = {name for name, parameter in facts.named_parameters() if parameter.frozen}
+    for name, parameter in model.named_parameters():
+        is_frozen = name in frozen or any(fnmatchcase(name, glob) for glob in config.train.freeze)
+        parameter.requires_grad_(not is_frozen)
     return model
 
 
