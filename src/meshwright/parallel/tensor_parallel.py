@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +121,11 @@ class ShardedExperts(ParallelStyle):
             return tuple(map(local, inputs)), {name: local(value) for name, value in named.items()}
 
         def after(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            values = [x for x in (*inputs, *named.values()) if isinstance(x, Tensor) and x.requires_grad]
-            return reduced(_Depend.apply(output, *values), device_mesh)  # type: ignore[no-untyped-call]
+            if not output.requires_grad and torch.is_grad_enabled():  # no token was for this rank's experts
+                own = [cast("DTensor", parameter).to_local() for parameter in module.parameters(recurse=False)]
+                values = [x for x in (*inputs, *named.values(), *own) if isinstance(x, Tensor) and x.requires_grad]
+                output = _Depend.apply(output, *values)  # type: ignore[no-untyped-call]
+            return reduced(output, device_mesh)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
@@ -130,7 +133,7 @@ class ShardedExperts(ParallelStyle):
 
 
 class _Depend(torch.autograd.Function):
-    """Make an output depend on all inputs: a rank whose experts get no token must still reduce the inputs' gradients."""
+    """Make an output depend on inputs with zero gradients: all ranks reduce the gradients of what they share."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
