@@ -29,12 +29,15 @@ UNTRAINED = {
     # Indexers choose tokens, and routers' biases balance experts, without a gradient.
     "indexer", "expert_bias", "e_score_correction_bias", "patcher",
     # Parts for an encoder, images, sound or a task that a text alone does not reach.
-    "encoder_attn", "encoder_attn_layer_norm", "cross_attn", "pooler", "image_encoder", "embed_tokens_extend",
-    "mask_emb", "seg_embed", "r_s_bias", "ngram_embeddings",
+    "encoder_attn", "encoder_attn_layer_norm", "cross_attn", "pooler", "image_encoder", "visual_projection",
+    "embed_tokens_extend", "mask_emb", "seg_embed", "r_s_bias",
     # Tables and states that are parameters in name.
     "embed_positions", "z_L_init",
 }  # fmt: skip
 """Parts of names of parameters that may get no gradient."""
+
+UNTRAINED_OF = {"reformer": ["lm_head.bias"]}
+"""Names in single types: Reformer's bias has another, tied name, and this one is not read."""
 
 
 def kinds_of(config):
@@ -51,9 +54,10 @@ def check(model_type):
     loss = step(model, tokens)
     assert math.isfinite(loss) and abs(loss - math.log(256)) < 1.5
     left = [name for name, parameter in parameters.items() if parameter.grad is None]
-    assert [name for name in left if not UNTRAINED.intersection(name.split("."))] == []
+    assert [name for name in left if not UNTRAINED.intersection(name.split("."))] == UNTRAINED_OF.get(model_type, [])
     assert all(parameter.grad.isfinite().all() for parameter in parameters.values() if parameter.grad is not None)
-    assert future_leak(model, tokens) < (1e-4 if dtype == torch.float32 else 1e-9)
+    # Some mask or normalise in float32, whatever the model's dtype.
+    assert future_leak(model, tokens) < (1e-4 if dtype == torch.float32 else 1e-7)
 
 
 @pytest.mark.parametrize("model_type", EXAMPLES)
@@ -99,6 +103,13 @@ def test_tables_name_types_that_exist():
     assert not set(BY_HAND) & set(tiny_config.UNSUPPORTED)
 
 
+def check_as_it_is(model_type):
+    """A forward with tokens alone of the default configuration, without the memory that it would take."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(private.config_class(model_type)())
+        model(input_ids=random_tokens().to("meta"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", private.causal_names())
 def test_every_type_trains_or_is_listed_with_the_reason(model_type, monkeypatch):
@@ -107,9 +118,9 @@ def test_every_type_trains_or_is_listed_with_the_reason(model_type, monkeypatch)
     if model_type in tiny_config.UNSUPPORTED:
         monkeypatch.setattr(tiny_config, "UNSUPPORTED", {})
         with pytest.raises(Exception):  # noqa: B017 - the reasons differ
-            check(model_type)
-        return
-    check(model_type)
+            (check_as_it_is if "assistant" in model_type else check)(model_type)
+    else:
+        check(model_type)
 
 
 @pytest.mark.slow

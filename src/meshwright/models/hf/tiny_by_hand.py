@@ -117,9 +117,8 @@ BY_HAND: Mapping[str, Mapping[str, Any]] = {
         "indexer_compress_ratio": 4, "hc_lowrank": 16,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},  # a pattern, not a list of all layers
-    "reformer": {  # axial positions train at one length only; hashing must draw the same each time
-        "attn_layers": ["local", "lsh", "local", "lsh"], "axial_pos_embds": False, "hash_seed": 0, "num_buckets": 4,
-        "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,
+    "reformer": {  # hashed layers sort all tokens of a row, later ones too; axial positions train at one length only
+        "attn_layers": ["local"] * 4, "axial_pos_embds": False, "local_attn_chunk_length": 8,
     },
     "roberta": POSITIONS_BEHIND_PADDING,
     "roberta-prelayernorm": POSITIONS_BEHIND_PADDING,
