@@ -25,9 +25,9 @@ def config_class(model_type: str) -> type[Any]:
 
 def is_causal_config(config: type[Any]) -> bool:
     """Whether `AutoModelForCausalLM` builds a model from this configuration class itself."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return config in AutoModelForCausalLM._model_mapping
+    return config in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def text_config_class(config: type[Any]) -> type[Any]:
