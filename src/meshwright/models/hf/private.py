@@ -32,9 +32,9 @@ def config_class(model_type: str) -> type[Any]:
 
 def is_causal_config(config: type[Any]) -> bool:
     """Whether `AutoModelForCausalLM` builds a model from this configuration class itself."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    return config in AutoModelForCausalLM._model_mapping
+    return config in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def text_config_class(config: type[Any]) -> type[Any]:
@@ -59,9 +59,9 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
         attention: implementation of attention; `auto` takes the model's own choice.
         experts: implementation of experts, where the model has a choice; None takes transformers' own.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     if experts is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = experts

@@ -1,4 +1,4 @@
-"""What single model types need in a tiny configuration besides the common sizes, and those that have none. Data only."""
+"""What single model types need in a tiny configuration besides the common sizes, and which have none. Data only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ BY_HAND: Mapping[str, Mapping[str, Any]] = {
             "full_attention": None,
         },
     },
-    "cpmant": {"init_std": 0.02},  # the default of 1 gives logits in the tens
     "data2vec-text": POSITIONS_BEHIND_PADDING,
     "dbrx": {  # attention and experts have configurations of their own; the default lacks a base and a clip
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
@@ -118,9 +117,8 @@ BY_HAND: Mapping[str, Mapping[str, Any]] = {
         "indexer_compress_ratio": 4, "hc_lowrank": 16,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},  # a pattern, not a list of all layers
-    "reformer": {  # axial positions train at one length only; hashing must draw the same each time
-        "attn_layers": ["local", "lsh", "local", "lsh"], "axial_pos_embds": False, "hash_seed": 0, "num_buckets": 4,
-        "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8,
+    "reformer": {  # hashed layers sort all tokens of a row, later ones too; axial positions train at one length only
+        "attn_layers": ["local"] * 4, "axial_pos_embds": False, "local_attn_chunk_length": 8,
     },
     "roberta": POSITIONS_BEHIND_PADDING,
     "roberta-prelayernorm": POSITIONS_BEHIND_PADDING,
@@ -139,6 +137,7 @@ BY_HAND: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 UNSUPPORTED: Mapping[str, str] = {
+    "cpmant": "it attends both ways: all tokens of a row are context",
     "gemma4_assistant": "drafts for a larger model, whose hidden states it takes",
     "gemma4_unified_assistant": "drafts for a larger model, whose hidden states it takes",
     "musicgen": "its tokens are audio codes, several per step, and a text encoder comes before it",

@@ -6,7 +6,9 @@ layers, and what single types need besides (`tiny_by_hand`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from meshwright.errors import ConfigError
 from meshwright.models.hf import private
 from meshwright.models.hf.tiny_by_hand import BY_HAND, UNSUPPORTED
-from meshwright.models.hf.tiny_sizes import ALTERNATING_LISTS, LEADING_LISTS, NUM_LAYERS, SIZES, WINDOW
+from meshwright.models.hf.tiny_sizes import ALTERNATING_LISTS, LEADING_LISTS, NUM_LAYERS, PER_LAYER, SIZES
 
 __all__ = ["UNSUPPORTED", "causal_types", "tiny_config", "tiny_fields"]
 
@@ -23,90 +25,92 @@ __all__ = ["UNSUPPORTED", "causal_types", "tiny_config", "tiny_fields"]
 def causal_types() -> tuple[str, ...]:
     """Return the model types of all causal language models, in the order of `transformers`.
 
-    A type whose text model is another type's is left out: `gemma3` is `gemma3_text` behind images.
+    A type whose text model is another type's is left out: `gemma3` is `gemma3_text` behind images. Those in
+    `UNSUPPORTED` are among them.
     """
     return tuple(name for name in private.causal_names() if text_type(name) == name)
 
 
 def text_type(model_type: str) -> str:
-    """Return the model type that a causal type's text model has by itself, or the type if it has none."""
+    """Return the model type of a causal type's text model, or the type itself if its text model has none."""
     if model_type not in private.causal_names():
         raise ConfigError(
             f"{model_type!r} is no causal language model of the installed transformers",
             where="model.config",
             rule="a model type that AutoModelForCausalLM knows",
-            fix="model.config=qwen3, or another of meshwright.models.hf.tiny_config.causal_types()",
+            fix=f"model.config={_nearest(model_type)}",
         )
     config = private.config_class(model_type)
     if model_type in UNSUPPORTED:
-        return config.model_type
+        return model_type
     text = private.text_config_class(config)
-    return text.model_type if private.is_causal_config(text) else model_type
+    return str(text.model_type) if private.is_causal_config(text) else model_type
 
 
 def tiny_fields(model_type: str) -> dict[str, Any]:
-    """Return the fields of the text model's tiny configuration that differ from its default.
+    """Return the fields that make the configuration of a causal type's text model tiny.
 
     Args:
-        model_type: a causal model type of `transformers`, such as `qwen3`.
+        model_type: a model type of `transformers`, such as `qwen3`.
     """
     model_type = text_type(model_type)
+    if model_type in UNSUPPORTED:
+        raise ConfigError(
+            f"{model_type} has no tiny configuration: {UNSUPPORTED[model_type]}",
+            where="model.config",
+            rule="a model whose logits for each token follow from that token and those before it",
+            fix="model.config=qwen3",
+        )
     text = private.text_config_class(private.config_class(model_type))
     default = _values(text())
-    num_layers = _num_layers(default)
     fields: dict[str, Any] = {}
-    for field in dataclasses.fields(text):
-        name = field.name
+    for name in (field.name for field in dataclasses.fields(text)):
         if name in SIZES:
             small = _small(name, default)
             if small != default.get(name):
                 fields[name] = small
-        elif name in (*ALTERNATING_LISTS, *LEADING_LISTS):
-            kinds = _kinds(name, default, num_layers)
-            if kinds:
-                fields[name] = kinds
-    return fields | BY_HAND.get(model_type, {})
+        elif kinds := _kinds(name, default):
+            fields[name] = kinds
+    return fields | copy.deepcopy(dict(BY_HAND.get(model_type, {})))
 
 
 def tiny_config(model_type: str) -> Any:
-    """Return a tiny configuration of a causal model type's text model, as an object of `transformers`.
+    """Return a tiny configuration of a causal type's text model, as an object of `transformers`.
 
-    A text model without a type of its own is given inside the configuration of the whole.
+    A text model that has no type of its own is inside the configuration of the whole.
     """
-    model_type = text_type(model_type)
-    whole = private.config_class(model_type)
-    text = private.text_config_class(whole)
     fields = tiny_fields(model_type)
-    return whole(**fields) if text is whole else whole(text_config=fields)
+    whole = private.config_class(text_type(model_type))
+    is_whole = private.text_config_class(whole) is whole
+    return whole(**fields) if is_whole else whole(text_config=fields)
+
+
+def _nearest(model_type: str) -> str:
+    return next(iter(difflib.get_close_matches(model_type, private.causal_names(), n=1)), "qwen3")
 
 
 def _values(config: Any) -> dict[str, Any]:
+    """Values of a configuration by all names they go by."""
     values = dict(vars(config))
     return values | {alias: values[name] for alias, name in config.attribute_map.items() if name in values}
-
-
-def _num_layers(default: Mapping[str, Any]) -> int | None:
-    for name, value in default.items():
-        if SIZES.get(name) == NUM_LAYERS and "layer" in name and isinstance(value, int):
-            return value
-    return None
 
 
 def _small(name: str, default: Mapping[str, Any]) -> Any:
     old = default.get(name)
     small = SIZES[name]
     if name == "num_key_value_heads" and "qk_nope_head_dim" in default:
-        return SIZES["num_attention_heads"]  # keys of all heads come from one latent
+        return SIZES["num_attention_heads"]  # keys of all heads come from one latent vector
     if name == "sliding_window" and "use_sliding_window" in default:
-        return WINDOW
+        return small  # None as long as windows are off, and they are turned on
     if old is None:
         return None
-    return [small] * NUM_LAYERS if isinstance(old, list) and name != "eos_token_id" else small
+    return [small] * NUM_LAYERS if isinstance(old, list) and name in PER_LAYER else small
 
 
-def _kinds(name: str, default: Mapping[str, Any], num_layers: int | None) -> list[Any]:
+def _kinds(name: str, default: Mapping[str, Any]) -> list[Any]:
+    """A kind for each layer, if `name` is such a list: every kind that the default has."""
     old = default.get(name)
-    if not isinstance(old, list) or (num_layers is not None and len(old) != num_layers):
+    if name not in (*ALTERNATING_LISTS, *LEADING_LISTS) or not isinstance(old, list):
         return []
     kinds = list(dict.fromkeys(old))
     if kinds == ["full_attention"] and "use_sliding_window" in default:

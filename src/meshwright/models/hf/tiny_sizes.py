@@ -74,7 +74,10 @@ _NAMES: tuple[tuple[Any, str], ...] = (
 SIZES: Mapping[str, Any] = {name: value for value, names in _NAMES for name in names.split()}
 """The small value of every name."""
 
-ALTERNATING_LISTS = ("layer_types", "layers_block_type", "block_types", "no_rope_layers", "indexer_types")
+PER_LAYER = ("intermediate_size",)
+"""Sizes that some types give as a list, one per layer."""
+
+ALTERNATING_LISTS = ("layer_types", "layers_block_type", "no_rope_layers", "indexer_types")
 """Lists with a layer's kind of attention or mixer per layer: the kinds take turns."""
 
 LEADING_LISTS = ("mlp_layer_types",)
