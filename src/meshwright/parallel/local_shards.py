@@ -24,7 +24,9 @@ def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: 
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-def compute_on_local_shards(module: nn.Module, *, partial: Mapping[str, float] = NOTHING) -> None:
+def compute_on_local_shards(
+    module: nn.Module, *, partial: Mapping[str, float] = NOTHING, owner: nn.Module | None = None
+) -> None:
     """Make a module's forward see local shards in place of its own DTensor parameters.
 
     Each forward reads the current parameters, which FSDP2 may have unsharded. Deferred weight gradients belong to those
@@ -34,8 +36,9 @@ def compute_on_local_shards(module: nn.Module, *, partial: Mapping[str, float] =
         module: module with sharded or replicated parameters.
         partial: parameters whose local gradients are partial instead of placed like the parameters, with the factor by
             which each rank's forward multiplies them.
+        owner: module inside with the parameters, if it is not the module itself.
     """
-    forward, parameters = module.forward, parameter_dict(module)
+    forward, parameters = module.forward, parameter_dict(owner or module)
 
     def forward_on_local(*args: Any, **kwargs: Any) -> Any:
         original = dict(parameters)

@@ -81,13 +81,13 @@ class LocalShards(ParallelStyle):
 class ReplicatedLocally(ParallelStyle):
     """Style of a module that computes with local replicas of its own parameters."""
 
-    def __init__(self, partial_tail: int) -> None:
+    def __init__(self, partial_tail: int, reader: nn.Module | None) -> None:
         super().__init__()
-        self._tail = partial_tail
+        self._tail, self._reader = partial_tail, reader
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _replicate_own(module, device_mesh)
-        compute_on_local_shards(module)
+        compute_on_local_shards(self._reader or module, owner=module)
         if self._tail:
             module.register_forward_hook(lambda module, inputs, output: self._sum_tail(output, device_mesh))
         return module
@@ -199,7 +199,7 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
         root = module.get_submodule(kind.full_name("", layer))
         _check_paths(root, kind)
         styles = {path: style for path, style in kind.styles if not _is_placed(kind, path)}
-        parallelize_module(root, mesh, {path: _style(style, stream) for path, style in styles.items()})
+        parallelize_module(root, mesh, {path: _style(style, stream, root) for path, style in styles.items()})
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
@@ -242,8 +242,8 @@ def _check_paths(root: nn.Module, kind: Kind) -> None:
             )
 
 
-def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
-    """Convert a style to PyTorch's, given the placement of the residual stream."""
+def _style(style: Style, stream: Shard | Replicate, root: nn.Module) -> ParallelStyle:
+    """Convert a style of a module in `root` to PyTorch's, given the placement of the residual stream."""
     full = Replicate()
     if style.kind is StyleKind.COLUMN:
         return ColwiseParallel(output_layouts=full) if style.gathered else ColwiseParallel()
@@ -263,7 +263,7 @@ def _style(style: Style, stream: Shard | Replicate) -> ParallelStyle:
     if style.kind is StyleKind.DIVIDED:
         return PartialGradients()
     if style.kind is StyleKind.REPLICATED:
-        return ReplicatedLocally(style.partial_tail)
+        return ReplicatedLocally(style.partial_tail, None if style.read_by is None else root.get_submodule(style.read_by))
     if style.kind is StyleKind.EXPERTS:
         return ShardedExperts()
     assert style.kind is StyleKind.STREAM, f"no style {style.kind}"

@@ -71,6 +71,9 @@ class Style:
     partial_tail: int = 0
     """Last features of a replicated layer's output that are used by sharded heads, so their gradients are partial:
     the rotary part of keys in multi-head latent attention."""
+    read_by: str | None = None
+    """Path in the kind of the module whose forward reads a replicated module's parameters without calling it; None if
+    the module is called."""
     top_k: int = 0
     """Experts per token, of the style experts."""
 

@@ -6,7 +6,7 @@ its layers would have another. Only the order of registration changes, no name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -75,6 +75,17 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of each parameter's tensor, by every name."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def remove_aliases(model: nn.Module, aliases: Mapping[str, str]) -> None:
+    """Make modules read parameters of others by a property in place of a parameter of their own."""
+    for name, target in aliases.items():
+        path, _, leaf = name.rpartition(".")
+        owner_path, _, owner_leaf = target.rpartition(".")
+        module, owner = model.get_submodule(path), model.get_submodule(owner_path)
+        del module._parameters[leaf]
+        read = property(lambda _, owner=owner, leaf=owner_leaf: owner._parameters[leaf])
+        module.__class__ = type(type(module).__name__, (type(module),), {leaf: read})
 
 
 def arrange(model: nn.Module, layers_path: str, last: tuple[str, ...], every: tuple[str, ...]) -> None:

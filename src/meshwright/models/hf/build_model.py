@@ -24,7 +24,8 @@ def load_config(source: Source) -> Any:
         ConfigError: transformers has no causal language model of this type, or refuses the configuration.
     """
     config = _from_fields(source) if source.fields else tiny_config(source.model_type)
-    config = config.get_text_config()
+    text = config.get_text_config()
+    config = text if private.is_causal_config(type(text)) else config
     for name in _dropouts(config):
         setattr(config, name, 0.0)
     config.use_cache = False

@@ -1,4 +1,4 @@
-"""Measure what a model's layers and ends save for the backward and compute, in a forward on the meta device.
+"""Measure what a model's layers and ends save for the backward and compute, in one forward.
 
 Shapes: b batch, t time.
 """
@@ -29,7 +29,7 @@ class Costs:
 
 
 def measure_costs(model: nn.Module, layers: list[nn.Module], seq_len: int) -> Costs:
-    """Run a model of bfloat16 on the meta device on one sample of `seq_len` tokens.
+    """Run a model of bfloat16 on one sample of `seq_len` tokens.
 
     Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever the compute dtype.
     A tensor that several layers save, such as a mask, is counted once, where it is saved first.
@@ -48,7 +48,7 @@ def measure_costs(model: nn.Module, layers: list[nn.Module], seq_len: int) -> Co
         found.flops[place[0]] = found.flops.get(place[0], 0.0) + (counter.get_total_flops() - flops[0]) / seq_len
         place[0], flops[0] = to, counter.get_total_flops()
 
-    ids = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
+    ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device)
     with _at_layers(layers, move), private.on_meta(), saved_tensors_hooks(pack, lambda tensor: tensor), counter:
         model(input_ids=ids, use_cache=False)
         move(AFTER)

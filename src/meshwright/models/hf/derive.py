@@ -1,9 +1,9 @@
-"""Derive the structure of a transformers model on the meta device."""
+"""Derive the structure of a transformers model, on the meta device if it can run there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -11,19 +11,22 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
-from meshwright.models.hf.arrange import Sides, arrange, find_sides, side_modules
+from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
 from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.probe import Probe, probe
+from meshwright.models.hf.probe import NoForward, Probe, probe
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
 from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.hf.tp_styles import Unfit, tp_styles
+from meshwright.units import format_count
 
 EXPERTS_ON_META = "batched_mm"
 """Implementation of experts whose shapes depend on no values."""
+MAX_ON_CPU = 200_000_000
+"""Parameters of a model that is probed with values, at most."""
 
 
 def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -> Structure:
@@ -42,6 +45,9 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
         )
     model, found = _probed(config, attention)
     sides, stubs = _sides(model, found)
+    aliases = _aliases(model, sides)
+    remove_aliases(model, aliases)
+    sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
     arrange(model, found.layers_path, sides.last, sides.every)
     styles, unfit = dict[str, Style](), ""
     if tp > 1:
@@ -50,17 +56,32 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
         except Unfit as error:
             unfit = str(error)
     deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len)
-    return replace(deriver.structure(), not_tensor_parallel=unfit)
+    if tp > 1 and aliases:
+        unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
+    return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
 
 
 def _probed(config: Any, attention: str) -> tuple[nn.Module, Probe]:
-    model = _on_meta(config, attention)
-    return model, probe(model, config)
-
-
-def _on_meta(config: Any, attention: str) -> nn.Module:
+    """Build and probe a model on the meta device or, if its forward needs values and it is small, on the CPU."""
     with torch.device("meta"):
-        return build_model(config, attention=attention, experts=EXPERTS_ON_META)
+        model = build_model(config, attention=attention, experts=EXPERTS_ON_META)
+    try:
+        return model, probe(model, config)
+    except NoForward as error:
+        size, reason = sum(parameter.numel() for parameter in model.parameters()), str(error)
+    if size <= MAX_ON_CPU:
+        model = build_model(config, attention=attention)
+        try:
+            return model, probe(model, config)
+        except NoForward as error:
+            reason = str(error)
+    raise ConfigError(
+        f"the forward of {type(model).__name__} fails: {reason}",
+        where=KEY,
+        rule="a forward from input_ids alone shows what runs around the layers; it has no values, unless the model has "
+        f"at most {format_count(MAX_ON_CPU)} parameters",
+        fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
+    )
 
 
 def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, ...]]]:
@@ -73,8 +94,21 @@ def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, 
         if inside:
             stubs |= inside
             first += names
+    first += [name for name in sides.first if name.rpartition(".")[0] in containers(found.layers_path)]
     kept = [name for name in sides.first if name not in first]
     return Sides(tuple(first), (*kept, *sides.every), sides.last), stubs
+
+
+def _aliases(model: nn.Module, sides: Sides) -> dict[str, str]:
+    """Return second names of parameters on the same side of the layers as the first, with the first."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    side_of = {name: side for side, names in zip(Sides.__match_args__, astuple(sides), strict=True) for name in names}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        original = first.setdefault(id(parameter), name)
+        if original != name and name in side_of and side_of[name] == side_of.get(original):
+            found[name] = original
+    return found
 
 
 class _Deriver:
@@ -137,6 +171,12 @@ class _Deriver:
             every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
             last=self._end(self._sides.last, late, costs.saved.get(AFTER, Saved()), costs.flops.get(AFTER, 0.0)),
             stubs=self._stubs,
+            blanks={
+                name: tuple(self._model.get_parameter(name).shape)
+                for name in self._sides.first
+                if name.rpartition(".")[0] in containers(path)
+            },
+            aliases={},
             fills={name: fill for name, fill in self._fills.items() if not name.startswith(inside)},
             per_token=found.per_token,
             stream=found.stream,
@@ -194,7 +234,7 @@ class _Deriver:
             role = Role.VECTOR if len(shape) < 2 else Role.MATRIX
             parameters.append(ParameterFacts(name, shape, role, frozen=prefix + name in self._found.unused))
         styles = {
-            path.removeprefix(prefix): style
+            path.removeprefix(prefix): _inside(style, prefix)
             for path, style in self._styles.items()
             if path.startswith(prefix) or path == prefix.removesuffix(".")
         }
@@ -211,6 +251,13 @@ class _Deriver:
         rows = [table.num_embeddings for table in self._tables]
         found = [positions for n in rows if positions is not None and positions <= n <= positions + 8]
         return min(found, default=None)
+
+
+def _inside(style: Style, prefix: str) -> Style:
+    """Return a style with paths inside a layer."""
+    if style.read_by is None:
+        return style
+    return replace(style, read_by=style.read_by.removeprefix(prefix.removesuffix(".")).removeprefix("."))
 
 
 def _buffer(name: str, tensor: Tensor, saved: bool) -> BufferFacts:

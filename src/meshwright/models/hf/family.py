@@ -63,10 +63,11 @@ class HfFamily(Family):
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         """Build the model, and turn it into one stage."""
-        from meshwright.models.hf.arrange import arrange
+        from meshwright.models.hf.arrange import arrange, remove_aliases
         from meshwright.models.hf.stage import make_stage
 
         structure, model = structure_of(f), _build(f)
+        remove_aliases(model, structure.aliases)
         names = [[parameter.name for parameter in end.parameters] for end in (structure.last, structure.every)]
         arrange(model, structure.layers_path, tuple(names[0]), tuple(names[1]))
         return make_stage(model, structure, part)

@@ -1,4 +1,4 @@
-"""Find a model's decoder layers and what runs around them, in one forward on the meta device. Nothing is known by name.
+"""Find a model's decoder layers and what runs around them, in one forward. Nothing is known by name.
 
 What depends on what is read off the autograd graph: each layer's input is replaced by a leaf, so a layer whose output
 depends on an earlier layer's parameters has a second stream, and a parameter outside the layers is used before them if
@@ -26,6 +26,10 @@ BATCH, TIME = 3, 37
 """Samples and tokens of the probe: sizes that a model has nowhere else."""
 BATCH_DIM, TIME_DIM, BATCH_TIME_DIM = -1, -2, -3
 """Stand for sizes of the batch, the tokens of a sample, and both, in shapes."""
+
+
+class NoForward(Exception):
+    """A forward failed, and why."""
 
 
 @dataclass
@@ -77,12 +81,17 @@ def layers_path(model: nn.Module, config: Any) -> str:
 
 
 def probe(model: nn.Module, config: Any) -> Probe:
-    """Run a model on the meta device once, and return what it does around its layers."""
+    """Run a model once, on the meta device if it can, and return what it does around its layers.
+
+    Raises:
+        ConfigError: it has no list of layers, or no stream between them.
+        NoForward: the forward fails.
+    """
     path = layers_path(model, config)
     layers = list(model.get_submodule(path))
     found = Probe(path, len(layers))
     watch = _Watch(model, layers, found)
-    ids = torch.zeros((BATCH, TIME), dtype=torch.long, device="meta")
+    ids = torch.zeros((BATCH, TIME), dtype=torch.long, device=next(model.parameters()).device)
     handles = list(watch.register())
     try:
         with private.on_meta():
@@ -91,7 +100,7 @@ def probe(model: nn.Module, config: Any) -> Probe:
     except ConfigError:
         raise
     except Exception as error:
-        raise _no_forward(model, error) from error
+        raise NoForward(f"{type(error).__name__}: {str(error)[:200]}") from error
     finally:
         for handle in handles:
             handle.remove()
@@ -228,15 +237,6 @@ def _is_stream(value: Any) -> bool:
     """Return whether a value is a differentiable tensor [b, t, …, d]."""
     is_float = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
     return is_float and value.dim() >= 3 and tuple(value.shape[:2]) == (BATCH, TIME)
-
-
-def _no_forward(model: nn.Module, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"the forward of {type(model).__name__} fails without values: {type(error).__name__}: {str(error)[:200]}",
-        where=KEY,
-        rule="a forward from input_ids on PyTorch's meta device shows what runs around the layers",
-        fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
-    )
 
 
 def _no_stream(model: nn.Module) -> ConfigError:

@@ -67,17 +67,26 @@ def make_stage(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = None
-    model.forward = _stage_forward(model, model.forward, part, call)
+    blanks = {} if part.is_first else structure.blanks
+    for name in blanks:
+        owner, _, leaf = name.rpartition(".")
+        del model.get_submodule(owner)._parameters[leaf]
+    model.forward = _stage_forward(model, model.forward, part, call, blanks)
     return model
 
 
-def _stage_forward(model: nn.Module, forward: Callable[..., Any], part: Part, call: _Call) -> Callable[..., Tensor]:
+def _stage_forward(
+    model: nn.Module, forward: Callable[..., Any], part: Part, call: _Call, blanks: Mapping[str, tuple[int, ...]]
+) -> Callable[..., Tensor]:
     def stage_forward(inputs: Tensor, layout: TokenLayout | None = None, token_ids: Tensor | None = None) -> Tensor:
         ids = inputs if part.is_first else token_ids
         if ids is None:
             ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         call.received = None if part.is_first else inputs
         call.batch, call.time, call.dtype = ids.shape[0], ids.shape[1], inputs.dtype
+        for name, shape in blanks.items():
+            owner, _, leaf = name.rpartition(".")
+            vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         try:
             with _mode(model):
                 return private.logits(forward(input_ids=ids, use_cache=False, **_documents(layout, ids)))

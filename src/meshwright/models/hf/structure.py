@@ -65,8 +65,12 @@ class Structure:
     """What only the last stage has."""
     stubs: dict[str, tuple[int, ...]]
     """Modules that return zeros on other stages than the first, with the shapes of their outputs (see `probe`)."""
+    blanks: dict[str, tuple[int, ...]]
+    """Parameters of modules around the layers that are zeros on other stages than the first, with their shapes."""
     fills: dict[str, FillFacts]
     """Initial values of all that is outside the layers."""
+    aliases: dict[str, str]
+    """Second names of parameters that are used together with the first: a module reads the other's."""
     per_token: tuple[int, ...]
     """Shape of the stream between layers per token."""
     stream: int | str

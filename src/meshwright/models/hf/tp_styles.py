@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -77,8 +78,12 @@ def tp_styles(model: nn.Module, config: Any, tp: int) -> dict[str, Style]:
     with _sharded(model, styles, tp):
         after = _shapes(model, styles)
     for path, style in styles.items():
+        if path not in before and style.kind is not StyleKind.REPLICATED:
+            raise Unfit(f"{path} is sharded in transformers' plan, but its parameters are read without calling it")
         if style.kind is StyleKind.REPLICATED and after.get(path) != before.get(path):
             styles[path] = DIVIDED
+        elif style == REPLICATED and path not in before and path:
+            styles[path] = replace(style, read_by=path.rpartition(".")[0])
     return styles
 
 
@@ -182,7 +187,7 @@ def _sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator
                 raise Unfit(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
             shape = [n // tp if d == dim else n for d, n in enumerate(parameter.shape)]
             original.append((module, leaf, parameter))
-            module._parameters[leaf] = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"))
+            module._parameters[leaf] = nn.Parameter(parameter.new_zeros(shape))
         if style.kind is StyleKind.EXPERTS:
             counts.append((module, module.num_experts))  # type: ignore[arg-type]
             module.num_experts //= tp  # type: ignore[operator]
@@ -233,12 +238,12 @@ def _shapes(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, tuple[An
 
     handles = [
         model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True)
-        for path, style in styles.items()
-        if style.kind is StyleKind.REPLICATED
+        for path in styles
     ]
     try:
         with private.on_meta(), torch.no_grad():
-            model(input_ids=torch.zeros((2, TIME), dtype=torch.long, device="meta"), use_cache=False)
+            ids = torch.zeros((2, TIME), dtype=torch.long, device=next(model.parameters()).device)
+            model(input_ids=ids, use_cache=False)
     except Exception as error:
         raise Unfit(f"a forward with shards of the matrices fails: {type(error).__name__}: {str(error)[:150]}") from error
     finally:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
+from meshwright.models.contract.family import Family
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.contract.task import Reference
+from meshwright.models.contract.task import Reference, SimpleBatch
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.prove.record.evidence import DTYPE
 from meshwright.prove.record.initial_tensors import fill_tensors
@@ -25,13 +26,14 @@ from meshwright.prove.stage_placement import StagePlacement
 class _StageSequence(nn.Module):
     """Stages of a model, applied in sequence."""
 
-    def __init__(self, parts: list[nn.Module]) -> None:
+    def __init__(self, family: Family, parts: list[nn.Module]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(parts)
+        self._family, self.parts = family, nn.ModuleList(parts)
 
     def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+        batch = SimpleBatch(x, inputs)
         for part in self.parts:
-            x = part(x, *inputs)
+            x = self._family.run(part, x, batch)
         return x
 
 
@@ -58,7 +60,7 @@ def stage_gradients(
         for parameter in stages.shared
         for stage, name in parameter.sites
     ]
-    loss = samples.loss(_StageSequence(parts), indices)
+    loss = samples.loss(_StageSequence(config.family, parts), indices)
     found = torch.autograd.grad(loss, [copy for *_, copy in copies], allow_unused=True, materialize_grads=True)
     result: dict[str, Tensor] = {}
     for (key, stage, copy), gradient in zip(copies, found, strict=True):
