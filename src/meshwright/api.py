@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.models.contract.loss_unit import unit_of_metric
+from meshwright.models.hf.source import check_installed
+from meshwright.models.hf.tiny_config import causal_types, text_type
 from meshwright.optim.catalogue import BUILT_IN
 from meshwright.plan.load_config import load
 from meshwright.plan.load_plan import check_fits, load_plan
@@ -29,6 +32,9 @@ from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
 from meshwright.prove.as_run.configuration import as_configured, num_steps, plan_as_configured, set_aside_as_run
+from meshwright.prove.catalogue.case import Result
+from meshwright.prove.catalogue.catalogue import prove_all
+from meshwright.prove.catalogue.layouts import ALL, LAYOUTS, SETTINGS
 from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import Interrupts, launch
@@ -233,6 +239,37 @@ def prove(
     return Proof(report["passed"], (*notes, *answer["lines"]), {**report, "set_aside": list(notes)})
 
 
+def prove_catalogue(
+    models: Sequence[str] = (), *, words: Sequence[str] = (), steps: int = 2, say: Callable[[Result], None] | None = None
+) -> list[Result]:
+    """Prove every causal language model of the installed transformers, built small, on dp_shard 2, pp 2, tp 2 and, every
+    fourth one, on all three together.
+
+    Args:
+        models: model types, such as qwen3; all if empty, which takes about half an hour on two cores. Given ones are
+            proved on all layouts.
+        words: further keys of every case, as on the command line.
+        steps: optimizer steps to compare.
+        say: called with each outcome.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no such model.
+    """
+    check_installed()
+    types = tuple(models) or causal_types()
+    for one in models:
+        text_type(one)
+
+    def cases() -> Iterator[tuple[str, str, Callable[[], RunConfig]]]:
+        for layout, keys in LAYOUTS.items():
+            for number, model in enumerate(types):
+                if layout != ALL or models or number % 4 == 0:
+                    settings = (f"model.config={model}", *SETTINGS, *keys, *words)
+                    yield model, layout, partial(load_config, "hf-tiny", *settings)
+
+    return prove_all(cases(), steps=steps, say=say or _ignore)
+
+
 def _locate(spec: ProofSpec, *, num_ranks: int, threads: int | None) -> tuple[str, ...]:
     """Run the second pass of a proof, and return a line if it fails: what the first one found is not lost."""
     try:
@@ -327,5 +364,5 @@ def _load_plan(plan: RunPlan | str | Path, config: RunConfig) -> RunPlan:
     return load_plan(Path(plan), config)
 
 
-def _ignore(text: str) -> None:
+def _ignore(_: object) -> None:
     pass

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from meshwright.cli.config_arguments import Words, split_words
 from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
-from meshwright.units import format_duration
+from meshwright.units import counted, format_duration
 
 if TYPE_CHECKING:
     from meshwright.api import Proof
@@ -43,10 +44,22 @@ def prove(
         bool,
         typer.Option("--as-run", help="Prove the run in its precision, compiled and compressed, not in float64."),
     ] = False,
+    catalogue: Annotated[
+        bool,
+        typer.Option(
+            "--catalogue",
+            help="Prove every causal language model of the installed transformers, built small, or only the model types "
+            "given as words, on several layouts.",
+        ),
+    ] = False,
     json_path: JsonPath = None,
 ) -> None:
     """Prove that a layout computes the same losses, gradients and parameters as one process in float64."""
     from meshwright import api
+
+    if catalogue:
+        show_catalogue(words or [], steps, json_path)
+        return
 
     def proof() -> Proof:
         source, overrides = split_words(words)
@@ -57,6 +70,60 @@ def prove(
 
 def prove_and_show(prove: Callable[[], Proof], json_path: Path | None) -> None:
     """Run a proof, show its report, write the JSON, and exit with 1 if the proof failed.
+
+    Raises:
+        InputError: this is a rank of a launcher, or the JSON can't be written.
+    """
+    _check_start(json_path)
+    started = time.perf_counter()
+    proof = prove()
+    _show(proof, time.perf_counter() - started, to_stderr=json_path == STDOUT)
+    text = json.dumps(proof.report, indent=1)
+    if json_path == STDOUT:
+        print(text)
+    elif json_path is not None:
+        write_output(json_path, text + "\n", where=JSON_OPTION)
+    if not proof:
+        sys.exit(1)
+
+
+def show_catalogue(words: list[str], steps: int | None, json_path: Path | None) -> None:
+    """Prove the catalogue, show each outcome and a table, write both as JSON, and exit with 1 if a proof failed.
+
+    Args:
+        words: model types, and keys of every case.
+        steps: optimizer steps to compare; 2 if None.
+        json_path: file for the outcomes.
+    """
+    from meshwright import api
+    from meshwright.prove.catalogue.case import Outcome, Result
+    from meshwright.prove.catalogue.layouts import counts, table
+
+    _check_start(json_path)
+    models = [word for word in words if "=" not in word]
+    keys = [word for word in words if "=" in word]
+
+    def note(one: Result) -> None:
+        say(f"{one.model} · {one.layout}: {one.outcome}")
+
+    started = time.perf_counter()
+    results = api.prove_catalogue(models, words=keys, steps=steps or 2, say=note)
+    say("")
+    stream = sys.stderr if json_path == STDOUT else sys.stdout
+    for line in (*table(results), "", *counts(results)):
+        print(line, file=stream)
+    print(f"{counted(len(results), 'case')} in {format_duration(time.perf_counter() - started)}", file=stream)
+    text = json.dumps([asdict(one) for one in results], indent=1)
+    if json_path == STDOUT:
+        print(text)
+    elif json_path is not None:
+        write_output(json_path, text + "\n", where=JSON_OPTION)
+    if any(one.outcome in (Outcome.WRONG, Outcome.FAILED) for one in results):
+        sys.exit(1)
+
+
+def _check_start(json_path: Path | None) -> None:
+    """Check that proofs can start, and that their result can be written.
 
     Raises:
         InputError: this is a rank of a launcher, or the JSON can't be written.
@@ -72,16 +139,6 @@ def prove_and_show(prove: Callable[[], Proof], json_path: Path | None) -> None:
         )
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)
-    started = time.perf_counter()
-    proof = prove()
-    _show(proof, time.perf_counter() - started, to_stderr=json_path == STDOUT)
-    text = json.dumps(proof.report, indent=1)
-    if json_path == STDOUT:
-        print(text)
-    elif json_path is not None:
-        write_output(json_path, text + "\n", where=JSON_OPTION)
-    if not proof:
-        sys.exit(1)
 
 
 def say(text: str) -> None:

@@ -38,7 +38,7 @@ def find_source(text: str) -> Source:
     Raises:
         ConfigError: there is no such folder or file, it is no model's configuration, or transformers is missing.
     """
-    _check_installed()
+    check_installed()
     path = Path(text).expanduser()
     if path.is_dir():
         path = path / CONFIG_FILE
@@ -73,7 +73,12 @@ def _missing(text: str) -> ConfigError:
     return _error(f"file or folder not found: {text}", f"the path of a folder with a {CONFIG_FILE}, or {KEY}=qwen3")
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Check that transformers is installed.
+
+    Raises:
+        ConfigError: it is missing or too old.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise _error("transformers is not installed", "pip install 'meshwright[transformers]'")
     found = transformers_version()

@@ -54,8 +54,6 @@ class Result:
     outcome: Outcome
     reason: str = ""
     """Why a layout was refused, or the first finding or error."""
-    largest_error: float | None = None
-    """Largest relative error of a gradient."""
 
     @classmethod
     def of(cls, case: Case, report: dict[str, Any]) -> Result:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.plan.make_plan import make_plan
@@ -16,7 +16,6 @@ from meshwright.prove.spec import ProofSpec, as_proof
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
-T = TypeVar("T")
 BATCH_CASES = 40
 """Cases whose records are kept at a time."""
 COMPARERS = 2
@@ -57,7 +56,7 @@ def prove_all(
             try:
                 config = as_proof(make())
                 spec = ProofSpec(config, make_plan(config), steps, Path(folder, str(number)))
-                config.family.open_data(_facts(config))
+                config.family.open_data(run_facts(config))
             except MeshwrightError as error:
                 note([Result(model, layout, Outcome.REFUSED, error.what)])
                 continue
@@ -69,12 +68,6 @@ def prove_all(
         for ranks, cases in waiting.items():
             note(_prove_batch(cases, ranks))
     return results
-
-
-def _facts(config: RunConfig) -> object:
-    from meshwright.config.facts_for_family import run_facts
-
-    return run_facts(config)
 
 
 def _prove_batch(cases: list[Case], num_ranks: int) -> Iterator[Result]:
@@ -114,12 +107,3 @@ def compare_body(context: RankContext, batch: Batch) -> None:
     from meshwright.prove.catalogue.run_cases import compare_cases
 
     compare_cases(context, batch.cases)
-
-
-def summary(results: Iterable[Result]) -> Mapping[str, Mapping[Outcome, int]]:
-    """Return the number of outcomes by layout."""
-    found: dict[str, dict[Outcome, int]] = {}
-    for one in results:
-        counts = found.setdefault(one.layout, dict.fromkeys(Outcome, 0))
-        counts[one.outcome] += 1
-    return found

@@ -1,0 +1,51 @@
+"""Layouts of the catalogue, and its table. Doesn't import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from meshwright.prove.catalogue.case import Outcome, Result
+
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "dp_shard 2": ("mesh.dp_shard=2",),
+    "pp 2": ("mesh.pp=2",),
+    "tp 2": ("mesh.tp=2",),
+    "all three": ("mesh.dp_shard=2", "mesh.pp=2", "mesh.tp=2"),
+}
+"""Keys of each layout."""
+ALL = "all three"
+SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", "train.timeout_s=60")
+"""Keys of every case: two micro-batches, since gradients that are reduced in every backward are right with one."""
+MARKS = {Outcome.PROVED: "✓", Outcome.WRONG: "✗", Outcome.FAILED: "✗", Outcome.REFUSED: "–"}
+
+
+def table(results: Iterable[Result]) -> list[str]:
+    """Return the catalogue as a table in Markdown: a row a model, with the reasons of what is not proved below."""
+    rows: dict[str, dict[str, Result]] = {}
+    for one in results:
+        rows.setdefault(one.model, {})[one.layout] = one
+    layouts = [name for name in LAYOUTS if any(name in row for row in rows.values())]
+    lines = [f"| model | {' | '.join(layouts)} | why not |", f"|---|{':-:|' * len(layouts)}---|"]
+    for model in sorted(rows):
+        row = rows[model]
+        marks = [MARKS[row[name].outcome] if name in row else "" for name in layouts]
+        reasons = dict.fromkeys(first_line(row[name].reason) for name in layouts if name in row and row[name].reason)
+        lines.append(f"| {model} | {' | '.join(marks)} | {'; '.join(reasons)} |")
+    return lines
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a reason, without what would end a cell."""
+    return text.splitlines()[0].replace("|", "/")[:160] if text else ""
+
+
+def counts(results: Sequence[Result]) -> list[str]:
+    """Return a line per layout: how many models are proved of those that are not refused, and how many are refused."""
+    lines = []
+    for layout in LAYOUTS:
+        found = [one.outcome for one in results if one.layout == layout]
+        if found:
+            refused = found.count(Outcome.REFUSED)
+            proved = found.count(Outcome.PROVED)
+            lines.append(f"{layout}: {proved} of {len(found) - refused} proved, {refused} refused")
+    return lines
