@@ -124,9 +124,6 @@ def _weights_like(source: Path) -> OtherWeights:
     """Return the format of the model in a folder's config.json.
 
     Returns the first format if the file can't be read: loading raises a clear error.
-
-    Raises:
-        CheckpointError: no family has this model.
     """
     from meshwright.models.contract.family import family_names, find_family
 
@@ -139,15 +136,12 @@ def _weights_like(source: Path) -> OtherWeights:
         model_type = None
     if not isinstance(model_type, str):
         return known[0]
-    for weights in known:
-        if weights.model_type == model_type:
-            return weights
-    raise CheckpointError(
-        f"model_type {model_type} can't be imported",
-        where=str(source / "config.json"),
-        rule=f"imports read {', '.join(weights.description for weights in known)}",
-        fix=f"pass the folder of a model of model_type {' or '.join(weights.model_type for weights in known)}",
-    )
+    # The format of any model comes last.
+    return next(weights for weights in sorted(known, key=_is_any) if weights.model_type in (model_type, None))
+
+
+def _is_any(weights: OtherWeights) -> bool:
+    return weights.model_type is None
 
 
 def _newest_valid(folder: Path) -> Path:

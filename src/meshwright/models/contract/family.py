@@ -52,8 +52,8 @@ class OtherWeights(Protocol):
 
     description: str
     """Human-readable name of the format."""
-    model_type: str
-    """Value of `model_type` in the format's config.json."""
+    model_type: str | None
+    """Value of `model_type` in the format's config.json; None for any."""
 
     def export(self, checkpoint: Path, out: Path) -> Any:
         """Export a checkpoint's weights to a directory in this format."""

@@ -23,13 +23,18 @@ def load_config(source: Source) -> Any:
     Raises:
         ConfigError: transformers has no causal language model of this type, or refuses the configuration.
     """
-    config = _from_fields(source) if source.fields else tiny_config(source.model_type)
-    text = config.get_text_config()
-    config = text if private.is_causal_config(type(text)) else config
+    config = original_config(source)
     for name in _dropouts(config):
         setattr(config, name, 0.0)
     config.use_cache = False
     return config
+
+
+def original_config(source: Source) -> Any:
+    """Return transformers' configuration of the text model as it is."""
+    config = _from_fields(source) if source.fields else tiny_config(source.model_type)
+    text = config.get_text_config()
+    return text if private.is_causal_config(type(text)) else config
 
 
 def _from_fields(source: Source) -> Any:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from meshwright.settings.section import ModelSection
-
-
-def _as_mapping(value: Any) -> Any:
-    """Read the pairs of a mapping, which a frozen section keeps as a tuple."""
-    return tuple(sorted(value.items())) if isinstance(value, dict) else value
 
 
 class HfConfig(ModelSection):
@@ -23,6 +18,9 @@ class HfConfig(ModelSection):
         min_length=1,
         description="folder of a model in Hugging Face's format, a config.json, or a model type of transformers, "
         "which is built small",
+    )
+    weights: Literal["random", "folder"] = Field(
+        "random", description="initial weights: random as the model defines them, or those in the folder of model.config"
     )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention of transformers: sdpa (PyTorch's kernels), or eager; auto takes the model's own"

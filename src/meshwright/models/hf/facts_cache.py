@@ -28,7 +28,7 @@ def cached_structure(key: Mapping[str, Any], derive: Callable[[], Structure], *,
         cache_dir: directory of the cache; `~/.cache/meshwright` by default.
     """
     digest = hashlib.sha256(json.dumps({"format": FORMAT, **key}, sort_keys=True).encode()).hexdigest()
-    path = _directory(cache_dir) / f"model-{digest[:32]}.json"
+    path = cache_directory(cache_dir) / f"model-{digest[:32]}.json"
     try:
         return _ADAPTER.validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -38,7 +38,8 @@ def cached_structure(key: Mapping[str, Any], derive: Callable[[], Structure], *,
     return found
 
 
-def _directory(cache_dir: str | None) -> Path:
+def cache_directory(cache_dir: str | None) -> Path:
+    """Return the directory of the cache; `~/.cache/meshwright` if None."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"

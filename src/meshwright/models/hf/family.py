@@ -7,9 +7,9 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import LayoutError
-from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Constant, Fill, Normal
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.family import Family, OtherWeights
+from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import Style
@@ -44,6 +44,9 @@ class HfFamily(Family):
         if f.axes.tp > 1 and structure.not_tensor_parallel:
             what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
             yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
+        if _section(f).weights == "folder" and _source(_section(f)).folder is None:
+            what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
+            yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"
@@ -77,16 +80,28 @@ class HfFamily(Family):
         out: Tensor = module(inputs, *batch.conditions, token_ids=batch.inputs)
         return out
 
+    def other_weights(self) -> OtherWeights:
+        """Return the export to a folder that `from_pretrained` opens."""
+        from meshwright.models.hf.export import TransformersWeights
+
+        return TransformersWeights()
+
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the initial values that the model's own rules give."""
-        facts = _fill(structure_of(f), name)
+        section, structure = _section(f), structure_of(f)
+        folder = _source(section).folder
+        if section.weights == "folder" and folder is not None and name in _saved_names(structure):
+            from meshwright.models.hf.pretrained import read_pretrained
+
+            names, cache_dir = _saved_names(structure), f.data.cache_dir
+            return Computed(lambda: read_pretrained(folder, name, names, cache_dir=cache_dir))
+        facts = _fill(structure, name)
         if facts.how == "normal":
             return Normal(facts.value)
         if facts.how == "constant":
             return Constant(facts.value)
         from meshwright.models.hf.initial_values import to_fill
 
-        section = _section(f)
         return to_fill(facts, lambda small: _without_values(section, small), name, seed=f.seed)
 
     def open_data(self, f: RunFacts) -> Any:
@@ -145,6 +160,19 @@ def _fill(structure: Structure, name: str) -> FillFacts:
         return structure.fills[name]
     layer, _, inside = name.removeprefix(prefix).partition(".")
     return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
+
+
+def _saved_names(structure: Structure) -> frozenset[str]:
+    """Return the names of the parameters and saved buffers, tied ones by their first name."""
+    ends = (structure.first, structure.every, structure.last)
+    found = [p.name for end in ends for p in end.parameters if p.tied_to is None]
+    found += [buffer.name for end in ends for buffer in end.buffers if buffer.saved]
+    by_name = {block.name: block for block in structure.blocks}
+    for layer, kind in enumerate(structure.layers):
+        block = by_name[kind]
+        inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
+        found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
+    return frozenset(found)
 
 
 def _section(f: RunFacts) -> HfConfig:

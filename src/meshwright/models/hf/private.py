@@ -6,9 +6,11 @@ Nothing else in this room reads one; transformers is imported inside the functio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.overrides import TorchFunctionMode
@@ -200,3 +202,37 @@ class SmallOnCpu(TorchFunctionMode):
             return func(*args, **kwargs)
         made = func(*args, **{**kwargs, "device": "meta"})
         return func(*args, **{**kwargs, "device": "cpu"}) if made.numel() <= SMALL else made
+
+
+def convert_weights(folder: Path, out: Path) -> None:
+    """Load a folder's weights, and write them as one file of safetensors with the names of the model's parameters."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    names = dict(model.named_parameters()) | dict(model.named_buffers())
+    saved = {name: tensor.detach().contiguous() for name, tensor in names.items() if name in model.state_dict()}
+    temporary = out.with_name(f".{os.getpid()}-{out.name}")
+    save_file(saved, temporary)
+    temporary.replace(out)
+
+
+def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
+    """Write a model with these parameters and saved buffers as `from_pretrained` reads it.
+
+    Args:
+        config: its configuration.
+        tensors: values by name; a tied parameter by its first name.
+        folder: an existing folder.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(dict(tensors), strict=False, assign=True)
+    model.tie_weights()
+    model.config.dtype = next(iter(tensors.values())).dtype
+    with quiet():
+        model.save_pretrained(folder)

@@ -72,7 +72,7 @@ def export_safetensors(
         max_seq_len=max_seq_len,
         where=str(checkpoint),
     )
-    with _new_directory(out) as temporary:
+    with new_directory(out) as temporary:
         _write_shards(temporary, _split(tensors, max_shard_bytes))
         for name, content in others.items():
             (temporary / name).parent.mkdir(exist_ok=True)
@@ -149,7 +149,7 @@ def _write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) ->
 
 
 @contextmanager
-def _new_directory(out: Path) -> Iterator[Path]:
+def new_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory beside `out`, renamed to it on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(
