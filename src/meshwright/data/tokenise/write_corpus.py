@@ -11,8 +11,9 @@ import numpy as np
 
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
+from meshwright.data.loss_mask import MaskWriter
 from meshwright.data.sources.left_out import LeftOut
-from meshwright.data.sources.text_pieces import Continued
+from meshwright.data.sources.source_text import SourceText
 from meshwright.data.sources.text_source import TextSource
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata
@@ -30,7 +31,8 @@ _log = get_logger(__name__)
 
 
 def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: str, parts: Path) -> CorpusMetadata:
-    """Write the tokens of all documents, training split first, each followed by a separator, and then their ends.
+    """Write the tokens of all documents, training split first, each text followed by a separator, and then the loss
+    mask, if there may be conversations, and the documents' ends.
 
     Args:
         file: file to write to.
@@ -49,6 +51,7 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
     counts: list[int] = []
     num_documents: list[int] = []
     ends = array("Q")  # Of all documents: far smaller than the list of files.
+    mask = None if found.chat is None else MaskWriter()
     text_bytes = 0
     for split, texts in zip(SPLITS, found.splits(left_out), strict=True):
         start = sum(counts)
@@ -59,6 +62,8 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
             fingerprint.update(encoded.tokens)
             ends.frombytes((encoded.ends + np.uint64(start + counts[-1])).tobytes())
             counts[-1] += len(encoded.tokens)
+            if mask is not None:
+                mask.add(np.ones(len(encoded.tokens), dtype=np.bool_) if encoded.mask is None else encoded.mask)
             text_bytes += encoded.text_bytes
         num_documents.append(len(ends) - sum(num_documents))
     for split, num_tokens in zip(SPLITS, counts, strict=True):
@@ -66,6 +71,7 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
             raise _empty(source, split, found.size, len(left_out.files))
     if left_out.empty.count:
         _log.warning("the first document without text is %s", left_out.empty.first)
+    mask_bytes, mask_fingerprint = (0, "") if mask is None else mask.write(file)
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
     num_train, num_validation = counts
@@ -73,19 +79,23 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
-        payload_bytes=(num_train + num_validation) * dtype.itemsize + writer.num_bytes,
+        payload_bytes=(num_train + num_validation) * dtype.itemsize + mask_bytes + writer.num_bytes,
         vocab_size=opened.vocab_size,
-        validation_text_bytes=text_bytes,
+        # Of conversations, the loss is of some of the tokens, and its bytes would be those of all.
+        validation_text_bytes=None if found.chat is not None else text_bytes,
         num_skipped=len(left_out.files),
         num_empty=left_out.empty.count,
         fingerprint=fingerprint.hexdigest(num_train=num_train),
         num_train_documents=num_documents[0],
         num_validation_documents=num_documents[1],
         ends_fingerprint=writer.fingerprint(),
+        mask_bytes=mask_bytes,
+        mask_fingerprint=mask_fingerprint,
+        chat_day="" if found.chat is None else found.chat.today.isoformat(),
     )
 
 
-def _encoded(texts: Iterable[str | Continued], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
+def _encoded(texts: Iterable[SourceText], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
     """Encode a split. Bytes need no parts: to read the texts again, as parts do too, is all the work that there is."""
     return encode_in_order(batches(texts), tokenizer) if parts is None else parts.encode(batches(texts), tokenizer)
 
