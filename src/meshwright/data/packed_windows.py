@@ -150,10 +150,10 @@ class PackedWindows:
         inputs = np.zeros(is_real.shape, dtype=np.int64)
         targets = np.full(is_real.shape, ignored_target, dtype=np.int64)
         inputs[is_real] = self.tokens[places]
-        next_tokens = self.tokens[places + 1]
-        targets[is_real] = (
-            next_tokens if self.mask is None else np.where(self.mask.at(places + 1), next_tokens, ignored_target)
-        )
+        next_tokens = self.tokens[places + 1].astype(np.int64)
+        if self.mask is not None:
+            next_tokens[~self.mask.at(places + 1)] = ignored_target
+        targets[is_real] = next_tokens
         return inputs, targets
 
     def _lengths(self, window: int) -> tuple[int, ...]:

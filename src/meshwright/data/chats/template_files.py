@@ -21,7 +21,8 @@ OLDER_TEMPLATE = "chat_template.json"
 TOKENS_MAP = "special_tokens_map.json"
 RULE = "conversations are written by the chat template of the tokenizer"
 _DEFAULT = "default"
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN = "_token"
+"""How names of special tokens end: `bos_token`, `eos_token`, and those of one model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def find_template(tokenizer: str) -> TemplateFiles:
     folder = path.parent
     config = _read_json(folder / TOKENIZER_CONFIG)
     tokens = {**_read_json(folder / TOKENS_MAP), **config}
-    special_tokens = {name: text for name in _TOKENS if (text := _token_text(tokens.get(name)))}
+    special_tokens = {name: text for name in tokens if name.endswith(_TOKEN) and (text := _token_text(tokens[name]))}
     if (folder / TEMPLATE).is_file():
         return TemplateFiles(path, folder / TEMPLATE, _read_text(folder / TEMPLATE), special_tokens)
     for name in (TOKENIZER_CONFIG, OLDER_TEMPLATE):
