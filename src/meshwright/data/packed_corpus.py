@@ -60,8 +60,9 @@ def _describe(train: PackedWindows, num_documents: int) -> str:
     ]
     if train.num_split:
         lines.append(
-            f"{train.num_split:,} of {counted(num_documents, 'conversation')} are longer than train.seq_len = "
-            f"{train.seq_len} and split; left out: {counted(train.num_left_out, 'piece')} without a token that counts"
+            f"longer than train.seq_len = {train.seq_len}, and split: {train.num_split:,} of "
+            f"{counted(num_documents, 'conversation')}; left out: "
+            f"{counted(train.num_left_out, 'piece')} without a token that counts"
         )
     return "\n  ".join(lines)
 

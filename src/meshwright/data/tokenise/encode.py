@@ -46,6 +46,10 @@ class Encoded:
     texts_sha256: str
     mask: NDArray[np.bool_] | None = None
 
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """Return whether each token counts in the loss."""
+        return np.ones(len(self.tokens), dtype=np.bool_) if self.mask is None else self.mask
+
 
 def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
     """Encode the texts of a batch."""

@@ -156,8 +156,7 @@ def _mask(encoded: list[Encoded]) -> bytes:
     """Return the loss mask of batches, a bit per token; nothing if all tokens count."""
     if all(one.mask is None for one in encoded):
         return b""
-    masks = [np.ones(len(one.tokens), dtype=np.bool_) if one.mask is None else one.mask for one in encoded]
-    return np.packbits(np.concatenate(masks)).tobytes()
+    return np.packbits(np.concatenate([one.loss_mask() for one in encoded])).tobytes()
 
 
 def _all_texts_sha256(digests: Iterable[str]) -> str:

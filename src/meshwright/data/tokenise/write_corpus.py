@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
 from meshwright.data.loss_mask import MaskWriter
@@ -63,7 +65,7 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
             ends.frombytes((encoded.ends + np.uint64(start + counts[-1])).tobytes())
             counts[-1] += len(encoded.tokens)
             if mask is not None:
-                mask.add(np.ones(len(encoded.tokens), dtype=np.bool_) if encoded.mask is None else encoded.mask)
+                mask.add(encoded.loss_mask())
             text_bytes += encoded.text_bytes
         num_documents.append(len(ends) - sum(num_documents))
     for split, num_tokens in zip(SPLITS, counts, strict=True):
@@ -75,14 +77,13 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
     num_train, num_validation = counts
-    return CorpusMetadata(
+    metadata = CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
-        payload_bytes=(num_train + num_validation) * dtype.itemsize + mask_bytes + writer.num_bytes,
+        payload_bytes=sum(counts) * dtype.itemsize + mask_bytes + writer.num_bytes,
         vocab_size=opened.vocab_size,
-        # Of conversations, the loss is of some of the tokens, and its bytes would be those of all.
-        validation_text_bytes=None if found.chat is not None else text_bytes,
+        validation_text_bytes=text_bytes,
         num_skipped=len(left_out.files),
         num_empty=left_out.empty.count,
         fingerprint=fingerprint.hexdigest(num_train=num_train),
@@ -91,8 +92,13 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
         ends_fingerprint=writer.fingerprint(),
         mask_bytes=mask_bytes,
         mask_fingerprint=mask_fingerprint,
-        chat_day="" if found.chat is None else found.chat.today.isoformat(),
     )
+    return metadata if found.chat is None else _of_conversations(metadata, found.chat)
+
+
+def _of_conversations(metadata: CorpusMetadata, chat: ChatFormat) -> CorpusMetadata:
+    """Add the day; and leave out the bytes of the text, since the loss is of some of its tokens only."""
+    return replace(metadata, chat_day=chat.today.isoformat(), validation_text_bytes=None)
 
 
 def _encoded(texts: Iterable[SourceText], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
