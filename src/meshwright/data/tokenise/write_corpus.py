@@ -68,11 +68,7 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
                 mask.add(encoded.loss_mask())
             text_bytes += encoded.text_bytes
         num_documents.append(len(ends) - sum(num_documents))
-    for split, num_tokens in zip(SPLITS, counts, strict=True):
-        if not num_tokens:
-            raise _empty(source, split, found.size, len(left_out.files))
-    if left_out.empty.count:
-        _log.warning("the first document without text is %s", left_out.empty.first)
+    _check_contents(counts, left_out, found, source)
     mask_bytes, mask_fingerprint = (0, "") if mask is None else mask.write(file)
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
@@ -104,6 +100,15 @@ def _of_conversations(metadata: CorpusMetadata, chat: ChatFormat) -> CorpusMetad
 def _encoded(texts: Iterable[SourceText], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
     """Encode a split. Bytes need no parts: to read the texts again, as parts do too, is all the work that there is."""
     return encode_in_order(batches(texts), tokenizer) if parts is None else parts.encode(batches(texts), tokenizer)
+
+
+def _check_contents(counts: list[int], left_out: LeftOut, found: TextSource, source: str) -> None:
+    """Check that both splits have tokens, and say where the first empty text is."""
+    for split, num_tokens in zip(SPLITS, counts, strict=True):
+        if not num_tokens:
+            raise _empty(source, split, found.size, len(left_out.files))
+    if left_out.empty.count:
+        _log.warning("the first document without text is %s", left_out.empty.first)
 
 
 def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:
