@@ -22,8 +22,9 @@ QUICK = {"the epsilon of a norm on one rank", "a rank is given its neighbour's s
 CASES = [
     pytest.param(where, name, marks=() if name in QUICK else pytest.mark.slow, id=name)
     for where, table in TABLES.items()
-    for name in table
+    for name in sorted(table, key=lambda name: table[name].layout)
 ]
+"""Those of a layout come together: they share what they are compared with."""
 
 
 @pytest.mark.parametrize(("where", "name"), CASES)
