@@ -46,7 +46,7 @@ QUICK_FAULTS = {
 )
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, documents: list[str], name: str) -> None:
     fault = CONTEXT_FAULTS[name]
-    assert_named(proof(gang, config_of(fault.layout, documents), MODULE, "CONTEXT_FAULTS", name), fault)
+    assert_named(proof(gang, config_of(fault.layout, documents), MODULE, "CONTEXT_FAULTS", name, few=True), fault)
 
 
 WITH_EXPERTS = (
@@ -64,14 +64,14 @@ WITH_EXPERTS = (
 def test_a_seeded_fault_is_named_beside_experts(gang: GangPool, name: str) -> None:
     fault = CONTEXT_FAULTS[name]
     config = small_expert_config(*fault.layout, "mesh.ep=2")
-    assert_named(proof(gang, config, MODULE, "CONTEXT_FAULTS", name), replace(fault, at=""))
+    assert_named(proof(gang, config, MODULE, "CONTEXT_FAULTS", name, few=True), replace(fault, at=""))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_fault_of_something_else_is_not_blamed_on_cp(gang: GangPool, documents: list[str], name: str) -> None:
     fault = NEAR_MISSES[name]
-    result = proof(gang, config_of(fault.layout, documents), MODULE, "NEAR_MISSES", name)
+    result = proof(gang, config_of(fault.layout, documents), MODULE, "NEAR_MISSES", name, few=True)
     assert_named(result, fault)
     causes = [
         one["cause"]

@@ -27,7 +27,7 @@ QUICK_FAULTS = {
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = EXPERT_FAULTS[name]
     config = small_expert_config(*fault.layout)
-    result = proof(gang, config, "tests.prove.expert_faults", "EXPERT_FAULTS", name)
+    result = proof(gang, config, "tests.prove.expert_faults", "EXPERT_FAULTS", name, few=True)
     assert_named(result, fault)
 
 
@@ -35,7 +35,9 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
 @pytest.mark.parametrize("name", UNKNOWN_FAULTS)
 def test_an_unknown_fault_gets_no_cause(gang: GangPool, name: str) -> None:
     fault = UNKNOWN_FAULTS[name]
-    result = proof(gang, small_expert_config(*fault.layout), "tests.prove.expert_faults", "UNKNOWN_FAULTS", name)
+    result = proof(
+        gang, small_expert_config(*fault.layout), "tests.prove.expert_faults", "UNKNOWN_FAULTS", name, few=True
+    )
     assert not result.passed and not result.known
     assert all(words in " ".join(" ".join(render(result)).split()) for words in fault.says)
 
@@ -55,7 +57,7 @@ DENSE = [name for name, fault in FAULTS.items() if "ffn" not in fault.at and "le
 def test_a_fault_of_other_parameters_keeps_its_cause(gang: GangPool, name: str) -> None:
     fault = FAULTS[name]
     ep = ("mesh.ep=2",) if "mesh.dp_shard=2" in fault.layout else ()
-    result = proof(gang, small_expert_config(*fault.layout, *ep), "tests.prove.seeded_faults", "FAULTS", name)
+    result = proof(gang, small_expert_config(*fault.layout, *ep), "tests.prove.seeded_faults", "FAULTS", name, few=True)
     text = " ".join(" ".join(render(result)).lower().split())
     missing = [words for words in fault.says if words.lower() not in text]
     assert not missing, "\n".join([f"missing: {missing}", *render(result)])

@@ -32,4 +32,4 @@ def test_a_fault_is_placed_and_named(gang: GangPool, where: str, name: str) -> N
     module, table = where.split(".")
     fault = TABLES[where][name]
     config = small_dit_config(*fault.layout) if table == "IMAGE_FAULTS" else small_config(*fault.layout)
-    assert_named(proof(gang, config, f"tests.prove.{module}", table, name, second_pass=True), fault)
+    assert_named(proof(gang, config, f"tests.prove.{module}", table, name, second_pass=True, few=True), fault)
