@@ -9,7 +9,6 @@ that gradient norms and optimizer state are handled uniformly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -263,7 +262,8 @@ def _style(style: Style, stream: Shard | Replicate, root: nn.Module) -> Parallel
     if style.kind is StyleKind.DIVIDED:
         return PartialGradients()
     if style.kind is StyleKind.REPLICATED:
-        return ReplicatedLocally(style.partial_tail, None if style.read_by is None else root.get_submodule(style.read_by))
+        read_by = None if style.read_by is None else root.get_submodule(style.read_by)
+        return ReplicatedLocally(style.partial_tail, read_by)
     if style.kind is StyleKind.EXPERTS:
         return ShardedExperts()
     assert style.kind is StyleKind.STREAM, f"no style {style.kind}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from meshwright.models.hf import private
 from meshwright.models.hf.probe import Probe
 
 
@@ -83,8 +84,8 @@ def remove_aliases(model: nn.Module, aliases: Mapping[str, str]) -> None:
         path, _, leaf = name.rpartition(".")
         owner_path, _, owner_leaf = target.rpartition(".")
         module, owner = model.get_submodule(path), model.get_submodule(owner_path)
-        del module._parameters[leaf]
-        read = property(lambda _, owner=owner, leaf=owner_leaf: owner._parameters[leaf])
+        delattr(module, leaf)
+        read = property(lambda _, owner=owner, leaf=owner_leaf: getattr(owner, leaf))
         module.__class__ = type(type(module).__name__, (type(module),), {leaf: read})
 
 
@@ -98,7 +99,5 @@ def arrange(model: nn.Module, layers_path: str, last: tuple[str, ...], every: tu
         return 0 if not inside else 3 if inside[0] in last else 1
 
     for path in containers(layers_path):
-        module = model.get_submodule(path)
-        names = sorted(module._modules, key=lambda name: rank(f"{path}.{name}" if path else name))
-        for name in names:
-            module._modules[name] = module._modules.pop(name)
+        prefix = f"{path}." if path else ""
+        private.order_children(model.get_submodule(path), lambda name, prefix=prefix: rank(prefix + name))

@@ -161,7 +161,7 @@ def _match_ties(model: nn.Module, styles: dict[str, Style]) -> None:
     """Make tied parameters lie alike: a head that shares a sharded table is sharded, too, and else neither is."""
     names: dict[int, list[str]] = {}
     for path in styles:
-        for leaf, parameter in model.get_submodule(path).named_parameters(recurse=False):
+        for parameter in model.get_submodule(path).parameters(recurse=False):
             names.setdefault(id(parameter), []).append(path)
     for paths in names.values():
         if len(paths) < 2:
@@ -187,7 +187,7 @@ def _sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator
                 raise Unfit(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
             shape = [n // tp if d == dim else n for d, n in enumerate(parameter.shape)]
             original.append((module, leaf, parameter))
-            module._parameters[leaf] = nn.Parameter(parameter.new_zeros(shape))
+            setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape)))
         if style.kind is StyleKind.EXPERTS:
             counts.append((module, module.num_experts))  # type: ignore[arg-type]
             module.num_experts //= tp  # type: ignore[operator]
@@ -196,7 +196,7 @@ def _sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator
         yield
     finally:
         for module, leaf, parameter in original:
-            module._parameters[leaf] = parameter
+            setattr(module, leaf, parameter)
         for module, count in counts:
             module.num_experts = count  # type: ignore[assignment]
         for handle in handles:
@@ -236,16 +236,14 @@ def _shapes(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, tuple[An
 
         return hook
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True)
-        for path in styles
-    ]
+    handles = [model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True) for path in styles]
     try:
         with private.on_meta(), torch.no_grad():
             ids = torch.zeros((2, TIME), dtype=torch.long, device=next(model.parameters()).device)
             model(input_ids=ids, use_cache=False)
     except Exception as error:
-        raise Unfit(f"a forward with shards of the matrices fails: {type(error).__name__}: {str(error)[:150]}") from error
+        why = f"{type(error).__name__}: {str(error)[:150]}"
+        raise Unfit(f"a forward with shards of the matrices fails: {why}") from error
     finally:
         for handle in handles:
             handle.remove()
