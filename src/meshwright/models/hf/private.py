@@ -1,8 +1,8 @@
 """Names of `transformers` and PyTorch that they don't document, or may move.
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`, `Module._modules`,
-`Tensor._base` and `UntypedStorage._cdata`. Checked on 2.13, and transformers 5.23.0. Nothing else in this room reads one.
-Both are imported inside the functions: transformers is optional, and a plan needs neither.
+`Tensor._base` and `UntypedStorage._cdata`. Checked on 2.13, and transformers 5.23.0. Nothing else in this room reads
+one. Both are imported inside the functions: transformers is optional, and a plan needs neither.
 """
 
 from __future__ import annotations
