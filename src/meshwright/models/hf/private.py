@@ -62,12 +62,12 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     if experts is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = experts
     with quiet():
-        return AutoModelForCausalLM.from_config(config, **options)
+        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -254,7 +254,7 @@ def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     with quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.load_state_dict(dict(tensors), strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = next(iter(tensors.values())).dtype

@@ -76,7 +76,8 @@ def layers_path(model: nn.Module, config: Any) -> str:
             rule="a model has a torch.nn.ModuleList of num_hidden_layers layers, to shard, recompute and split",
             fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
         )
-    return max(found)[1]
+    largest: tuple[int, str] = max(found)
+    return largest[1]
 
 
 def probe(model: nn.Module, config: Any) -> Probe:
@@ -87,7 +88,9 @@ def probe(model: nn.Module, config: Any) -> Probe:
         NoForward: the forward fails.
     """
     path = layers_path(model, config)
-    layers = list(model.get_submodule(path))
+    listed = model.get_submodule(path)
+    assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
+    layers = list(listed)
     found = Probe(path, len(layers))
     watch = _Watch(model, layers, found)
     ids = torch.zeros((BATCH, TIME), dtype=torch.long, device=next(model.parameters()).device)

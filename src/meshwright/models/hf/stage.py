@@ -89,7 +89,9 @@ def _stage_forward(
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         try:
             with _mode(model):
-                return private.logits(forward(input_ids=ids, use_cache=False, **_documents(layout, ids)))
+                out = forward(input_ids=ids, use_cache=False, **_documents(layout, ids))
+                logits: Tensor = private.logits(out)
+                return logits
         except _End as end:
             return end.stream
         finally:

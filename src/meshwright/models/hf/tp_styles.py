@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
         return Style(StyleKind.REPLICATED, partial_tail=config.qk_rope_head_dim)
     if name == ROWS and isinstance(module, nn.Embedding):
         return VOCABULARY
-    if name in LINEAR and isinstance(module, nn.Linear):
+    if name is not None and name in LINEAR and isinstance(module, nn.Linear):
         is_head = path.endswith("lm_head") or module.out_features == getattr(config, "vocab_size", None)
         return HEAD if is_head and LINEAR[name] is GATHERED_COLUMN else LINEAR[name]
     own = {
@@ -189,8 +189,9 @@ def _sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator
             original.append((module, leaf, parameter))
             setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape)))
         if style.kind is StyleKind.EXPERTS:
-            counts.append((module, module.num_experts))  # type: ignore[arg-type]
-            module.num_experts //= tp  # type: ignore[operator]
+            count = cast("int", module.num_experts)
+            counts.append((module, count))
+            module.num_experts = count // tp  # type: ignore[assignment]
         handles += _gathering(module, style, tp)
     try:
         yield
