@@ -240,10 +240,14 @@ def prove(
 
 
 def prove_catalogue(
-    models: Sequence[str] = (), *, words: Sequence[str] = (), steps: int = 2, say: Callable[[Result], None] | None = None
+    models: Sequence[str] = (),
+    *,
+    words: Sequence[str] = (),
+    steps: int = 2,
+    say: Callable[[Result], None] | None = None,
 ) -> list[Result]:
-    """Prove every causal language model of the installed transformers, built small, on dp_shard 2, pp 2, tp 2 and, every
-    fourth one, on all three together.
+    """Prove every causal language model of the installed transformers, built small, on dp_shard 2, pp 2, tp 2 and,
+    every fourth one, on all three together.
 
     Args:
         models: model types, such as qwen3; all if empty, which takes about half an hour on two cores. Given ones are

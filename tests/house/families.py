@@ -3,7 +3,8 @@
 Presets name families, and their own names contain them; what is built for one model alone belongs into its folder. A
 benchmark may have a family's name on the command line, which only the table of benchmarks spells out. Scopes of CUDA
 graphs have the names that Megatron-LM gives them, for any family's layers of experts; tables of tiny configurations
-have the fields and model types of Hugging Face's.
+have the fields and model types of Hugging Face's. That one's short name also stands for its commands and formats, and
+its catalogue of models is for the interface to prove.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ BENCHMARK_NAME = re.compile(r'^    [A-Z_]+ = "[a-z-]+"$')
 """A member of the enumeration of benchmarks, in the file below."""
 SCOPE = re.compile(r'"moe"|moe_router(, moe)?|moe_preprocess|the scope moe')
 """A scope of CUDA graphs, as a value or in words."""
+THEIR_WORDS = re.compile(r"\bhf (download|auth)\b|\bhf_[a-z]\w+|\"moe_tp_experts\"")
+"""Hugging Face's command, what is read from or written in its formats, and a name of its plans."""
+CATALOGUE = re.compile(r"^from meshwright\.models\.hf\.")
+"""An import of Hugging Face's catalogue of models, by the interface below."""
+INTERFACE = "api.py"
 THEIR_FIELDS = "models/hf/tiny_"
 """Start of the paths of those tables, and of what reads them."""
 BENCHMARKS = "meshwright_bench/benchmarks.py"
@@ -36,7 +42,9 @@ def family_breaches(tree: Tree) -> list[str]:
         for number, line in enumerate(module.text.splitlines(), start=1):
             if module.inner_path == BENCHMARKS:
                 line = BENCHMARK_NAME.sub("", line)
-            line = SCOPE.sub("", line)
+            if module.inner_path == INTERFACE:
+                line = CATALOGUE.sub("", line)
+            line = THEIR_WORDS.sub("", SCOPE.sub("", line))
             for preset in reversed(presets):
                 line = line.replace(preset, "")
             for found in names.finditer(line):

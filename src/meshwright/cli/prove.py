@@ -48,8 +48,8 @@ def prove(
         bool,
         typer.Option(
             "--catalogue",
-            help="Prove every causal language model of the installed transformers, built small, or only the model types "
-            "given as words, on several layouts.",
+            help="Prove every causal language model of the installed transformers, built small, or only the model "
+            "types given as words, on several layouts.",
         ),
     ] = False,
     json_path: JsonPath = None,

@@ -9,7 +9,6 @@ that gradient norms and optimizer state are handled uniformly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -93,7 +92,7 @@ class ReplicatedLocally(ParallelStyle):
         return module
 
     def _sum_tail(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        head, tail = output.split([output.shape[-1] - self._tail, self._tail], dim=-1)
+        head, tail = torch.split(output, [output.shape[-1] - self._tail, self._tail], dim=-1)
         return torch.cat([head, with_partial_gradient(tail, mesh)], dim=-1)
 
 
@@ -104,8 +103,8 @@ class ShardedExperts(ParallelStyle):
         for name, _ in list(module.named_parameters(recurse=False)):
             shard_parameter(module, name, device_mesh, [Shard(0)])
         compute_on_local_shards(module)
-        module.num_experts //= device_mesh.size()  # type: ignore[operator]
-        num_local: int = module.num_experts  # type: ignore[assignment]
+        num_local = cast("int", module.num_experts) // device_mesh.size()
+        module.num_experts = num_local  # type: ignore[assignment]
         first = num_local * device_mesh.get_local_rank()
 
         def local(value: Any) -> Any:
@@ -263,7 +262,8 @@ def _style(style: Style, stream: Shard | Replicate, root: nn.Module) -> Parallel
     if style.kind is StyleKind.DIVIDED:
         return PartialGradients()
     if style.kind is StyleKind.REPLICATED:
-        return ReplicatedLocally(style.partial_tail, None if style.read_by is None else root.get_submodule(style.read_by))
+        read_by = None if style.read_by is None else root.get_submodule(style.read_by)
+        return ReplicatedLocally(style.partial_tail, read_by)
     if style.kind is StyleKind.EXPERTS:
         return ShardedExperts()
     assert style.kind is StyleKind.STREAM, f"no style {style.kind}"

@@ -52,8 +52,10 @@ class OtherWeights(Protocol):
 
     description: str
     """Human-readable name of the format."""
-    model_type: str | None
-    """Value of `model_type` in the format's config.json; None for any."""
+
+    @property
+    def model_type(self) -> str | None:
+        """Value of `model_type` in the format's config.json; None for any."""
 
     def export(self, checkpoint: Path, out: Path) -> Any:
         """Export a checkpoint's weights to a directory in this format."""

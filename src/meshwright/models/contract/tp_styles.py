@@ -39,8 +39,8 @@ class StyleKind(StrEnum):
     """Replicated parameters applied to replicated activations, computing on local tensors: for modules that don't take
     DTensors, or that read their parameters otherwise than by a matrix product."""
     EXPERTS = "experts"
-    """Experts, called with tokens, the indices of each token's experts, and their weights; all parameters are sharded by
-    expert along dim 0. The inputs are replicated; each rank adds the results of its own experts, and the output is
+    """Experts, called with tokens, the indices of each token's experts, and their weights; all parameters are sharded
+    by expert along dim 0. The inputs are replicated; each rank adds the results of its own experts, and the output is
     reduced into the stream."""
 
 

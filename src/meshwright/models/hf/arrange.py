@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import nn
 
+from meshwright.models.hf import private
 from meshwright.models.hf.probe import Probe
 
 
@@ -83,9 +86,13 @@ def remove_aliases(model: nn.Module, aliases: Mapping[str, str]) -> None:
         path, _, leaf = name.rpartition(".")
         owner_path, _, owner_leaf = target.rpartition(".")
         module, owner = model.get_submodule(path), model.get_submodule(owner_path)
-        del module._parameters[leaf]
-        read = property(lambda _, owner=owner, leaf=owner_leaf: owner._parameters[leaf])
+        delattr(module, leaf)
+        read = property(partial(_read, owner, owner_leaf))
         module.__class__ = type(type(module).__name__, (type(module),), {leaf: read})
+
+
+def _read(owner: nn.Module, leaf: str, reader: nn.Module) -> Any:
+    return getattr(owner, leaf)
 
 
 def arrange(model: nn.Module, layers_path: str, last: tuple[str, ...], every: tuple[str, ...]) -> None:
@@ -97,8 +104,8 @@ def arrange(model: nn.Module, layers_path: str, last: tuple[str, ...], every: tu
         inside = [name for name in (*last, *every) if name.startswith(f"{path}.")]
         return 0 if not inside else 3 if inside[0] in last else 1
 
+    def rank_in(path: str, name: str) -> int:
+        return rank(f"{path}.{name}" if path else name)
+
     for path in containers(layers_path):
-        module = model.get_submodule(path)
-        names = sorted(module._modules, key=lambda name: rank(f"{path}.{name}" if path else name))
-        for name in names:
-            module._modules[name] = module._modules.pop(name)
+        private.order_children(model.get_submodule(path), partial(rank_in, path))

@@ -62,7 +62,7 @@ def build_model(config: Any, *, attention: str = "auto", experts: str = "eager")
         experts: implementation of experts; `eager` runs in every dtype.
     """
     try:
-        model = private.causal_lm(config, attention=attention, experts=experts)
+        model: nn.Module = private.causal_lm(config, attention=attention, experts=experts)
     except ConfigError:
         raise
     except Exception as error:

@@ -20,7 +20,8 @@ class HfConfig(ModelSection):
         "which is built small",
     )
     weights: Literal["random", "folder"] = Field(
-        "random", description="initial weights: random as the model defines them, or those in the folder of model.config"
+        "random",
+        description="initial weights: random as the model defines them, or those in the folder of model.config",
     )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention of transformers: sdpa (PyTorch's kernels), or eager; auto takes the model's own"

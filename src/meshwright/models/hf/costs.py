@@ -36,11 +36,11 @@ def measure_costs(model: nn.Module, layers: list[nn.Module], seq_len: int) -> Co
     """
     found, place = Costs(), list[int | str]([BEFORE])
     counter = FlopCounterMode(display=False)
-    seen, flops = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}, [0.0]
+    seen, flops = {private.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}, [0.0]
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage(tensor) not in seen:
-            seen.add(_storage(tensor))
+        if private.storage_id(tensor) not in seen:
+            seen.add(private.storage_id(tensor))
             found.saved[place[0]] = found.saved.get(place[0], Saved()) + _saved(tensor, seq_len)
         return tensor
 
@@ -69,10 +69,6 @@ def _at_layers(layers: list[nn.Module], move: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _saved(tensor: Tensor, seq_len: int) -> Saved:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
+from meshwright.models.contract.tp_styles import Style
 from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
 from meshwright.models.hf.probe import NoForward, Probe, probe
-from meshwright.models.contract.tp_styles import Style
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
 from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
@@ -28,6 +28,7 @@ EXPERTS_ON_META = "batched_mm"
 """Implementation of experts whose shapes depend on no values."""
 MAX_ON_CPU = 200_000_000
 """Parameters of a model that is probed with values, at most."""
+NOTHING_SAVED = Saved()
 
 
 def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -> Structure:
@@ -190,7 +191,9 @@ class _Deriver:
             not_split=found.not_split,
         )
 
-    def _end(self, names: Iterable[str], buffers: Iterable[str], saved: Saved = Saved(), flops: float = 0.0) -> EndFacts:
+    def _end(
+        self, names: Iterable[str], buffers: Iterable[str], saved: Saved = NOTHING_SAVED, flops: float = 0.0
+    ) -> EndFacts:
         wanted = set(names)
         ordered = [name for name, _ in self._model.named_parameters(remove_duplicate=False) if name in wanted]
         parameters = tuple(self._parameter(name) for name in ordered)
@@ -208,7 +211,8 @@ class _Deriver:
             role = Role.EMBEDDING
         elif shape[0] == self._found.vocab_size and name in self._sides.last and len(shape) == 2:
             role = Role.HEAD
-        return ParameterFacts(name, shape, role, tied_to=None if first == name else first, frozen=first in self._found.unused)
+        tied_to = None if first == name else first
+        return ParameterFacts(name, shape, role, tied_to=tied_to, frozen=first in self._found.unused)
 
     def _blocks(self) -> tuple[tuple[BlockFacts, ...], tuple[str, ...]]:
         """Return the kinds of layers, and the name of each layer's kind."""

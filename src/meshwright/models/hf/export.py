@@ -59,7 +59,8 @@ class TransformersWeights:
             f"{source} is read by transformers, and needs no import",
             where=str(source),
             rule="an import is for models that have a family of their own here",
-            fix=f"meshwright run hf-tiny model.config={source} model.weights=folder data.tokenizer={source}/tokenizer.json",
+            fix=f"meshwright run hf-tiny model.config={source} model.weights=folder "
+            f"data.tokenizer={source}/tokenizer.json",
         )
 
 

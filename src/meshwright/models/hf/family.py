@@ -1,4 +1,7 @@
-"""The family of transformers models. Doesn't import torch or transformers: what it needs to know of a model is cached."""
+"""The family of transformers models.
+
+Doesn't import torch or transformers: what it needs to know of a model is cached.
+"""
 
 from __future__ import annotations
 
@@ -145,9 +148,7 @@ def describe(structure: Structure, f: RunFacts) -> ModelFacts:
 
 def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
     path = f"{structure.layers_path}.{{layer}}"
-    return KindFacts(
-        block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops
-    )
+    return KindFacts(block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops)
 
 
 def _end(name: str, end: EndFacts) -> KindFacts:
@@ -216,9 +217,9 @@ def _without_values(section: HfConfig, small: bool) -> nn.Module:
     import torch
 
     from meshwright.models.hf.build_model import build_model, load_config
-    from meshwright.models.hf.private import SmallOnCpu
+    from meshwright.models.hf.private import small_on_cpu
 
-    with SmallOnCpu() if small else torch.device("meta"):
+    with small_on_cpu() if small else torch.device("meta"):
         return build_model(load_config(_source(section)), attention=section.attention)
 
 

@@ -1,20 +1,19 @@
-"""Names of `transformers` and PyTorch that they do not document, or may move. Checked on 5.23.0, and on 2.13.
+"""Names of `transformers` and PyTorch that they don't document, or may move.
 
-Nothing else in this room reads one; transformers is imported inside the functions, for it is optional.
+Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`, `Module._modules`,
+`Tensor._base` and `UntypedStorage._cdata`. Checked on 2.13, and transformers 5.23.0. Nothing else in this room reads
+one. Both are imported inside the functions: transformers is optional, and a plan needs neither.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 
 def causal_names() -> tuple[str, ...]:
@@ -63,12 +62,12 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     if experts is not None and kind._can_set_experts_implementation():
         options["experts_implementation"] = experts
     with quiet():
-        return AutoModelForCausalLM.from_config(config, **options)
+        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -77,7 +76,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -187,21 +186,46 @@ def transposed_linear() -> type[Any]:
 
 
 SMALL = 4096
-"""Elements of a tensor that `SmallOnCpu` creates on the CPU, at most."""
+"""Elements of a tensor that `small_on_cpu` creates on the CPU, at most."""
 
 
-class SmallOnCpu(TorchFunctionMode):
-    """Mode in which new tensors are on the CPU if they are small, and on the meta device if not."""
+def small_on_cpu() -> AbstractContextManager[Any]:
+    """Return a mode in which new tensors are on the CPU if they are small, and on the meta device if not."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._device import _device_constructors
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator; a constructor runs on the meta device first."""
-        kwargs = dict(kwargs or {})
-        if func not in _device_constructors() or kwargs.get("device") is not None:
-            return func(*args, **kwargs)
-        made = func(*args, **{**kwargs, "device": "meta"})
-        return func(*args, **{**kwargs, "device": "cpu"}) if made.numel() <= SMALL else made
+    class SmallOnCpu(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """Run an operator; a constructor runs on the meta device first."""
+            kwargs = dict(kwargs or {})
+            if func not in _device_constructors() or kwargs.get("device") is not None:
+                return func(*args, **kwargs)
+            made = func(*args, **{**kwargs, "device": "meta"})
+            return func(*args, **{**kwargs, "device": "cpu"}) if made.numel() <= SMALL else made
+
+    mode: AbstractContextManager[Any] = SmallOnCpu()
+    return mode
+
+
+def order_children(module: Any, rank: Callable[[str], int]) -> None:
+    """Register a module's children in the order of their rank by name, and otherwise as they are."""
+    for name in sorted(module._modules, key=rank):
+        module._modules[name] = module._modules.pop(name)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what is inside nested tuples, lists and mappings."""
+    from torch.utils._pytree import tree_leaves
+
+    found: list[Any] = tree_leaves(value)
+    return found
+
+
+def storage_id(tensor: Any) -> int:
+    """Return what tells a tensor's storage from others."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def convert_weights(folder: Path, out: Path) -> None:
@@ -230,7 +254,7 @@ def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     with quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.load_state_dict(dict(tensors), strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = next(iter(tensors.values())).dtype

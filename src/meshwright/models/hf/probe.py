@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ConfigError
 from meshwright.models.hf import private
@@ -74,10 +73,11 @@ def layers_path(model: nn.Module, config: Any) -> str:
         raise ConfigError(
             f"{type(model).__name__} has no list of {count} decoder layers; its lists of modules: {lengths}",
             where=KEY,
-            rule="a model has a torch.nn.ModuleList of num_hidden_layers layers, which are sharded, recomputed and split",
+            rule="a model has a torch.nn.ModuleList of num_hidden_layers layers, to shard, recompute and split",
             fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
         )
-    return max(found)[1]
+    largest: tuple[int, str] = max(found)
+    return largest[1]
 
 
 def probe(model: nn.Module, config: Any) -> Probe:
@@ -88,7 +88,9 @@ def probe(model: nn.Module, config: Any) -> Probe:
         NoForward: the forward fails.
     """
     path = layers_path(model, config)
-    layers = list(model.get_submodule(path))
+    listed = model.get_submodule(path)
+    assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
+    layers = list(listed)
     found = Probe(path, len(layers))
     watch = _Watch(model, layers, found)
     ids = torch.zeros((BATCH, TIME), dtype=torch.long, device=next(model.parameters()).device)
@@ -174,7 +176,7 @@ class _Watch:
                 self._refuse("layers return different things")
             self._form = form
             stream = out if is_tensor else out[0]
-            others = [x for x in tree_leaves([] if is_tensor else list(out[1:])) if isinstance(x, Tensor)]
+            others = [x for x in private.leaves([] if is_tensor else list(out[1:])) if isinstance(x, Tensor)]
             self._second |= {f"{index} {n}": x for n, x in enumerate(others) if x.requires_grad}
             self._outputs.append(stream)
             if index < len(self._layers) - 1:

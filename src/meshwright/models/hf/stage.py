@@ -1,8 +1,8 @@
 """A pipeline stage of a transformers model: the whole forward, in which only the stage's own layers compute.
 
 Every stage runs the model's own `forward(input_ids)`, so masks, positions and rotary embeddings are those of the model.
-Layers of other stages pass their input on, modules before the layers return zeros, the last layer before the stage's own
-returns the stream that was received, and the first one after them ends the forward.
+Layers of other stages pass their input on, modules before the layers return zeros, the last layer before the stage's
+own returns the stream that was received, and the first one after them ends the forward.
 
 Shapes: b batch, t time, d width of the stream, v vocabulary.
 """
@@ -63,14 +63,14 @@ def make_stage(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
     if not part.is_last:
         for name in (parameter.name for parameter in structure.last.parameters):
             owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = None
+            setattr(model.get_submodule(owner), leaf, None)
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = None
+            setattr(model.get_submodule(owner), leaf, None)
     blanks = {} if part.is_first else structure.blanks
     for name in blanks:
         owner, _, leaf = name.rpartition(".")
-        del model.get_submodule(owner)._parameters[leaf]
+        delattr(model.get_submodule(owner), leaf)
     model.forward = _stage_forward(model, model.forward, part, call, blanks)
     return model
 
@@ -89,7 +89,9 @@ def _stage_forward(
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         try:
             with _mode(model):
-                return private.logits(forward(input_ids=ids, use_cache=False, **_documents(layout, ids)))
+                out = forward(input_ids=ids, use_cache=False, **_documents(layout, ids))
+                logits: Tensor = private.logits(out)
+                return logits
         except _End as end:
             return end.stream
         finally:
@@ -135,8 +137,10 @@ def _zeros(shape: tuple[int, ...], call: _Call) -> Callable[..., Tensor]:
 def _empty(module: nn.Module) -> None:
     """Remove a module's parameters and buffers; all else stays, since a model reads attributes of its layers."""
     for inner in module.modules():
-        for tensors in (inner._parameters, inner._buffers):
-            tensors.update(dict.fromkeys(tensors))
+        parameters = inner.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = inner.named_buffers(recurse=False, remove_duplicate=False)
+        for name in [name for name, _ in (*parameters, *buffers)]:
+            setattr(inner, name, None)
 
 
 def _mode(module: nn.Module) -> AbstractContextManager[Any]:

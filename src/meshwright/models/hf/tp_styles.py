@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
         return Style(StyleKind.REPLICATED, partial_tail=config.qk_rope_head_dim)
     if name == ROWS and isinstance(module, nn.Embedding):
         return VOCABULARY
-    if name in LINEAR and isinstance(module, nn.Linear):
+    if name is not None and name in LINEAR and isinstance(module, nn.Linear):
         is_head = path.endswith("lm_head") or module.out_features == getattr(config, "vocab_size", None)
         return HEAD if is_head and LINEAR[name] is GATHERED_COLUMN else LINEAR[name]
     own = {
@@ -161,7 +161,7 @@ def _match_ties(model: nn.Module, styles: dict[str, Style]) -> None:
     """Make tied parameters lie alike: a head that shares a sharded table is sharded, too, and else neither is."""
     names: dict[int, list[str]] = {}
     for path in styles:
-        for leaf, parameter in model.get_submodule(path).named_parameters(recurse=False):
+        for parameter in model.get_submodule(path).parameters(recurse=False):
             names.setdefault(id(parameter), []).append(path)
     for paths in names.values():
         if len(paths) < 2:
@@ -187,16 +187,17 @@ def _sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator
                 raise Unfit(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
             shape = [n // tp if d == dim else n for d, n in enumerate(parameter.shape)]
             original.append((module, leaf, parameter))
-            module._parameters[leaf] = nn.Parameter(parameter.new_zeros(shape))
+            setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape)))
         if style.kind is StyleKind.EXPERTS:
-            counts.append((module, module.num_experts))  # type: ignore[arg-type]
-            module.num_experts //= tp  # type: ignore[operator]
+            count = cast("int", module.num_experts)
+            counts.append((module, count))
+            module.num_experts = count // tp  # type: ignore[assignment]
         handles += _gathering(module, style, tp)
     try:
         yield
     finally:
         for module, leaf, parameter in original:
-            module._parameters[leaf] = parameter
+            setattr(module, leaf, parameter)
         for module, count in counts:
             module.num_experts = count  # type: ignore[assignment]
         for handle in handles:
@@ -236,16 +237,14 @@ def _shapes(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, tuple[An
 
         return hook
 
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True)
-        for path in styles
-    ]
+    handles = [model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True) for path in styles]
     try:
         with private.on_meta(), torch.no_grad():
             ids = torch.zeros((2, TIME), dtype=torch.long, device=next(model.parameters()).device)
             model(input_ids=ids, use_cache=False)
     except Exception as error:
-        raise Unfit(f"a forward with shards of the matrices fails: {type(error).__name__}: {str(error)[:150]}") from error
+        why = f"{type(error).__name__}: {str(error)[:150]}"
+        raise Unfit(f"a forward with shards of the matrices fails: {why}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -106,7 +106,7 @@ def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
         dims = [shard.dim for shard in parameter.used if axis in shard.axes]
         if dims != ([] if dim is None else [dim]):
             what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
-            rule = "styles column, vocabulary, head and experts shard dim 0, row dim 1 without the bias, local the listed dims"
+            rule = "column, vocabulary, head and experts shard dim 0, row dim 1 without the bias, local the listed dims"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
         is_partial = _has_sharded_input(plan, style) or (
             style is not None and style.kind is StyleKind.LOCAL and dim is None

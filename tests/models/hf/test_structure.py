@@ -1,0 +1,160 @@
+"""A model's structure is the model's: its parameters, its stages, its initial values; and it is derived once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.config.facts_for_family import model_facts, run_facts
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.models.contract.build_module import build_part
+from meshwright.models.contract.model_facts import Part
+from meshwright.models.contract.task import SimpleBatch
+from meshwright.models.hf.facts_cache import cached_structure
+from meshwright.models.hf.float64_mode import Float64Mode
+from meshwright.models.hf.probe import layers_path
+from meshwright.prove.record.initial_tensors import fill_tensors
+from meshwright.prove.record.reference_run import build_reference
+from meshwright.prove.spec import as_proof
+from tests.helpers import clean_environment
+from tests.models.hf.runs import hf_config, hf_structure
+from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
+
+pytest.importorskip("transformers")
+
+TYPES = ("qwen3", "gpt2", "mixtral", "deepseek_v3", "gemma4_text")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("structures")
+
+
+@cache
+def theirs(model_type):
+    """Transformers' own model, with its own initial values."""
+    return build_tiny(model_type, torch.float64)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_parameters_are_those_of_the_module(folder, model_type):
+    config = hf_config(model_type, cache=folder)
+    aliases = hf_structure(model_type, cache=folder).aliases
+    real = {name: tuple(p.shape) for name, p in theirs(model_type).named_parameters(remove_duplicate=False)}
+    found = {name: facts.shape for name, facts in model_facts(config).named_parameters()}
+    ties = {facts.name for facts in hf_structure(model_type, cache=folder).last.parameters if facts.tied_to}
+    assert found | {name: real[name] for name in ties} == {n: s for n, s in real.items() if n not in aliases}
+
+
+def test_what_is_particular_to_each(folder):
+    tied = {p.name: p.tied_to for p in hf_structure("gpt2", cache=folder).last.parameters}
+    assert tied["lm_head.weight"] == "transformer.wte.weight" and tied["transformer.ln_f.weight"] is None
+    assert hf_structure("gpt2", cache=folder).max_len == 128 and hf_structure("qwen3", cache=folder).max_len is None
+    deep = hf_structure("deepseek_v3", cache=folder)
+    assert len(deep.blocks) == 2 and deep.layers == (deep.blocks[0].name, *[deep.blocks[1].name] * 3)
+    assert len(hf_structure("mixtral", cache=folder).blocks) == 1
+    assert hf_structure("gemma4_text", cache=folder).every.parameters
+    assert not hf_structure("qwen3", cache=folder).every.parameters
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_two_stages_compute_the_logits_of_transformers(folder, model_type):
+    config = as_proof(hf_config(model_type, "mesh.pp=2", cache=folder))
+    f, family = run_facts(config), config.family
+    weights = dict(build_reference(config).named_parameters(remove_duplicate=False))
+    tokens, stream = random_tokens(), None
+    for stage in range(2):
+        module = build_part(family, f, dtype=torch.float64, part=Part(range(2 * stage, 2 * stage + 2), stage, 2))
+        module.to_empty(device="cpu")
+        names = dict(module.named_parameters())
+        module.load_state_dict({name: weights[name].detach() for name in names}, strict=False)
+        fill_tensors(module.named_buffers(), family, f)
+        others = range(2, 4) if stage == 0 else range(2)
+        path = hf_structure(model_type, cache=folder).layers_path
+        assert not any(name.startswith(f"{path}.{layer}.") for name in names for layer in others)
+        stream = family.run(module, tokens if stream is None else stream, SimpleBatch(tokens, ()))
+    whole = build_tiny(model_type, torch.float64)
+    with torch.no_grad():
+        for name, parameter in whole.named_parameters():
+            parameter.copy_(weights[name])
+    with Float64Mode():
+        expected = logits_of(whole, tokens)
+    torch.testing.assert_close(stream, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_initial_values_are_distributed_as_theirs(folder, model_type):
+    config, compared = hf_config(model_type, cache=folder), 0
+    drawn = dict(build_reference(as_proof(config)).named_parameters())
+    for name, real in theirs(model_type).named_parameters():
+        if real.numel() < 1000:
+            continue
+        std, noise = real.std().item(), 6 / real.numel() ** 0.5
+        assert drawn[name].std().item() == pytest.approx(std, rel=noise), name
+        assert drawn[name].mean().item() == pytest.approx(real.mean().item(), abs=noise * std), name
+        compared += 1
+    assert compared > 10
+
+
+def test_an_encoder_is_refused(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 256, **sizes}))
+    with pytest.raises(ConfigError, match="is an encoder"):
+        hf_config(str(tmp_path), cache=tmp_path)
+
+
+def test_a_model_without_a_list_of_layers_is_refused():
+    with pytest.raises(ConfigError, match="no list of 2 decoder layers"):
+        layers_path(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), SimpleNamespace(num_hidden_layers=2))
+
+
+def test_learned_positions_bound_the_length(folder):
+    with pytest.raises(MeshwrightError, match="128 positions"):
+        hf_config("gpt2", "train.seq_len=256", cache=folder)
+
+
+def fail():
+    raise AssertionError("derived again")
+
+
+def test_a_structure_is_derived_once(tmp_path, folder):
+    structure, key = hf_structure("gpt2", cache=folder), {"model_type": "gpt2"}
+    assert cached_structure(key, lambda: structure, cache_dir=str(tmp_path)) == structure
+    assert cached_structure(key, fail, cache_dir=str(tmp_path)) == structure
+    with pytest.raises(AssertionError, match="derived again"):
+        cached_structure({**key, "tp": 2}, fail, cache_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"class_name": 3}'])
+def test_a_damaged_file_is_derived_again(tmp_path, folder, damage):
+    structure, key = hf_structure("gpt2", cache=folder), {"model_type": "gpt2"}
+    cached_structure(key, lambda: structure, cache_dir=str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage)
+    assert cached_structure(key, lambda: structure, cache_dir=str(tmp_path)) == structure
+    assert cached_structure(key, fail, cache_dir=str(tmp_path)) == structure
+
+
+PLAN = """
+import sys
+from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
+make_plan(load("hf-tiny", sys.argv[1:]))
+print(*sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_a_plan_from_the_cache_needs_no_torch(folder):
+    hf_structure("gpt2", "mesh.pp=2", cache=folder)
+    words = ("model.config=gpt2", "mesh.pp=2", "train.seq_len=32", "train.num_microbatches=2")
+    command = [sys.executable, "-c", PLAN, *words, f"data.cache_dir={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ""
