@@ -34,8 +34,9 @@ def context_violations(config: RunConfig) -> Iterator[Violation]:
 
 def packing_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield a violation if documents are packed for a model whose attention may not know of documents."""
-    without = [kind.name for kind in model_facts(config).kinds if kind.attention is None]
-    if config.data.packing != "none" and without:
+    facts = model_facts(config)
+    without = [kind.name for kind in facts.kinds if kind.attention is None]
+    if config.data.packing != "none" and without and not facts.keeps_documents_apart:
         yield Violation(
             ConfigError,
             f"data.packing = {config.data.packing}, but blocks {without[0]} don't describe their attention",

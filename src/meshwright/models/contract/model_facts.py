@@ -242,6 +242,8 @@ class ModelFacts:
     fewer, which a description cannot know: it is an upper bound with them."""
     has_dropout: bool = False
     """Whether blocks apply `train.dropout`, with masks that don't depend on the layout (`nn.dropout_add`)."""
+    keeps_documents_apart: bool = False
+    """Whether the model masks packed documents by itself, from the token layout, without `KindFacts.attention`."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys ignored by the family, with the models they apply to."""
 

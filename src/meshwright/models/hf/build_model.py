@@ -53,13 +53,13 @@ def _dropouts(config: Any) -> Iterator[str]:
             yield name
 
 
-def build_model(config: Any, *, attention: str = "auto", experts: str = "eager") -> nn.Module:
+def build_model(config: Any, *, attention: str = "auto", experts: str | None = "eager") -> nn.Module:
     """Build the model with its plain forward, in training mode, with linear layers that can defer their gradients.
 
     Args:
         config: return value of `load_config`.
         attention: `model.attention`.
-        experts: implementation of experts; `eager` runs in every dtype.
+        experts: implementation of experts; `eager` runs in every dtype, None is transformers' choice.
     """
     try:
         model: nn.Module = private.causal_lm(config, attention=attention, experts=experts)

@@ -17,6 +17,7 @@ from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
+from meshwright.models.hf.packing import why_not_packed
 from meshwright.models.hf.probe import NoForward, Probe, probe
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
@@ -142,7 +143,6 @@ class _Deriver:
         self._tables = [m for _, m in model.named_modules() if isinstance(m, nn.Embedding)]
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
-        self._dtypes_before = {name: buffer.dtype for name, buffer in self._buffers.items()}
         model.to(torch.bfloat16)
         self._costs: Costs = measure_costs(model, self._layers, seq_len)
 
@@ -189,6 +189,7 @@ class _Deriver:
             vocab_size=found.vocab_size,
             max_len=self._max_len(),
             not_split=found.not_split,
+            not_packed=why_not_packed(self._config.model_type),
         )
 
     def _end(

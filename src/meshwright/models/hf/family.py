@@ -47,6 +47,9 @@ class HfFamily(Family):
         if f.axes.tp > 1 and structure.not_tensor_parallel:
             what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
             yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
+        if f.data.packing != "none" and structure.not_packed:
+            what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "packed documents see only themselves"
+            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
@@ -141,6 +144,7 @@ def describe(structure: Structure, f: RunFacts) -> ModelFacts:
         first=(first,),
         every=(every,) if has_every else (),
         last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
+        keeps_documents_apart=not structure.not_packed,
         # The backward costs twice the forward.
         flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
     )
@@ -208,7 +212,9 @@ def _build(f: RunFacts) -> nn.Module:
     from meshwright.models.hf.build_model import build_model, load_config
 
     section = _section(f)
-    return build_model(load_config(_source(section)), attention=section.attention)
+    # Grouped products have no kernel for float64, and none that a CPU runs fast.
+    experts = None if f.precision == "bfloat16" else "eager"
+    return build_model(load_config(_source(section)), attention=section.attention, experts=experts)
 
 
 @lru_cache(maxsize=4)
