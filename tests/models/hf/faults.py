@@ -24,8 +24,8 @@ def float32_inside(job: Job, step: TrainStep) -> None:
 
 def other_ranks_experts(job: Job, step: TrainStep) -> None:
     """Ranks compute the tokens of the other rank's experts with their own."""
-    for name, module in job.model.named_modules():
-        if name.endswith("mlp.experts"):
+    for module in job.model.modules():
+        if type(module).__name__.endswith("Experts"):
             module.register_forward_pre_hook(_shift_experts, prepend=True)
 
 
