@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
 
 import hypothesis
 import pytest
@@ -28,10 +29,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 PRELOADED = (
-    *PRELOAD,
-    "meshwright.train.rank_run", "matplotlib.pyplot",
+    "meshwright.train.launch.rank_imports", *PRELOAD, "matplotlib.figure", "matplotlib.backends.backend_agg",
     # What each worker would import by itself: FSDP2 and optimizers the first, tests the others.
-    "torch._dynamo", "sklearn.datasets", "hypothesis",
+    "torch._dynamo", "sklearn.svm", "hypothesis",
     "torch._dynamo.backends.common", "torch._inductor.debug",
     "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.decoder.module",
     "meshwright.models.tasks.next_token", "meshwright.reshard.cross_mesh.redistribute_across",
@@ -45,6 +45,14 @@ def gang() -> Iterator[GangPool]:
     pool = GangPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def forked_meshwright(gang: GangPool) -> Callable[..., CompletedProcess[str]]:
+    """Runs the command in a process forked from the server of gangs; see `tests.forked_command`."""
+    from tests.forked_command import forked_meshwright
+
+    return forked_meshwright
 
 
 def pytest_collection() -> None:

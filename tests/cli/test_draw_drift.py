@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import meshwright, shown_error
+from tests.helpers import shown_error
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,9 @@ def test_under_a_launcher_is_an_error(here):
 
 
 @pytest.mark.slow
-def test_two_lines_and_a_picture(tmp_path):
+def test_two_lines_and_a_picture(forked_meshwright, tmp_path):
     words = ("dit-digits", "mesh.pp=2", "pipeline.chunks=2", "model.dim=16", "model.ffn_dim=24", "--steps", "4")
-    done = meshwright("draw", "drift", *words, "-o", "drift.svg", cwd=tmp_path)
+    done = forked_meshwright("draw", "drift", *words, "-o", "drift.svg", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     synced, unsynced, picture = done.stdout.splitlines()
     assert "replicas bitwise equal after all 4 steps · loss" in synced

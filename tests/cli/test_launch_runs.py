@@ -146,25 +146,20 @@ def test_invalid_input_is_not_queued_again(cluster, script, tmp_path):
 
 
 @pytest.mark.slow
-def test_pods_are_stopped_by_the_loss_of_one_and_resume(cluster, manifest, tmp_path):
-    """A node is drained: only its pod gets SIGTERM, and all ranks save."""
+def test_pods_are_stopped_by_the_loss_of_one(cluster, manifest, tmp_path):
+    """A node is drained: only its pod gets SIGTERM, and all ranks save. Started again, they resume as jobs do."""
     jobset = manifest(*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.dp_shard=2", size=ONE_GPU_EACH)
     hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=3)
-
-    def start(**more):
-        more |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-        return [cluster.pod(jobset, index, tmp_path, **more) for index in range(2)]
-
-    pods = start(**hold.environment())
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), **hold.environment()}
+    pods = [cluster.pod(jobset, index, tmp_path, **environment) for index in range(2)]
     try:
         hold.wait()
         pods[1].send_signal(signal.SIGTERM)
     finally:
         codes, outputs = finish(*pods)
     assert codes == [3, 3] and "stopped after step 3, as requested" in outputs[0], outputs
-    codes, outputs = finish(*start())
-    assert codes == [0, 0] and "resuming from runs/a/checkpoints/00000003" in outputs[0], outputs
-    assert [line["step"] for line in metrics(tmp_path / "runs/a")] == list(range(1, 7))
+    assert "saved runs/a/checkpoints/00000003" in outputs[0] + outputs[1], outputs
+    assert [line["step"] for line in metrics(tmp_path / "runs/a")] == [1, 2, 3]
 
 
 @pytest.mark.slow
@@ -184,13 +179,29 @@ def test_torchrun_lines_train(here, cluster, tmp_path):
     assert len(metrics(tmp_path / "runs/llama-tiny")) == 6
 
 
+RANK_WRITES = """
+import os, sys
+from pathlib import Path
+
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+Path("rank-" + os.environ["RANK"]).write_text(" ".join([*(os.environ[name] for name in names), *sys.argv[1:]]))
+"""
+
+
 @pytest.mark.slow
-def test_one_torchrun_line_trains(here, cluster, tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path / "corpus")]
-    done = here("launch", "torchrun", "llama-tiny", *words, "mesh.dp_shard=2", "--nodes", 1, "--gpus-per-node", 2)
+def test_one_torchrun_line_starts_the_ranks(here, cluster, tmp_path):
+    """In place of the command, each writes what it was started with. That it trains: two lines above."""
+    package = tmp_path / "stand-in/meshwright"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(RANK_WRITES)
+    done = here("launch", "torchrun", "llama-tiny", "mesh.dp_shard=2", "--nodes", 1, "--gpus-per-node", 2)
     node = subprocess.Popen(
-        ["bash", "-c", done.stdout], env=cluster.environment(), cwd=tmp_path, text=True,
+        ["bash", "-c", done.stdout], env=cluster.environment(PYTHONPATH=package.parent), cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     [code], [output] = finish(node)
-    assert code == 0 and len(metrics(tmp_path / "runs/llama-tiny")) == 6, output
+    assert code == 0, output
+    for rank in range(2):
+        told = (tmp_path / f"rank-{rank}").read_text()
+        assert told.startswith(f"{rank} 2 {rank} 2 run llama-tiny mesh.dp_shard=2 --out runs/llama-tiny"), told

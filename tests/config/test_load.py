@@ -300,7 +300,7 @@ def test_a_preset_of_another_kind_of_model():
 
 def test_a_kind_of_model_that_there_is_not():
     error = outcome(["model.kind=gpt"])
-    assert isinstance(error, ConfigError) and "built-in families are dit, llama" in error.rule
+    assert isinstance(error, ConfigError) and "built-in families are dit, hf, llama" in error.rule
     assert error.fix == "model.kind=llama" and error.what == "model.kind = 'gpt': no such family"
     assert isinstance(outcome([error.fix]), RunConfig)
 

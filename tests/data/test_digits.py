@@ -156,3 +156,13 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
         with pytest.raises(DataError, match="scikit-learn is not installed") as caught:
             attempt()
         assert caught.value.fix == 'pip install "meshwright[images]"'
+
+
+def test_they_are_those_of_scikit_learn():
+    """Whose file is read without importing it."""
+    from sklearn.datasets import load_digits
+
+    levels, labels = load_digits(return_X_y=True)
+    images, classes, _ = still_digits(8)
+    assert np.array_equal(images.reshape(len(levels), 64), np.rint(levels * (255 / 16)).astype(np.uint8))
+    assert np.array_equal(classes, labels) and classes.dtype == np.int64

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from meshwright.data.sources.json_lines import read_texts
 from meshwright.data.sources.left_out import EmptyTexts
-from meshwright.data.sources.record_files import check_text_field
+from meshwright.data.sources.record_field import TextField
+from meshwright.data.sources.record_files import check_record_field
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice, list_documents
 from meshwright.errors import DataError
-from tests.helpers import clean_environment, meshwright
+from tests.helpers import clean_environment
 
 
 def lines_of(texts, field="text"):
@@ -26,7 +27,7 @@ def lines_of(texts, field="text"):
 def read(path, extent=Extent.FULL, field="text"):
     empty = EmptyTexts()
     part = TextSlice(Document(str(path), path.name, path.stat().st_size, 0), extent)
-    return list(read_texts(part, field, empty, source=str(path))), empty
+    return list(read_texts(part, TextField(field), empty, source=str(path))), empty
 
 
 def opened(source, folder, **more):
@@ -128,10 +129,10 @@ def test_shards_that_the_pattern_matches_are_all_there(tmp_path, names, pattern,
         (tmp_path / f"{name}.jsonl").write_text(lines_of(["a"]))
     source = f"{tmp_path}/{pattern}"
     if missing is None:
-        check_text_field(list_documents(source), "text", source=source)
+        check_record_field(list_documents(source), TextField("text"), source=source)
         return
     with pytest.raises(DataError) as caught:
-        check_text_field(list_documents(source), "text", source=source)
+        check_record_field(list_documents(source), TextField("text"), source=source)
     assert caught.value.what == missing
 
 
@@ -174,15 +175,15 @@ def test_the_corpus_is_that_of_text_files_with_the_same_documents(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_reads_json_lines(tmp_path):
+def test_a_run_reads_json_lines(forked_meshwright, tmp_path):
     lines = lines_of([f"line {number} of a corpus\n" * 20 for number in range(200)])
     (tmp_path / "corpus.jsonl").write_text(lines)
     words = ["train.steps=2", "train.validation_samples=8", "train.sample_tokens=0", "model.num_layers=1"]
     source = [f"data.source={tmp_path / 'corpus.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"]
     environment = clean_environment(OMP_NUM_THREADS="1")
-    done = meshwright("run", "llama-tiny", *words, *source, "--out", tmp_path / "run", env=environment)
+    done = forked_meshwright("run", "llama-tiny", *words, *source, "--out", tmp_path / "run", env=environment)
     assert done.returncode == 2 and "data.text_field=text" in done.stderr, done.stderr
-    done = meshwright(
+    done = forked_meshwright(
         "run", "llama-tiny", *words, *source, "data.text_field=text", "--out", tmp_path / "run", env=environment
     )
     assert done.returncode == 0, done.stderr

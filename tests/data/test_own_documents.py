@@ -15,7 +15,7 @@ from meshwright.data.sources.own_documents import is_own, read_texts
 from meshwright.data.sources.split_by_index import split_indices
 from meshwright.data.text_corpus import open_corpus
 from meshwright.errors import ConfigError, DataError
-from tests.helpers import clean_environment, meshwright
+from tests.helpers import clean_environment
 from tests.train.runs import metrics
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/own_data.py"
@@ -147,16 +147,16 @@ def database(folder):
 
 
 @pytest.mark.slow
-def test_the_example_runs_from_outside_and_resumes_on_another_layout(tmp_path):
+def test_the_example_runs_from_outside_and_resumes_on_another_layout(forked_meshwright, tmp_path):
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 40
     shutil.copy(EXAMPLE, tmp_path)
     database(tmp_path)
     words = ["train.validation_samples=8", "train.sample_tokens=0", "model.num_layers=1", "train.global_batch=4",
              "data.source=own_data:Notes", f"data.cache_dir={tmp_path / 'cache'}"]  # fmt: skip
     environment = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path), NOTES=str(tmp_path / "notes.db"))
-    for steps, layout in ((2, ["mesh.dp_shard=2"]), (4, ["mesh.tp=2"])):
-        done = meshwright("run", "llama-tiny", *words, *layout, f"train.steps={steps}", "--out", tmp_path / "run",
-                          *(["--resume", "auto"] if steps == 4 else []), env=environment, cwd=tmp_path)  # fmt: skip
+    for steps, layout in ((2, ["mesh.dp_shard=2"]), (4, ["mesh.tp=2", "--resume", "auto"])):
+        more = [*words, *layout, f"train.steps={steps}", "--out", tmp_path / "run"]
+        done = forked_meshwright("run", "llama-tiny", *more, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert np.isfinite([line["loss"] for line in metrics(tmp_path / "run")]).all()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.parquet import read_texts
+from meshwright.data.sources.record_field import TextField
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice
 from meshwright.errors import DataError
@@ -31,7 +32,7 @@ def write(path, texts, column="text", kind=None, **more):
 def read(path, extent=Extent.FULL, column="text"):
     empty = EmptyTexts()
     part = TextSlice(Document(str(path), path.name, path.stat().st_size, 0), extent)
-    return list(read_texts(part, column, empty, source=str(path))), empty
+    return list(read_texts(part, TextField(column), empty, source=str(path))), empty
 
 
 def opened(source, folder, **more):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.data import tokenizer as tokenizer_module
 from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer, pieces, token_dtype, tokenizer_identity
+from meshwright.data.tokenizer_files import tokenizer_files
 from meshwright.errors import DataError
 
 # The first text that hypothesis makes on a machine costs a second or two.
@@ -129,11 +130,18 @@ def test_identity_follows_the_contents(tmp_path, tokenizer_path):
 
 @pytest.mark.parametrize("ask", [open_tokenizer, tokenizer_identity])
 def test_a_missing_file_names_one_that_is_there(tokenizer_path, ask):
-    for wrong in (tokenizer_path.parent, tokenizer_path.with_name("tokeniser.json")):
-        with pytest.raises(DataError) as caught:
-            ask(str(wrong))
-        assert caught.value.where.startswith("data.tokenizer")
-        assert caught.value.fix == f"data.tokenizer={tokenizer_path}"
+    with pytest.raises(DataError) as caught:
+        ask(str(tokenizer_path.with_name("tokeniser.json")))
+    assert caught.value.where.startswith("data.tokenizer")
+    assert caught.value.fix == f"data.tokenizer={tokenizer_path}"
+
+
+def test_a_folder_is_that_of_its_file(tokenizer_path, tmp_path):
+    assert tokenizer_identity(str(tokenizer_path.parent)) == tokenizer_identity(str(tokenizer_path))
+    assert open_tokenizer(str(tokenizer_path.parent)).vocab_size == 300
+    assert tokenizer_files(str(tokenizer_path.parent)) == tokenizer_files(str(tokenizer_path))
+    with pytest.raises(DataError, match="is a directory without tokenizer.json"):
+        open_tokenizer(str(tmp_path))
 
 
 def test_a_missing_file_with_nothing_near_offers_bytes(tmp_path):

@@ -18,8 +18,8 @@ RUNS = list(
     {one.page: one for one in BLOCKS if one.command.startswith("meshwright run") and one not in INSTANT}.values()
 )
 """One run of each page."""
-SHORT = ["train.steps=2", "train.validation_samples=16", "train.warmup_steps=1"]
-TEXT, IMAGES = ["train.sample_tokens=8", "train.seq_len=128"], ["diffusion.num_samples=2"]
+SHORT = ["train.steps=1", "train.validation_samples=8", "train.warmup_steps=1"]
+TEXT, IMAGES = ["train.sample_tokens=2", "train.seq_len=64"], ["diffusion.num_samples=2"]
 
 
 def names(blocks):
@@ -48,11 +48,9 @@ def test_plans_draws_and_errors_print_what_is_shown(block, monkeypatch, capsys, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", RUNS, ids=names(RUNS))
-def test_runs_print_lines_like_those_shown(block, tmp_path):
-    from tests.helpers import meshwright
-
+def test_runs_print_lines_like_those_shown(forked_meshwright, block, tmp_path):
     words = [*shlex.split(block.command)[1:], *SHORT, *(IMAGES if "dit-" in block.command else TEXT)]
-    done = meshwright(*words, cwd=tmp_path, env=dict(os.environ))
+    done = forked_meshwright(*words, cwd=tmp_path, env=dict(os.environ))
     assert done.returncode == 0, done.stderr
     lines = [line for line in block.lines if not line.startswith(("step ", "  ", "…"))]
     # The bytes by purpose, which come next, are in the order of their sizes.

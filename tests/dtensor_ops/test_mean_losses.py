@@ -15,6 +15,7 @@ from torch.torch_version import TorchVersion
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
+from tests.helpers import covering_pairs
 from tests.reshard.placing import numbers, place
 
 F = torch.nn.functional
@@ -82,7 +83,7 @@ def in_turn(*factors):
 
 @pytest.mark.slow
 def test_losses_of_elements(gang):
-    cases = list(product(CONTEXTS, LAYOUTS, ELEMENTS))
+    cases = covering_pairs(product(CONTEXTS, LAYOUTS, ELEMENTS))
     for found in gang(4).run(of_elements, cases, timeout_s=120.0):
         assert list(found) == cases
         assert {key: close for key, close in found.items() if not all(close)} == {}
@@ -125,8 +126,11 @@ def of_classes(rank, world_size, cases):
 
 @pytest.mark.parametrize(
     "cases",
-    [in_turn(SHAPES, CLASSES), pytest.param(list(product(CONTEXTS, LAYOUTS, SHAPES, CLASSES)), marks=pytest.mark.slow)],
-    ids=["in turn", "all"],
+    [
+        in_turn(SHAPES, CLASSES),
+        pytest.param(covering_pairs(product(CONTEXTS, LAYOUTS, SHAPES, CLASSES)), marks=pytest.mark.slow),
+    ],
+    ids=["in turn", "pairs"],
 )
 def test_losses_of_classes(gang, cases):
     for found in gang(4).run(of_classes, cases, timeout_s=120.0):

@@ -45,12 +45,7 @@ class Module:
         """All of the tree, as `ast.walk` finds it, in half the time."""
         found: list[ast.AST] = [self.tree]
         for node in found:  # which grows
-            for name in node._fields:
-                value = getattr(node, name, None)
-                if isinstance(value, ast.AST):
-                    found.append(value)
-                elif isinstance(value, list):
-                    found += [one for one in value if isinstance(one, ast.AST)]
+            found += _children(node)
         return found
 
     @property
@@ -112,10 +107,10 @@ class Module:
         return ".".join([self.aliases[node.id], *reversed(attributes)])
 
     def _walk(self, node: ast.AST, *, late: bool, typing_only: bool) -> Iterator[Import]:
-        for target in self._targets(node):
+        for target in self._targets(node) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call) else ():
             yield Import(target, getattr(node, "lineno", 0), late, typing_only)
         late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
+        for child in _children(node):
             hidden = isinstance(node, ast.If) and _asks_type_checking(node.test) and child in node.body
             yield from self._walk(child, late=late, typing_only=typing_only or hidden)
 
@@ -165,6 +160,18 @@ class Tree:
         parts = target.split(".")
         prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         return [self.by_name[prefix] for prefix in prefixes if prefix in self.by_name]
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """As `ast.iter_child_nodes`, in half the time."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, ast.AST):
+            found.append(value)
+        elif isinstance(value, list):
+            found += [one for one in value if isinstance(one, ast.AST)]
+    return found
 
 
 def is_builtin_call(node: ast.AST, name: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tests.house.source import Tree
 
@@ -40,7 +40,7 @@ def word_breaches(tree: Tree) -> list[str]:
              for pattern in PAGES for path in sorted(tree.root.glob(pattern))}  # fmt: skip
     texts = {module.path: module.text for module in tree.package} | pages
     found = [f"{path}:{line} {what}" for path, text in texts.items() for line, what in _phrases(text)]
-    return found + [f"{module.path}:{line} {what}" for module in tree.package for line, what in _plurals(module.text)]
+    return found + [f"{module.path}:{line} {what}" for module in tree.package for line, what in _plurals(module.nodes)]
 
 
 def _phrases(text: str) -> Iterator[tuple[int, str]]:
@@ -53,10 +53,12 @@ PLURAL = re.compile(r" (?:[a-z/-]+ )?[a-z-]{2,}(?<![su])s\b(?<! has)(?<! its)(?<
 LENGTH = re.compile(r"len\(.*\)(?: [+-] \w+)?")
 
 
-def _plurals(text: str) -> Iterator[tuple[int, str]]:
+def _plurals(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield lengths before a noun in the plural, which may be 1; `2 of 3 ranks` is fine."""
-    for string in ast.walk(ast.parse(text)):
-        parts = string.values if isinstance(string, ast.JoinedStr) else []
+    for string in nodes:
+        if not isinstance(string, ast.JoinedStr):
+            continue
+        parts = string.values
         for before, number, noun in zip([None, *parts], parts, parts[1:], strict=False):
             if not isinstance(number, ast.FormattedValue) or not isinstance(noun, ast.Constant):
                 continue

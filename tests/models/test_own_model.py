@@ -41,7 +41,7 @@ LAYOUTS = {
     "zb-v": ZB,
     "recompute": ("mesh.dp_shard=2", "recompute.policy=full"),
     "all": (*ZB, "mesh.tp=2", "mesh.dp_shard=2"),
-    "all, recomputed": ("mesh.dp_replicate=2", "mesh.tp=2", *ZB, "recompute.policy=full"),
+    "zb-v, tp, recomputed": ("mesh.tp=2", *ZB, "recompute.policy=full"),
 }
 
 
@@ -68,9 +68,10 @@ def preset(home):
     return f"{home}/own_model/gpt.toml"
 
 
-def command(home, *words):
+def outside(home):
+    """Where the command runs, and in which environment."""
     env = clean_environment(PYTHONPATH=str(home / "own_model"), OMP_NUM_THREADS="1")
-    return meshwright(*words, env=env, cwd=home, timeout_s=300)
+    return {"env": env, "cwd": home, "timeout_s": 300}
 
 
 def test_it_is_small_and_described_as_it_is_built(home, words):
@@ -98,9 +99,9 @@ def on_path(home):
         sys.path.remove(f"{home}/own_model")
 
 
-def record(rank, world_size, home, words):
+def record(rank, world_size, home, words, few):
     with on_path(home):
-        return record_on_rank(rank, world_size, as_proof(load(preset(home), words)), "", "", "")
+        return record_on_rank(rank, world_size, as_proof(load(preset(home), words)), "", "", "", few=few)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_it_is_proved(gang, home, words, layout):
     words = [*words, *LAYOUTS[layout]]
     config = as_proof(load(preset(home), words))
     verify(make_plan(config))
-    records = gang(config.mesh.axes().num_ranks()).run(record, str(home), words, timeout_s=300)
+    records = gang(config.mesh.axes().num_ranks()).run(record, str(home), words, layout != "cp", timeout_s=300)
     result = prove_with(records, config)
     assert result.passed, "\n".join(render(result))
     compared = {name for r in records for name in r.parameters}
@@ -145,11 +146,11 @@ def test_traffic_is_predicted_to_the_byte(gang, home, words, world_size, layout)
 
 @pytest.mark.slow
 def test_it_is_planned_without_torch_and_trained_by_the_command(home, words):
-    done = command(home, "plan", preset(home), *words, "mesh.dp_shard=2", "mesh.tp=2", "--json", "-")
+    done = meshwright("plan", preset(home), *words, "mesh.dp_shard=2", "mesh.tp=2", "--json", "-", **outside(home))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["memory"]["parameters"] > 0 and figures["traffic"]["tensor"] > 0 and figures["fingerprint"]
-    done = command(home, "run", preset(home), *words, "mesh.dp_shard=2", "--out", "run")
+    done = meshwright("run", preset(home), *words, "mesh.dp_shard=2", "--out", "run", **outside(home))
     assert done.returncode == 0, done.stderr
     tensors = save_load.read_tensors(home / "run/checkpoints/00000006", ["model.seen.value"])
     assert int(tensors["model.seen.value"].sum()) == 6 * 16 * 16, "every token of every step, once"
@@ -161,19 +162,20 @@ MOVED = ("train.precision=float64", "checkpoint.every=3", "train.max_grad_norm=1
 
 
 @pytest.fixture(scope="module")
-def first(home, words):
+def first(forked_meshwright, home, words):
     """A run on one layout, to its end."""
-    done = command(home, "run", preset(home), *words, *MOVED, "mesh.dp_shard=2", "--out", "first")
+    more = [*words, *MOVED, "mesh.dp_shard=2", "--out", "first"]
+    done = forked_meshwright("run", preset(home), *more, **outside(home))
     assert done.returncode == 0, done.stderr
     return home / "first"
 
 
 @pytest.mark.slow
-def test_checkpoints_move_between_layouts(home, words, first, tmp_path):
+def test_checkpoints_move_between_layouts(forked_meshwright, home, words, first, tmp_path):
     """Trained to the end on one layout, and from the middle on another, in float64."""
     middle = first / "checkpoints/00000003"
-    done = command(home, "run", preset(home), *words, *MOVED, *LAYOUTS["all"], "--resume", str(middle), "--out",
-                   str(tmp_path / "second"))  # fmt: skip
+    more = [*words, *MOVED, *LAYOUTS["zb-v, tp, recomputed"], "--resume", middle, "--out", tmp_path / "second"]
+    done = forked_meshwright("run", preset(home), *more, **outside(home))
     assert done.returncode == 0, done.stderr
     one, two = (final_state(folder) for folder in (first, tmp_path / "second"))
     assert one.keys() == two.keys() and "model.seen.value" in one

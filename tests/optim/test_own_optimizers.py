@@ -19,7 +19,7 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.train.own_optimizer import check_optimizer
-from tests.helpers import clean_environment, meshwright, shown_error, small_corpus
+from tests.helpers import clean_environment, shown_error, small_corpus
 from tests.train.runs import metrics
 
 HERE = "tests.optim.own"
@@ -160,7 +160,7 @@ def test_an_optimizer_of_pytorchs_takes_its_own_steps():
 
 
 @pytest.mark.slow
-def test_the_example_is_proved_runs_and_resumes_on_another_layout_from_outside(tmp_path):
+def test_the_example_is_proved_runs_and_resumes_on_another_layout_from_outside(forked_meshwright, tmp_path):
     assert len(EXAMPLE.read_text("utf-8").splitlines()) <= 60
     shutil.copy(EXAMPLE, tmp_path)
     sizes = ["model.num_layers=2", "train.global_batch=4", "train.seq_len=32", "train.lr=1e-3"]
@@ -169,7 +169,7 @@ def test_the_example_is_proved_runs_and_resumes_on_another_layout_from_outside(t
     environment = clean_environment(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path))
 
     def ran(*arguments):
-        return meshwright(*arguments, env=environment, cwd=tmp_path)
+        return forked_meshwright(*arguments, env=environment, cwd=tmp_path)
 
     proved = ran("prove", "llama-tiny", *words, "mesh.dp_shard=2")
     assert proved.returncode == 0 and "PROVED" in proved.stdout, proved.stdout + proved.stderr

@@ -242,7 +242,7 @@ LARGER = ["model.dim=512", "model.num_heads=8", "model.ffn_dim=1536", "model.num
 def test_a_process_holds_what_was_predicted(tmp_path, words):
     """Peak resident memory, of the rank with the most; docs/planning.md has more layouts. Ranks that do the same differ
     by up to 7 %."""
-    quiet = ["train.device=cpu", "train.steps=4", "train.validation_samples=0", "train.sample_tokens=0"]
+    quiet = ["train.device=cpu", "train.steps=2", "train.validation_samples=0", "train.sample_tokens=0"]
     done = meshwright("run", "llama-tiny", *quiet, *words, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     [measured] = [event for event in read_events(tmp_path / "run") if event["event"] == "measured"]

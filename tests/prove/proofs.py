@@ -149,12 +149,24 @@ def locate_on_rank(
 
 
 def record_on_rank(
-    rank: int, world_size: int, config: RunConfig, module: str, table: str, fault: str, data: ImageDataset | None = None
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    module: str,
+    table: str,
+    fault: str,
+    data: ImageDataset | None = None,
+    *,
+    few: bool = False,
 ) -> RankRecord:
-    """Gang body: train as this rank, with the fault of that name in that table of that module seeded."""
-    context, corpus = _context(rank, world_size), data or open_data(config)
+    """Gang body: train as this rank, with the fault of that name in that table of that module seeded.
+
+    A few steps are enough for what is wrong in the first; steps that must be skipped are tried after the others only.
+    """
+    context, corpus, steps = _context(rank, world_size), data or open_data(config), FEW_STEPS if few else NUM_STEPS
     with restored(*REPLACED):
-        return record_rank(config, context, corpus, num_steps=NUM_STEPS, tamper=_damage(module, table, fault))
+        tamper = _damage(module, table, fault)
+        return record_rank(config, context, corpus, num_steps=steps, tamper=tamper, nonfinite=not few)
 
 
 def record_few_steps(rank: int, world_size: int, config: RunConfig, data: ImageDataset | None = None) -> RankRecord:
@@ -241,20 +253,22 @@ def proof(
     fault: str = "",
     *,
     second_pass: bool = False,
+    few: bool = False,
 ) -> ProofResult:
     """The proof of a configuration on a gang, with a fault where one is named; one rank is this process.
 
-    The second pass that names the place of a forward's fault is left out unless a test is about it.
+    The second pass that names the place of a forward's fault is left out unless a test is about it. `few`: as
+    `record_on_rank`.
     """
     world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
     seeded = (config, module, table, fault)
 
-    def on_ranks(body: Callable[..., Any], *more: Any) -> list[Any]:
+    def on_ranks(body: Callable[..., Any], *more: Any, **named: Any) -> list[Any]:
         if world_size == 1:
-            return [body(0, 1, *seeded, *more)]
-        return gang(world_size).run(body, *seeded, *more)
+            return [body(0, 1, *seeded, *more, **named)]
+        return gang(world_size).run(body, *seeded, *more, **named)
 
-    result = prove_with(on_ranks(record_on_rank, pictures), config)
+    result = prove_with(on_ranks(record_on_rank, pictures, few=few), config)
     step = step_to_locate(result) if second_pass else None
     if step is None:
         return result

@@ -8,7 +8,7 @@ from meshwright.errors import ConfigError
 from meshwright.plan.load_config import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
-from tests.prove.proofs import prove_with, record_on_rank, small_config
+from tests.prove.proofs import prove_with, record_few_steps, small_config
 
 LAYOUTS = {
     "one node": ("mesh.dp_shard=2", "train.num_microbatches=2"),
@@ -30,7 +30,7 @@ QUICK = {"one node", "two nodes"}
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LAYOUTS])
 def test_the_way_of_compressed_gradients_is_proved(gang, name):
     config = small_config("comm.gradients=exact-via-all-to-all", *LAYOUTS[name])
-    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "")
+    records = gang(config.mesh.axes().num_ranks()).run(record_few_steps, config)
     result = prove_with(records, config)
     assert result.passed, "\n".join(render(result))
 

@@ -12,7 +12,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.prove.compare.result import FaultKind
 from meshwright.prove.report import to_json
 from meshwright.testing.gang import GangPool
-from tests.helpers import covering_pairs
+from tests.helpers import covering_pairs, quick_and_slow
 from tests.prove.context_faults import CONTEXT_FAULTS, NEAR_MISSES
 from tests.prove.proofs import assert_named, assert_proved, proof, small_config, small_expert_config
 
@@ -46,7 +46,7 @@ QUICK_FAULTS = {
 )
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, documents: list[str], name: str) -> None:
     fault = CONTEXT_FAULTS[name]
-    assert_named(proof(gang, config_of(fault.layout, documents), MODULE, "CONTEXT_FAULTS", name), fault)
+    assert_named(proof(gang, config_of(fault.layout, documents), MODULE, "CONTEXT_FAULTS", name, few=True), fault)
 
 
 WITH_EXPERTS = (
@@ -64,14 +64,14 @@ WITH_EXPERTS = (
 def test_a_seeded_fault_is_named_beside_experts(gang: GangPool, name: str) -> None:
     fault = CONTEXT_FAULTS[name]
     config = small_expert_config(*fault.layout, "mesh.ep=2")
-    assert_named(proof(gang, config, MODULE, "CONTEXT_FAULTS", name), replace(fault, at=""))
+    assert_named(proof(gang, config, MODULE, "CONTEXT_FAULTS", name, few=True), replace(fault, at=""))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_fault_of_something_else_is_not_blamed_on_cp(gang: GangPool, documents: list[str], name: str) -> None:
     fault = NEAR_MISSES[name]
-    result = proof(gang, config_of(fault.layout, documents), MODULE, "NEAR_MISSES", name)
+    result = proof(gang, config_of(fault.layout, documents), MODULE, "NEAR_MISSES", name, few=True)
     assert_named(result, fault)
     causes = [
         one["cause"]
@@ -111,10 +111,20 @@ RUNS = {
 MICROBATCHES = (1, 4)
 
 
+LARGE = [
+    ("ring 4", "documents, window", "tp", "no pipeline", "selectively recomputed", 4),
+    ("heads 4", "documents", "alone", "zb-v", "frozen", 4),
+    ("ring 2", "window", "tp, whole sequences", "zb-v", "recomputed, kept gathered", 4),
+    ("heads 2", "causal", "HSDP", "no pipeline", "selectively recomputed", 1),
+]
+"""Each other axis, the pipeline and each method with more ranks, on 8 ranks, which take several times as long as 4."""
+
+
 def _is_valid(cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: int) -> bool:
-    """Whether a layout has at most 8 ranks, and a pipeline micro-batches to fill it."""
+    """Whether a layout has at most 4 ranks, or is one of the large ones, and a pipeline micro-batches to fill it."""
     num_ranks = int(cp[-1]) * {"alone": 1, "HSDP": 4}.get(axes, 2) * (1 if pipe == "no pipeline" else 2)
-    return num_ranks <= 8 and (pipe == "no pipeline" or microbatches > 1)
+    is_small = num_ranks <= 4 and (pipe == "no pipeline" or microbatches > 1)
+    return is_small or (cp, mask, axes, pipe, run, microbatches) in LARGE
 
 
 MATRIX = [case for case in product(CP, MASKS, AXES, PIPES, RUNS, MICROBATCHES) if _is_valid(*case)]
@@ -124,13 +134,10 @@ QUICK = [
 ]
 
 
-def _marked(cases: list[tuple[object, ...]], quick: list[tuple[object, ...]]) -> list[object]:
-    return [
-        pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in covering_pairs(cases, quick)
-    ]
-
-
-@pytest.mark.parametrize(("cp", "mask", "axes", "pipe", "run", "microbatches"), _marked(MATRIX, QUICK))
+@pytest.mark.parametrize(
+    ("cp", "mask", "axes", "pipe", "run", "microbatches"),
+    quick_and_slow(covering_pairs(MATRIX, [*QUICK, *LARGE]), QUICK),
+)
 def test_a_right_layout_is_proved(
     gang: GangPool, documents: list[str], cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: int
 ) -> None:
@@ -157,12 +164,17 @@ MORE = {
     ),
     "documents": ("data.packing=documents",),
 }  # fmt: skip
-EXPERT_MATRIX = [
-    case
-    for case in product(EXPERTS, BALANCE, MORE)
-    if not ("1f1b" in case[0] and case[1] == "of the global batch")  # counts are of one micro-batch
+QUICK_EXPERTS = ("ep over cp", "of the global batch", "z loss")
+EXPERT_CASES = [
+    QUICK_EXPERTS,
+    ("ep over cp", "of samples", "heads, window"),
+    ("ep over cp", "bias", "documents"),
+    ("ep of dp_shard × cp", "of samples", "documents"),
+    ("ep of dp_shard × cp", "of the global batch", "heads, window"),
+    ("ep of dp_shard × cp", "bias", "z loss"),
+    ("ep over cp, tp, 1f1b", "of samples", "z loss"),
 ]
-QUICK_EXPERTS = [("ep over cp", "of the global batch", "z loss")]
+"""Each balance and each of the rest on both layouts of 4 ranks or fewer; and one with the other axes, on 8."""
 
 
 SELECTIVE = "recompute.policy=selective"
@@ -178,13 +190,13 @@ MORE_EXPERTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_EXPERTS)
 def test_experts_are_proved_on_more_ranks_and_split_backwards(gang: GangPool, documents: list[str], name: str) -> None:
-    """Layouts beside the matrix below, whose pairs with each of its other values would cost more than they show."""
+    """Layouts beside the cases below, with few of their other values."""
     words = MORE_EXPERTS[name]
     words = (*words, "train.global_batch=16", *(documents if "data.packing=documents" in words else ()))
     assert_proved(gang, small_expert_config(*words))
 
 
-@pytest.mark.parametrize(("experts", "balance", "more"), _marked(EXPERT_MATRIX, QUICK_EXPERTS))
+@pytest.mark.parametrize(("experts", "balance", "more"), quick_and_slow(EXPERT_CASES, [QUICK_EXPERTS]))
 def test_experts_are_proved(gang: GangPool, documents: list[str], experts: str, balance: str, more: str) -> None:
     words = (*EXPERTS[experts], *BALANCE[balance], *MORE[more], "train.global_batch=16")
     words = (*words, *(documents if more == "documents" else ()))

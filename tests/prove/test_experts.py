@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
 
 import pytest
 
 from meshwright.prove.report import render
 from meshwright.testing.gang import GangPool
-from tests.helpers import covering_pairs
+from tests.helpers import quick_and_slow
 from tests.prove.expert_faults import EXPERT_FAULTS, UNKNOWN_FAULTS
 from tests.prove.proofs import assert_named, assert_proved, proof, small_expert_config
 from tests.prove.seeded_faults import FAULTS
@@ -27,7 +27,7 @@ QUICK_FAULTS = {
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = EXPERT_FAULTS[name]
     config = small_expert_config(*fault.layout)
-    result = proof(gang, config, "tests.prove.expert_faults", "EXPERT_FAULTS", name)
+    result = proof(gang, config, "tests.prove.expert_faults", "EXPERT_FAULTS", name, few=True)
     assert_named(result, fault)
 
 
@@ -35,7 +35,9 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
 @pytest.mark.parametrize("name", UNKNOWN_FAULTS)
 def test_an_unknown_fault_gets_no_cause(gang: GangPool, name: str) -> None:
     fault = UNKNOWN_FAULTS[name]
-    result = proof(gang, small_expert_config(*fault.layout), "tests.prove.expert_faults", "UNKNOWN_FAULTS", name)
+    result = proof(
+        gang, small_expert_config(*fault.layout), "tests.prove.expert_faults", "UNKNOWN_FAULTS", name, few=True
+    )
     assert not result.passed and not result.known
     assert all(words in " ".join(" ".join(render(result)).split()) for words in fault.says)
 
@@ -55,7 +57,7 @@ DENSE = [name for name, fault in FAULTS.items() if "ffn" not in fault.at and "le
 def test_a_fault_of_other_parameters_keeps_its_cause(gang: GangPool, name: str) -> None:
     fault = FAULTS[name]
     ep = ("mesh.ep=2",) if "mesh.dp_shard=2" in fault.layout else ()
-    result = proof(gang, small_expert_config(*fault.layout, *ep), "tests.prove.seeded_faults", "FAULTS", name)
+    result = proof(gang, small_expert_config(*fault.layout, *ep), "tests.prove.seeded_faults", "FAULTS", name, few=True)
     text = " ".join(" ".join(render(result)).lower().split())
     missing = [words for words in fault.says if words.lower() not in text]
     assert not missing, "\n".join([f"missing: {missing}", *render(result)])
@@ -95,31 +97,35 @@ RUNS = {
         'train.freeze=["blocks.*.moe.experts.*"]', "mesh.reshard_after_forward=false",
     ),
 }  # fmt: skip
-MICROBATCHES = (1, 4)
-
-
-def _is_valid(ep: str, tp: str, pipe: str, routing: str, run: str, microbatches: int) -> bool:
-    ranks = (
-        (4 if "4" in ep or "replicated" in ep else 2) * (2 if "2" in tp else 1) * (1 if pipe == "no pipeline" else 2)
-    )
-    if routing == "of the global batch" and microbatches > 1 or pipe == "dualpipe-v" and microbatches == 1:
-        return False
-    return ranks <= 4 or ranks == 8 and ep == "ep 2"
-
-
-MATRIX = [case for case in product(EP, TP, PIPES, ROUTING, RUNS, MICROBATCHES) if _is_valid(*case)]
-QUICK = [
-    ("ep 2", "tp 1", "no pipeline", "sigmoid, groups", "recomputed", 4),
+QUICK = ("ep 2", "tp 1", "no pipeline", "sigmoid, groups", "recomputed", 4)
+LARGE = [
+    ("ep 2", "tp 2", "zb-v", "balance loss", "exact-via-all-to-all", 1),
+    ("ep 2", "tp 2, whole sequences", "dualpipe-v", "capacity", "recomputed", 4),
 ]
+"""Each kind of tp with a pipeline, on 8 ranks, which take several times as long as 4."""
+KINDS = (
+    (("ep 2 of dp_shard 4", "tp 1", "no pipeline"), ("ep 2, replicated", "tp 1", "no pipeline")),
+    (("ep 2", "tp 2", "no pipeline"), ("ep 2", "tp 2, whole sequences", "no pipeline")),
+    (("ep 2", "tp 1", "zb-v"), ("ep 2", "tp 1", "dualpipe-v")),
+)
+"""Layouts of 4 ranks, by what there is beside ep."""
 
 
-def _marked() -> list[object]:
-    return [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in covering_pairs(MATRIX, QUICK)
-    ]
+def _right_layouts() -> Iterator[tuple[str, str, str, str, str, int]]:
+    """Each routing with each kind of layout and with each run."""
+    for at, routing in enumerate(ROUTING):
+        for kind, layouts in enumerate(KINDS):
+            ep, tp, pipe = layouts[(at + 1) % 2]
+            # The load of the global batch is that of one micro-batch.
+            microbatches = 1 if routing == "of the global batch" or pipe == "no pipeline" and (at + kind) % 2 else 4
+            yield ep, tp, pipe, routing, list(RUNS)[(at + kind) % len(RUNS)], microbatches
+    yield from LARGE
+    yield QUICK
 
 
-@pytest.mark.parametrize(("ep", "tp", "pipe", "routing", "run", "microbatches"), _marked())
+@pytest.mark.parametrize(
+    ("ep", "tp", "pipe", "routing", "run", "microbatches"), quick_and_slow(_right_layouts(), [QUICK])
+)
 def test_a_right_layout_is_proved(
     gang: GangPool, ep: str, tp: str, pipe: str, routing: str, run: str, microbatches: int
 ) -> None:

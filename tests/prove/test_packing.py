@@ -48,7 +48,6 @@ SLOW = {
     "dp 4": ("mesh.dp_shard=2", "mesh.dp_replicate=2"),
     "cp 2, accumulation": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=4"),
     "cp 2 by heads, dp 2": ("mesh.cp=2", "mesh.cp_method=heads", "mesh.dp_shard=2"),
-    "cp 4, dp 2, accumulation": ("mesh.cp=4", "mesh.dp_shard=2", "train.num_microbatches=2"),
     "tp, 1f1b": ("mesh.tp=2", "mesh.pp=2", "train.num_microbatches=4"),
     "cp 2, zb-v": ("mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4",
                    "train.num_microbatches=4"),

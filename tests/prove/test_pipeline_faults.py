@@ -39,7 +39,13 @@ def test_the_quick_ones_are_there() -> None:
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = PIPELINE_FAULTS[name]
     found = proof(
-        gang, small_config(*fault.layout), "tests.prove.pipeline_faults", "PIPELINE_FAULTS", name, second_pass=True
+        gang,
+        small_config(*fault.layout),
+        "tests.prove.pipeline_faults",
+        "PIPELINE_FAULTS",
+        name,
+        second_pass=True,
+        few=True,
     )
     assert_named(found, fault)
 

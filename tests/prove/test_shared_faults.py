@@ -21,7 +21,7 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = SHARED_FAULTS[name]
     preset, *words = fault.layout
     config = small_dit_config(preset, *words) if "dit" in preset else small_config("model.tie_embeddings=true", *words)
-    result = proof(gang, config, "tests.prove.shared_faults", "SHARED_FAULTS", name)
+    result = proof(gang, config, "tests.prove.shared_faults", "SHARED_FAULTS", name, few=True)
     report, screen = to_json(result, loss_unit="nats/token"), render(result)
     assert not report["passed"]
     text = " ".join(" ".join(screen).lower().split())

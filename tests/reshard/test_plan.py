@@ -251,4 +251,4 @@ def test_planning_while_others_clear() -> None:
 
 @pytest.mark.slow
 def test_planning_while_others_clear_for_long() -> None:
-    _plan_and_clear(20)
+    _plan_and_clear(8)

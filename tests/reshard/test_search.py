@@ -57,8 +57,8 @@ def test_plans_cost_what_brute_force_finds(uniform: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("uniform", "count"), [(True, 600), (False, 200)])
-def test_thousands_of_plans_cost_what_brute_force_finds(uniform: bool, count: int) -> None:
+@pytest.mark.parametrize(("uniform", "count"), [(True, 300), (False, 120)])
+def test_many_plans_cost_what_brute_force_finds(uniform: bool, count: int) -> None:
     tally = compare(random.Random(12), count, uniform=uniform, max_axes=4, max_priced=100)
     assert tally["equal"] >= 0.6 * count
 

@@ -162,7 +162,7 @@ def test_plans_under_a_memory_cap_are_accepted(seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**32))
 def test_many_plans_of_the_planner_are_accepted(seed):
     src, dst, dtype = random_pair(seed, num_axes=4)

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from meshwright.checkpoint.manifest import newest_valid, verify
-from tests.helpers import meshwright, shown_error, small_corpus
+from tests.helpers import shown_error, small_corpus
 from tests.train.runs import STEPS, metrics
 
 pytestmark = pytest.mark.slow
@@ -30,10 +30,10 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(small_disk, tmp_path):
+def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(forked_meshwright, small_disk, tmp_path):
     out, enlarge = small_disk
     words = [*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.dp_shard=2", "--out", out]
-    done = meshwright("run", *words)
+    done = forked_meshwright("run", *words)
     assert done.returncode == 1, done.stdout
     error = shown_error(done.stderr)
     assert f"the disk at {out}/checkpoints is full" in error["error"] and "step 4" in error["error"]
@@ -42,7 +42,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(small_disk, tmp_
     assert newest == out / "checkpoints/00000002" and not passed_over
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["00000002"]
     assert enlarge().returncode == 0
-    done = meshwright("run", *words, "--resume", "auto")
+    done = forked_meshwright("run", *words, "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in metrics(out)] == list(range(1, 9))
     assert verify(newest_valid(out / "checkpoints")[0]).step == 8
@@ -57,10 +57,10 @@ def fill(path):
     os.close(file)
 
 
-def test_metrics_on_a_full_disk_are_said_to_be_lost(small_disk, tmp_path):
+def test_metrics_on_a_full_disk_are_said_to_be_lost(forked_meshwright, small_disk, tmp_path):
     out, _ = small_disk
     fill(out / "ballast")
-    done = meshwright("run", *STEPS, *small_corpus(tmp_path / "corpus"), "--out", out)
+    done = forked_meshwright("run", *STEPS, *small_corpus(tmp_path / "corpus"), "--out", out)
     assert done.returncode in (1, 2)
     error = shown_error(done.stderr)
     assert "No space left on device" in error["error"]

@@ -69,7 +69,8 @@ AMAX_LAYOUTS = {
     "pp 2": (2, ("mesh.pp=2", PARTS)),
     "cp 2": (2, ("mesh.cp=2",)),
     "tp 2": (2, ("mesh.tp=2",)),
-    "HSDP, pp 2": (8, ("mesh.dp_shard=2", "mesh.dp_replicate=2", "mesh.pp=2", PARTS, "train.global_batch=16")),
+    "HSDP": (4, ("mesh.dp_shard=2", "mesh.dp_replicate=2")),
+    "dp_shard 2, pp 2": (4, ("mesh.dp_shard=2", "mesh.pp=2", PARTS)),
 }
 QUICK = ("dp_shard 2", "pp 2")
 

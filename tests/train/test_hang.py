@@ -14,7 +14,7 @@ from meshwright.plan.load_config import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.reporter import Reporter
-from tests.helpers import clean_environment, meshwright, small_corpus
+from tests.helpers import clean_environment, small_corpus
 from tests.train.runs import STEPS, choose, is_alive
 
 TIMEOUT_S = 20
@@ -78,8 +78,8 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_run_whose_ranks_compare_their_collectives_ends_well(tmp_path):
+def test_a_run_whose_ranks_compare_their_collectives_ends_well(forked_meshwright, tmp_path):
     words = [*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]
     environment = clean_environment(MESHWRIGHT_DEBUG_COLLECTIVES="1")
-    process = meshwright("run", *words, "--out", tmp_path / "run", env=environment, timeout_s=300)
+    process = forked_meshwright("run", *words, "--out", tmp_path / "run", env=environment, timeout_s=300)
     assert process.returncode == 0, process.stderr

@@ -25,35 +25,20 @@ LAYOUTS = {
     "dp_shard 4": (4, ["mesh.dp_shard=4"], []),
     "tp 2, dp_shard 2": (4, ["mesh.tp=2", "mesh.dp_shard=2"], []),
     "HSDP": (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], []),
-    "tp 2": (2, ["mesh.tp=2"], []),
-    "tp 2, whole sequences": (2, ["mesh.tp=2", "mesh.sequence_parallel=false"], []),
-    "tp 2, dp_replicate 2": (4, ["mesh.tp=2", "mesh.dp_replicate=2"], []),
-    "dp_replicate 2": (2, ["mesh.dp_replicate=2"], []),
-    "dp_shard 2, kept": (2, ["mesh.dp_shard=2", "mesh.reshard_after_forward=false"], []),
     "dp_shard 3": (3, ["mesh.dp_shard=3"], [BATCH_OF_9]),
     "dp_shard 2, in 4 parts": (2, ["mesh.dp_shard=2", "train.num_microbatches=4"], []),
-    "one process, in 4 parts": (1, ["train.num_microbatches=4"], []),
-    "tp 2, dp_shard 2, in 2 parts": (4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"], []),
-    "HSDP, in 2 parts": (4, ["mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"], []),
-    "dp_shard 4, tied": (4, ["mesh.dp_shard=4"], [TIED]),
-    "tp 2, dp_shard 2, tied": (4, ["mesh.tp=2", "mesh.dp_shard=2"], [TIED]),
     "pp 2": (2, ["mesh.pp=2", "train.num_microbatches=4"], TWO_LAYERS),
     "pp 2, zb-v, dp_shard 2, tied": (
         4,
         ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v", "train.num_microbatches=4"],
         [*FOUR_LAYERS, TIED],
     ),
-    "pp 2, tp 2, recompute": (
-        4,
-        ["mesh.pp=2", "mesh.tp=2", "train.num_microbatches=4", "recompute.policy=full"],
-        TWO_LAYERS,
-    ),
     "dp_shard 2, a large embedding": (2, ["mesh.dp_shard=2"], ["model.vocab_size=4096"]),
     "dp_shard 4, uneven": (4, ["mesh.dp_shard=4"], UNEVEN),
     "dp_shard 4, fewer rows than ranks": (4, ["mesh.dp_shard=4"], FEW_ROWS),
     "tp 2, dp_shard 2, uneven": (4, ["mesh.tp=2", "mesh.dp_shard=2"], UNEVEN),
 }
-"""Ranks, the layout's words, and words that change the model or the batch."""
+"""Ranks, the layout's words, and words that change the model or the batch. Proofs have more layouts."""
 
 NAMED = ("dp_shard 4", "tp 2, dp_shard 2", "HSDP")
 """Those that every change must keep, which are tried in float32 too."""

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from meshwright.pipeline.timeline import from_json
-from tests.helpers import meshwright, small_corpus
+from tests.helpers import small_corpus
 from tests.train.runs import STEPS, metrics, train
 
 pytestmark = pytest.mark.slow
@@ -74,10 +74,12 @@ def test_a_checkpoint_of_one_process_goes_on_in_a_pipeline(words, one_process_ou
     assert_alike(run([*words, *LAYOUTS["zb-v, dp_shard"]], out, resume="auto"), one_process)
 
 
-def test_a_trace_shows_every_computation_of_the_last_step(words, one_process, tmp_path):
+def test_a_trace_shows_every_computation_of_the_last_step(forked_meshwright, words, one_process, tmp_path):
     """Through the command."""
     layout = LAYOUTS["zb-v, dp_shard"]
-    done = meshwright("run", *STEPS, *words, *layout, "train.trace=true", "--out", tmp_path / "run", timeout_s=300)
+    done = forked_meshwright(
+        "run", *STEPS, *words, *layout, "train.trace=true", "--out", tmp_path / "run", timeout_s=300
+    )
     assert done.returncode == 0, done.stderr
     assert_alike(metrics(tmp_path / "run"), one_process)
     timelines = from_json((tmp_path / "run/timeline.json").read_text())

@@ -16,7 +16,7 @@ from meshwright.plan.load_plan import load_plan
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
-from tests.helpers import SMALL, meshwright, quick_and_slow, small_corpus
+from tests.helpers import SMALL, quick_and_slow, small_corpus
 from tests.train.jobs import job_of, load_words
 
 WORDS = ("model.num_layers=4",)
@@ -204,22 +204,24 @@ def test_a_file_that_can_t_be_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_runs_and_proves_a_plan_from_a_file(tmp_path, corpus):
+def test_the_command_runs_and_proves_a_plan_from_a_file(forked_meshwright, tmp_path, corpus):
     words = [*SMALL, *corpus, "mesh.dp_shard=2", "train.steps=2", "train.global_batch=4", "train.seq_len=16"]
-    done = meshwright("plan", "llama-tiny", *words, "-o", tmp_path / "plan.json", "--diff", "llama-tiny")
+    done = forked_meshwright("plan", "llama-tiny", *words, "-o", tmp_path / "plan.json", "--diff", "llama-tiny")
     assert done.returncode == 0 and "mesh.atoms[dp_shard]" in done.stdout, done.stderr
     block = changed(from_json((tmp_path / "plan.json").read_text("utf-8"), where="x"), "units")
     (tmp_path / "mine.json").write_text(to_json(block), "utf-8")
     run = ["run", "llama-tiny", *words, "--plan", tmp_path / "mine.json", "--out", tmp_path / "run"]
-    done = meshwright(*run)
+    done = forked_meshwright(*run)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run/plan.json").read_text("utf-8") == to_json(block)
     assert f"--plan {tmp_path / 'run/plan.json'}" in done.stdout
-    done = meshwright("run", "llama-tiny", *words, "train.steps=3", "--out", tmp_path / "run", "--resume", "auto")
+    done = forked_meshwright(
+        "run", "llama-tiny", *words, "train.steps=3", "--out", tmp_path / "run", "--resume", "auto"
+    )
     assert "which has false for kinds[block].units[block].freed, where this one has true" in done.stdout, done.stderr
     assert (tmp_path / "run/plan-to-00000002.json").read_text("utf-8") == to_json(block)
     assert f"--plan {tmp_path / 'run/plan.json'}" not in done.stdout
     manifest = read_manifest(tmp_path / "run/checkpoints/00000002")
     assert manifest.run["plan"] == vars(hashes(block))
-    done = meshwright("prove", "llama-tiny", *words, "--plan", tmp_path / "mine.json")
+    done = forked_meshwright("prove", "llama-tiny", *words, "--plan", tmp_path / "mine.json")
     assert done.returncode == 0 and "PROVED" in done.stdout, done.stderr

@@ -43,7 +43,7 @@ def on_a_terminal(words, **environment):
 
 @pytest.mark.slow
 def test_one_line_rewrites_itself_and_fits(tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path), "train.steps=40", "--out", str(tmp_path / "run")]
+    words = [*STEPS, *small_corpus(tmp_path), "train.steps=12", "--out", str(tmp_path / "run")]
     code, text = on_a_terminal(words)
     assert code == 0, text
     lines = text.replace("\r\n", "\n").split("\n")

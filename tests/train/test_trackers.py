@@ -22,7 +22,7 @@ from meshwright.train.record import trackers
 from meshwright.train.record.metrics import in_unit, tracked_values
 from meshwright.train.record.sink import RunInfo
 from meshwright.train.record.trackers import Trackers, check_trackers
-from tests.helpers import clean_environment, meshwright
+from tests.helpers import clean_environment
 from tests.train.runs import Fault, metrics, train
 
 DOCS = Path(__file__).parents[2] / "docs/running.md"
@@ -134,11 +134,11 @@ def test_a_stopped_run_closes_its_sinks_on_rank_0_alone(own, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_sample_grids_of_a_run_reach_a_sink(own, tmp_path):
+def test_the_sample_grids_of_a_run_reach_a_sink(forked_meshwright, own, tmp_path):
     words = ["dit-digits", "train.steps=2", "train.validate_every=1", "train.global_batch=8", "model.num_layers=1",
              "diffusion.sampling_steps=2", "train.trackers=own_sinks:Images"]  # fmt: skip
     out, env = tmp_path / "run", clean_environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
-    done = meshwright("run", *words, "--out", out, env=env)
+    done = forked_meshwright("run", *words, "--out", out, env=env)
     assert done.returncode == 0, done.stderr
     images = [line for line in (out / "Images.txt").read_text().splitlines() if line.startswith("image")]
     assert images == [f"image {step} samples samples/step-{step:08d}.png True" for step in (1, 2)]

@@ -77,6 +77,7 @@ KEYS: Mapping[str, str] = {
     "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_file tokenizer_name tokenizer_name_or_path",
     "data.cache_dir": "data_cache_path data_cache_dir",
     "data.text_field": "text_column json_keys dataset_text_field text_key field_name",
+    "data.chat_field": "field_messages messages_field messages_key conversation_column chat_key",
     "data.prefetch": "num_workers dataloader_num_workers prefetch_factor dataloader_prefetch_factor",
     "pipeline.schedule": "pipeline_parallel_schedule pp_schedule schedule_name",
     "pipeline.chunks": "virtual_pipeline_size virtual_pipeline_model_parallel_size num_virtual_stages_per_rank "

@@ -24,9 +24,9 @@ class DataConfig(Section):
     source: str = Field(
         "stdlib",
         description="text: stdlib (this Python's own source files), a glob of files of text, JSON lines (.jsonl) or "
-        "Parquet (see data.text_field), the folder of a saved Hugging Face dataset, package.module:Source for your "
-        "own, or a token file (.npy, or .bin of data.token_dtype); images and videos: digits, digits-video, or a glob "
-        "of image files",
+        "Parquet (see data.text_field and data.chat_field), the folder of a saved Hugging Face dataset, "
+        "package.module:Source for your own, or a token file (.npy, or .bin of data.token_dtype); images and videos: "
+        "digits, digits-video, or a glob of image files",
     )
     mixture: Names = Field(
         (),
@@ -44,7 +44,7 @@ class DataConfig(Section):
         description="when all of a source of text was read: wrap starts its next epoch; end refuses a run that would "
         "need one",
     )
-    tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json")
+    tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json or its folder")
     token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
     packing: Literal["none", "documents"] = Field(
         "none",
@@ -59,6 +59,12 @@ class DataConfig(Section):
         min_length=1,
         description="field that is the text of each record: of JSON lines (.jsonl, .ndjson), Parquet or a saved "
         "dataset",
+    )
+    chat_field: str | None = Field(
+        None,
+        min_length=1,
+        description="field that is the conversation of each record, a list of messages with role and content; they are "
+        "written by the chat template of data.tokenizer, and only the assistant's tokens count in the loss",
     )
     cache_dir: str | None = Field(
         None,

@@ -28,6 +28,11 @@ class Fingerprint:
         return digest.hexdigest()
 
 
+def masked_fingerprint(tokens: str, mask: str) -> str:
+    """Return the fingerprint of a corpus of which some tokens count, from those of its tokens and its loss mask."""
+    return hashlib.sha256(f"loss mask {tokens} {mask}".encode("ascii")).hexdigest()
+
+
 def packed_fingerprint(tokens: str, ends: str) -> str:
     """Return the fingerprint of a corpus whose documents are packed, from those of its tokens and documents' ends."""
     return hashlib.sha256(f"packed documents {packing.FORMAT} {tokens} {ends}".encode("ascii")).hexdigest()

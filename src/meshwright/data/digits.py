@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,18 +113,19 @@ def render_digits(digits_nhw: Bytes, positions_nd: NDArray[np.float64], *, size:
 
 def _load() -> tuple[Bytes, NDArray[np.int64]]:
     """Load the digits [n, h, w], 0 … 255, and their labels."""
-    if importlib.util.find_spec("sklearn") is None:
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise DataError(
             "scikit-learn is not installed",
             where="data.source, digits",
             rule="the handwritten digits are part of scikit-learn",
             fix='pip install "meshwright[images]"',
         )
-    from sklearn.datasets import load_digits
-
-    levels_nhw, labels_n = load_digits(return_X_y=True)
-    digits_nhw = np.rint(levels_nhw * (255 / _MAX_LEVEL)).astype(np.uint8)
-    return digits_nhw.reshape(-1, DIGIT_SIZE, DIGIT_SIZE), labels_n.astype(np.int64)
+    # As `sklearn.datasets.load_digits` reads it, whose import takes each rank seconds.
+    table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    levels_nd, labels_n = table[:, :-1], table[:, -1]
+    digits_nd = np.rint(levels_nd * (255 / _MAX_LEVEL)).astype(np.uint8)
+    return digits_nd.reshape(-1, DIGIT_SIZE, DIGIT_SIZE), labels_n
 
 
 def _held_out_mask(num_digits: int) -> NDArray[np.bool_]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.data.corpus_checks import split_source
-from meshwright.data.packed_windows import PackedSplits, open_packed
+from meshwright.data.corpus_checks import SplitSource, split_source
+from meshwright.data.packed_windows import PackedSplits, PackedWindows, open_packed
 from meshwright.data.text_corpus import Corpus
 from meshwright.errors import DataError
 from meshwright.units import counted
@@ -21,24 +21,22 @@ def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple
         multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
 
     Raises:
-        DataError: a split has fewer targets than a window; the fix names the largest `train.seq_len` that works.
+        DataError: a split has fewer targets than a window, of which the fix names the largest `train.seq_len` that
+            works; or, of conversations, none at all.
     """
     assert corpus.train_documents is not None and corpus.validation_documents is not None, "open it with its documents"
     train, validation = (
-        open_packed(tokens, documents, seq_len=seq_len, fingerprint=documents.fingerprint, cache_dir=cache_dir)
-        for tokens, documents in (
-            (corpus.train, corpus.train_documents),
-            (corpus.validation, corpus.validation_documents),
+        open_packed(
+            tokens, documents, seq_len=seq_len, fingerprint=documents.fingerprint, cache_dir=cache_dir, mask=mask
+        )
+        for tokens, documents, mask in (
+            (corpus.train, corpus.train_documents, corpus.train_mask),
+            (corpus.validation, corpus.validation_documents, corpus.validation_mask),
         )
     )
-    alone = train.num_targets / max(1, len(train.pieces) * seq_len)
-    # Says what packing is worth: padding costs as much as tokens.
-    description = (
-        f"{corpus.description}\n  documents packed: {train.fill:.1%} of the tokens in samples have a target, "
-        f"{alone:.1%} with a document per sample"
-    )
+    description = f"{corpus.description}\n  {_describe(train, len(corpus.train_documents.ends))}"
     packed = replace(corpus, description=description, packed=PackedSplits(train, validation))
-    _check(packed, train.num_targets, validation.num_targets, seq_len=seq_len, multiple_of=multiple_of)
+    _check(packed, train, validation, seq_len=seq_len, multiple_of=multiple_of)
     return packed
 
 
@@ -48,12 +46,48 @@ def packed_splits(corpus: Corpus) -> PackedSplits:
     return corpus.packed
 
 
-def _check(corpus: Corpus, num_train: int, num_validation: int, *, seq_len: int, multiple_of: int) -> None:
-    """Check that both splits have enough targets to fill a window."""
-    fewest, name = min((num_train, "training"), (num_validation, "validation"))
+def _describe(train: PackedWindows, num_documents: int) -> str:
+    """Say what packing is worth, as padding costs as much as tokens; and what of conversations counts."""
+    alone = train.num_inputs / max(1, len(train.pieces) * train.seq_len)
+    if train.mask is None:
+        return (
+            f"documents packed: {train.fill:.1%} of the tokens in samples have a target, "
+            f"{alone:.1%} with a document per sample"
+        )
+    lines = [
+        f"conversations packed: {train.num_targets / max(1, train.num_inputs):.0%} of tokens count in the loss; "
+        f"{1 - train.fill:.1%} of samples is padding, {1 - alone:.1%} with a conversation per sample"
+    ]
+    if train.num_split:
+        lines.append(
+            f"longer than train.seq_len = {train.seq_len}, and split: {train.num_split:,} of "
+            f"{counted(num_documents, 'conversation')}; left out: "
+            f"{counted(train.num_left_out, 'piece')} without a token that counts"
+        )
+    return "\n  ".join(lines)
+
+
+def _check(corpus: Corpus, train: PackedWindows, validation: PackedWindows, *, seq_len: int, multiple_of: int) -> None:
+    """Check that both splits have enough targets to fill a window, or some, if not all tokens count."""
+    splits = {"training": train, "validation": validation}
+    for name in sorted(splits, key=lambda name: splits[name].num_inputs):
+        _check_split(splits[name], split_source(corpus, name), name, seq_len=seq_len, multiple_of=multiple_of)
+
+
+def _check_split(windows: PackedWindows, source: SplitSource, name: str, *, seq_len: int, multiple_of: int) -> None:
+    fewest = windows.num_inputs
+    if windows.mask is not None:
+        if not windows.num_windows:
+            raise DataError(
+                f"no token of the {name} split counts in the loss",
+                where=f"{source.key}, {source.name}",
+                rule="the training and validation splits each have conversations in which the assistant says something",
+                fix=f"a larger {source.key}",
+            )
+        return
     if fewest >= seq_len:
         return
-    largest, source = fewest // multiple_of * multiple_of, split_source(corpus, name)
+    largest = fewest // multiple_of * multiple_of
     raise DataError(
         f"train.seq_len = {seq_len} is longer than the {name} split, whose documents have {counted(fewest, 'target')}",
         where=f"train.seq_len; {source.key}, {source.name}",

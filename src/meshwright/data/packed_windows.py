@@ -4,7 +4,8 @@ Their index is built once, cached, and memory-mapped by all ranks and later runs
 
     pieces, window by window | number of the first piece of each window, int64, and of all pieces
 
-A window of T pairs holds pieces of documents one after the other (see `packing.py`) and, at its end, padding.
+A window of T pairs holds pieces of documents one after the other (see `packing.py`) and, at its end, padding. With a
+loss mask, pieces without a token that counts are left out, so each window has targets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from numpy.typing import NDArray
 
 from meshwright.data import cache_file
 from meshwright.data.document_ends import SplitDocuments
-from meshwright.data.packing import BUCKET_PIECES, PIECE, buckets, pack, ranges, split_documents
+from meshwright.data.loss_mask import LossMask
+from meshwright.data.packing import (
+    BUCKET_PIECES,
+    MASKED_PIECE,
+    PIECE,
+    buckets,
+    count_pieces,
+    pack,
+    ranges,
+    split_documents,
+)
 from meshwright.log import get_logger
 from meshwright.units import counted, format_count
 
@@ -41,6 +52,9 @@ class IndexMetadata:
         num_pieces: number of pieces of all windows.
         num_targets: number of targets of all windows, without padding.
         payload_bytes: size of the arrays.
+        is_masked: whether pieces have the number of their targets.
+        num_split: with a mask, number of documents that are longer than a window.
+        num_left_out: number of pieces left out because none of their tokens counts.
 
     Raises:
         ValueError: the size of the payload is not that of its contents.
@@ -50,10 +64,23 @@ class IndexMetadata:
     num_pieces: int
     num_targets: int
     payload_bytes: int
+    is_masked: bool = False
+    num_split: int = 0
+    num_left_out: int = 0
 
     def __post_init__(self) -> None:
-        if self.payload_bytes != self.num_pieces * PIECE.itemsize + (self.num_windows + 1) * _FIRST.itemsize:
+        if self.payload_bytes != self.bytes_of_pieces + (self.num_windows + 1) * _FIRST.itemsize:
             raise ValueError(f"payload of {counted(self.payload_bytes, 'byte')} does not fit {self.num_pieces} pieces")
+
+    @property
+    def piece(self) -> np.dtype[np.void]:
+        """Type of the pieces."""
+        return MASKED_PIECE if self.is_masked else PIECE
+
+    @property
+    def bytes_of_pieces(self) -> int:
+        """Size of the pieces."""
+        return self.num_pieces * self.piece.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +93,9 @@ class PackedWindows:
         num_targets: number of targets of all windows; no document has targets in another one, or outside its pieces.
         pieces: pieces of all windows, window by window.
         first_pieces: number of the first piece of each window, and of all pieces at the end.
+        mask: loss mask of the tokens; None if all count.
+        num_split: with a mask, number of documents that are longer than a window.
+        num_left_out: number of pieces left out because none of their tokens counts.
     """
 
     tokens: Tokens = field(repr=False)
@@ -73,6 +103,9 @@ class PackedWindows:
     num_targets: int
     pieces: NDArray[np.void] = field(repr=False)
     first_pieces: Int64Array = field(repr=False)
+    mask: LossMask | None = field(default=None, repr=False)
+    num_split: int = 0
+    num_left_out: int = 0
 
     @property
     def num_windows(self) -> int:
@@ -80,9 +113,14 @@ class PackedWindows:
         return len(self.first_pieces) - 1
 
     @property
+    def num_inputs(self) -> int:
+        """Number of inputs of documents in all windows: those with a target, and those whose target doesn't count."""
+        return self.num_targets if self.mask is None else int(self.pieces["length"].sum(dtype=np.int64))
+
+    @property
     def fill(self) -> float:
-        """Share of the windows' tokens that have a target."""
-        return self.num_targets / max(1, self.num_windows * self.seq_len)
+        """Share of the windows' tokens that are no padding."""
+        return self.num_inputs / max(1, self.num_windows * self.seq_len)
 
     def documents(self, windows: Int64Array) -> Documents:
         """Return the lengths of the documents of each window, without reading tokens.
@@ -93,14 +131,15 @@ class PackedWindows:
 
     def count(self, windows: Int64Array) -> int:
         """Return the number of targets in the windows, without reading tokens."""
-        return int(self._pieces_of(windows)[0]["length"].sum(dtype=np.int64))
+        name = "length" if self.mask is None else "targets"
+        return int(self._pieces_of(windows)[0][name].sum(dtype=np.int64))
 
     def read(self, windows: Int64Array, *, ignored_target: int) -> tuple[Int64Array, Int64Array]:
         """Return the inputs and targets of the windows, both [len(windows), seq_len]; padding has input 0.
 
         Args:
             windows: numbers of the windows, 1-D.
-            ignored_target: target of padding.
+            ignored_target: target of padding, and of what doesn't count.
         """
         pieces, num_pieces = self._pieces_of(windows)
         lengths = pieces["length"].astype(np.int64)
@@ -111,7 +150,10 @@ class PackedWindows:
         inputs = np.zeros(is_real.shape, dtype=np.int64)
         targets = np.full(is_real.shape, ignored_target, dtype=np.int64)
         inputs[is_real] = self.tokens[places]
-        targets[is_real] = self.tokens[places + 1]
+        next_tokens = self.tokens[places + 1].astype(np.int64)
+        if self.mask is not None:
+            next_tokens[~self.mask.at(places + 1)] = ignored_target
+        targets[is_real] = next_tokens
         return inputs, targets
 
     def _lengths(self, window: int) -> tuple[int, ...]:
@@ -136,7 +178,13 @@ class PackedSplits:
 
 
 def open_packed(
-    tokens: Tokens, documents: SplitDocuments, *, seq_len: int, fingerprint: str, cache_dir: str | None
+    tokens: Tokens,
+    documents: SplitDocuments,
+    *,
+    seq_len: int,
+    fingerprint: str,
+    cache_dir: str | None,
+    mask: LossMask | None = None,
 ) -> PackedWindows:
     """Pack the documents of a split into windows, or open the cached index.
 
@@ -146,6 +194,7 @@ def open_packed(
         seq_len: tokens in a window.
         fingerprint: fingerprint of the corpus and its documents.
         cache_dir: see `cache_file.open_or_build`.
+        mask: loss mask of the tokens, part of the fingerprint; None if all count.
 
     Raises:
         DataError: the cache could not be written.
@@ -155,32 +204,59 @@ def open_packed(
 
     def build(file: BinaryIO) -> IndexMetadata:
         _log.info("packing %s documents into windows of %d tokens", format_count(len(documents.ends)), seq_len)
-        return write_index(file, documents, seq_len)
+        return write_index(file, documents, seq_len, mask=mask)
 
     path, found = cache_file.open_or_build(name, IndexMetadata, cache_dir=cache_dir, build=build)
-    size = found.num_pieces * PIECE.itemsize
-    pieces = np.memmap(path, dtype=PIECE, mode="r", shape=(found.num_pieces,)) if size else np.empty(0, PIECE)
+    size, piece = found.bytes_of_pieces, found.piece
+    pieces = np.memmap(path, dtype=piece, mode="r", shape=(found.num_pieces,)) if size else np.empty(0, piece)
     first_pieces = np.memmap(path, dtype=_FIRST, mode="r", offset=size, shape=(found.num_windows + 1,))
-    return PackedWindows(tokens, seq_len, found.num_targets, np.asarray(pieces), np.asarray(first_pieces))
+    return PackedWindows(
+        tokens, seq_len, found.num_targets, np.asarray(pieces), np.asarray(first_pieces),
+        mask, found.num_split, found.num_left_out,
+    )  # fmt: skip
 
 
 def write_index(
-    file: BinaryIO, documents: SplitDocuments, seq_len: int, *, bucket_pieces: int = BUCKET_PIECES
+    file: BinaryIO,
+    documents: SplitDocuments,
+    seq_len: int,
+    *,
+    bucket_pieces: int = BUCKET_PIECES,
+    mask: LossMask | None = None,
 ) -> IndexMetadata:
     """Pack the documents bucket by bucket and write the index; a bucket and 12 bytes a window are in memory."""
     counts = [np.zeros(1, dtype=np.uint32)]
-    num_targets = 0
+    num_targets = num_split = num_left_out = 0
     for chunk in documents.chunks(bucket_pieces):
         lengths = documents.lengths(chunk)
         starts = documents.start(chunk.start) - documents.split_start + np.cumsum(lengths) - lengths
         for bucket in buckets(lengths, seq_len, max_pieces=bucket_pieces):
-            pieces, num_pieces = pack(split_documents(starts[bucket], lengths[bucket], seq_len), seq_len)
+            found = split_documents(starts[bucket], lengths[bucket], seq_len)
+            if mask is not None:
+                num_split += int((count_pieces(lengths[bucket], seq_len) > 1).sum())
+                num_left_out += len(found)
+                found = _with_targets(found, mask)
+                num_left_out -= len(found)
+            pieces, num_pieces = pack(found, seq_len)
             file.write(pieces.data)
             counts.append(num_pieces.astype(np.uint32))
-            num_targets += int(pieces["length"].sum(dtype=np.int64))
+            num_targets += int(pieces["length" if mask is None else "targets"].sum(dtype=np.int64))
     first_pieces = np.concatenate(counts, dtype=_FIRST)
     np.cumsum(first_pieces, out=first_pieces)
     file.write(first_pieces.data)
     num_windows, total = len(first_pieces) - 1, int(first_pieces[-1])
-    size = total * PIECE.itemsize + len(first_pieces) * _FIRST.itemsize
-    return IndexMetadata(num_windows=num_windows, num_pieces=total, num_targets=num_targets, payload_bytes=size)
+    size = total * (PIECE if mask is None else MASKED_PIECE).itemsize + len(first_pieces) * _FIRST.itemsize
+    return IndexMetadata(
+        num_windows=num_windows, num_pieces=total, num_targets=num_targets, payload_bytes=size,
+        is_masked=mask is not None, num_split=num_split, num_left_out=num_left_out,
+    )  # fmt: skip
+
+
+def _with_targets(pieces: NDArray[np.void], mask: LossMask) -> NDArray[np.void]:
+    """Return the pieces that have tokens that count, with their number."""
+    counted_targets = mask.counts(pieces["start"] + 1, pieces["length"].astype(np.int64))
+    found = np.empty(len(pieces), dtype=MASKED_PIECE)
+    for name in ("start", "length"):
+        found[name] = pieces[name]
+    found["targets"] = counted_targets
+    return found[counted_targets > 0]

@@ -31,6 +31,8 @@ BUCKET_PIECES = 2**20
 
 PIECE = np.dtype([("start", "<i8"), ("length", "<u4")])
 """Consecutive pairs of a document: their first input, counted from the start of the split, and their number."""
+MASKED_PIECE = np.dtype([("start", "<i8"), ("length", "<u4"), ("targets", "<u4")])
+"""A piece of which only some targets count, and their number."""
 MAX_SEQ_LEN = 2**32 - 1
 
 

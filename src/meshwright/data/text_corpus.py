@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,14 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import cache_file
-from meshwright.data.corpus_fingerprint import packed_fingerprint
+from meshwright.data.corpus_fingerprint import masked_fingerprint, packed_fingerprint
 from meshwright.data.document_ends import SplitDocuments, check_ends
+from meshwright.data.loss_mask import LossMask
 from meshwright.data.packed_windows import PackedSplits
+from meshwright.data.sources.record_field import record_field
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import TextSource, open_source
 from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import STDLIB
-from meshwright.data.token_cache import CorpusMetadata, map_ends, map_tokens
+from meshwright.data.token_cache import CorpusMetadata, map_ends, map_mask, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenise.parts import remove_parts
 from meshwright.data.tokenise.write_corpus import write_corpus
@@ -56,13 +59,18 @@ class Corpus:
         validation: held-out ids, 1-D, memory-mapped.
         vocab_size: size of the smallest vocabulary that covers every id.
         validation_bytes_per_token: average bytes of text per token of `validation`, counting one byte per document
-            separator; converts nats per token to bits per byte. None for token files, whose text is unknown.
+            separator; converts nats per token to bits per byte. None for token files, whose text is unknown, and for
+            conversations, of which only some tokens count.
         fingerprint: hex SHA-256 of the ids of both splits, and of the documents if they are known; the same on every
             machine.
         train_documents: documents of `train`; None unless asked for.
         validation_documents: documents of `validation`; None unless asked for.
         packed: windows of packed documents of both splits; None unless `pack_corpus` made them.
         validation_source: `data.validation_source`, if that is where `validation` is from.
+        is_text: whether `validation` is of the tokenizer; false for token files.
+        train_mask: loss mask of `train`; None if all its tokens count.
+        validation_mask: loss mask of `validation`.
+        conversations: where `train` was read from, to read its conversations again; None without such.
     """
 
     source: str
@@ -76,6 +84,23 @@ class Corpus:
     validation_documents: SplitDocuments | None = None
     packed: PackedSplits | None = None
     validation_source: str | None = None
+    is_text: bool = True
+    train_mask: LossMask | None = None
+    validation_mask: LossMask | None = None
+    conversations: Conversations | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Training documents of a source with conversations, as they are read.
+
+    Args:
+        source: the source.
+        day: today, as the tokenised conversations have it.
+    """
+
+    source: TextSource
+    day: date
 
 
 def open_corpus(
@@ -87,6 +112,7 @@ def open_corpus(
     with_documents: bool = False,
     separator: int | None = None,
     text_field: str | None = None,
+    chat_field: str | None = None,
     use: Use = Use.SPLIT,
 ) -> Corpus:
     """Open the corpus named by `data.source`, tokenising and caching it if necessary.
@@ -101,28 +127,31 @@ def open_corpus(
         with_documents: find the ends of the documents.
         separator: last token of each document of a token file, needed to find them.
         text_field: field that is the text of each record.
+        chat_field: field that is the conversation of each record, in place of a text.
         use: whether to hold out a part for validation, or to put everything into one split; the other is empty then.
 
     Raises:
-        DataError: the source or the tokenizer is missing, unreadable, malformed or empty, or `text_field` is missing
-            or has no effect.
+        DataError: the source or the tokenizer is missing, unreadable, malformed or empty, or a field is missing or has
+            no effect.
     """
+    record = record_field(text_field=text_field, chat_field=chat_field, tokenizer=tokenizer)
     if is_token_file(source):
-        if text_field is not None:
-            raise no_effect(text_field, source)
+        if record is not None:
+            raise no_effect(record.name, source, key=record.key)
         assert (separator is not None) == with_documents, "documents of a token file are found by their separator"
         tokens, metadata, path = open_token_file(
             source, token_dtype=token_dtype, cache_dir=cache_dir, separator=separator
         )
         metadata = metadata.used(use)
         title = os.path.basename(source)
+        corpus = replace(_corpus(source, tokens, metadata), is_text=False)
     else:
-        found = open_source(source, text_field).used(use)
+        found = open_source(source, record).used(use)
         path, metadata = _open_text(
             source, found, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
         )
-        tokens, title = map_tokens(path, metadata), found.title
-    corpus = _corpus(source, tokens, metadata)
+        title = found.title
+        corpus = _with_mask(_corpus(source, map_tokens(path, metadata), metadata), path, metadata, found)
     corpus = _with_documents(corpus, path, metadata) if with_documents else corpus
     corpus = _without_other_split(corpus, use) if use is not Use.SPLIT else corpus
     amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
@@ -147,10 +176,24 @@ def _corpus(source: str, tokens: Tokens, metadata: CorpusMetadata) -> Corpus:
     )
 
 
+def _with_mask(corpus: Corpus, path: Path, metadata: CorpusMetadata, found: TextSource) -> Corpus:
+    """Add the loss mask of a source that may have conversations."""
+    mask = map_mask(path, metadata)
+    if mask is None:
+        return corpus
+    return replace(
+        corpus,
+        fingerprint=masked_fingerprint(corpus.fingerprint, metadata.mask_fingerprint),
+        train_mask=mask,
+        validation_mask=mask.of_split(metadata.num_train),
+        conversations=Conversations(found, date.fromisoformat(metadata.chat_day)),
+    )
+
+
 def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Corpus:
     ends = map_ends(path, metadata)
     check_ends(ends, metadata.ends_fingerprint, path)
-    fingerprint = packed_fingerprint(metadata.fingerprint, metadata.ends_fingerprint)
+    fingerprint = packed_fingerprint(corpus.fingerprint, metadata.ends_fingerprint)
     return replace(
         corpus,
         fingerprint=fingerprint,
@@ -192,6 +235,8 @@ def _open_text(
         is_usable=lambda metadata: metadata.has_documents or not with_documents,
     )
     remove_parts(cache_file.parts_folder(path))
+    if found.chat is not None and found.chat.uses_date:
+        _log.warning("the chat template may write the date into conversations: theirs is %s", metadata.chat_day)
     if metadata.num_skipped and source != STDLIB:
         message = "skipped %d of the %s of %s: not UTF-8, or contain zero bytes"
         _log.warning(message, metadata.num_skipped, found.size, source)

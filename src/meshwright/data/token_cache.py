@@ -1,6 +1,8 @@
-"""Cache files of tokenised corpora: tokens, then the ends of the documents, then metadata. Torch-free.
+"""Cache files of tokenised corpora: tokens, their loss mask, the ends of the documents, then metadata. Torch-free.
 
-tokens (absent if they are in a file of their own) | ends of the documents, uint64 | metadata        (see cache_file.py)
+    tokens | loss mask, a bit per token | ends of the documents, uint64 | metadata        (see cache_file.py)
+
+Tokens are absent if they are in a file of their own, and the mask if all of them count.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.loss_mask import LossMask, check_mask
 from meshwright.data.sources.use import Use
 from meshwright.units import counted
 
@@ -26,8 +29,8 @@ class CorpusMetadata:
         dtype: element type of the tokens, little-endian (`|u1`, `<u2`, `<u4`).
         num_train: number of training tokens, which come first.
         num_validation: number of held-out tokens.
-        payload_bytes: size of the tokens and of the documents' ends in the cache file, without the tokens if they are
-            stored elsewhere.
+        payload_bytes: size of the tokens, their mask and the documents' ends in the cache file, without the tokens if
+            they are stored elsewhere.
         vocab_size: size of the smallest vocabulary that covers every id.
         validation_text_bytes: size of the held-out text; None if unknown.
         num_skipped: number of files skipped because they are not text.
@@ -36,6 +39,9 @@ class CorpusMetadata:
         num_validation_documents: number of held-out documents.
         num_empty: number of lines left out because their text is empty.
         ends_fingerprint: SHA-256 of the documents' ends; empty if the file has none, as in files of earlier versions.
+        mask_bytes: size of the loss mask; 0 if all tokens count.
+        mask_fingerprint: SHA-256 of the mask.
+        chat_day: the day, in ISO format, that is today in the conversations; empty without such.
 
     Raises:
         ValueError: the size of the payload is not that of its contents.
@@ -53,10 +59,13 @@ class CorpusMetadata:
     num_validation_documents: int = 0
     ends_fingerprint: str = ""
     num_empty: int = 0
+    mask_bytes: int = 0
+    mask_fingerprint: str = ""
+    chat_day: str = ""
 
     def __post_init__(self) -> None:
         tokens = (self.num_train + self.num_validation) * np.dtype(self.dtype).itemsize
-        if self.payload_bytes - self._bytes_of_ends not in (0, tokens):
+        if self.payload_bytes - self._bytes_of_ends - self.mask_bytes not in (0, tokens):
             raise ValueError(f"payload of {counted(self.payload_bytes, 'byte')}, where tokens have {tokens}")
 
     @property
@@ -99,3 +108,18 @@ def map_ends(path: Path, metadata: CorpusMetadata) -> NDArray[np.uint64]:
     """Memory-map the documents' ends, counted from the first training token: training documents, then held-out ones."""
     offset = metadata.payload_bytes - metadata.num_documents * _END.itemsize
     return np.asarray(np.memmap(path, dtype=_END, mode="r", offset=offset, shape=(metadata.num_documents,)))
+
+
+def map_mask(path: Path, metadata: CorpusMetadata) -> LossMask | None:
+    """Memory-map the loss mask of a corpus; None if all tokens count.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    if not metadata.mask_bytes:
+        return None
+    offset = metadata.payload_bytes - metadata.num_documents * _END.itemsize - metadata.mask_bytes
+    bits = np.memmap(path, dtype=np.uint8, mode="r", offset=offset, shape=(metadata.mask_bytes,))
+    mask = LossMask(np.asarray(bits))
+    check_mask(mask, metadata.mask_fingerprint, path)
+    return mask

@@ -21,6 +21,8 @@ from meshwright.errors import DataError
 Tokens = NDArray[np.unsignedinteger]
 
 BYTES = "bytes"
+TOKENIZER = "tokenizer.json"
+RULE = "a tokenizer is bytes, or the path of a Hugging Face tokenizer.json or of its folder"
 SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 """Common names of the end-of-text token."""
 
@@ -80,19 +82,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        require_tokenizers(path)
-        from tokenizers import Tokenizer as Backend
-
         self._path = path
-        try:
-            self._backend: Any = Backend.from_str(_read(path).decode("utf-8"))
-        except DataError:
-            raise
-        except Exception as error:  # The package raises bare Exception for malformed files.
-            raise _not_a_tokenizer(path, error) from None
-        # Files often store the truncation and padding settings of their last use; a corpus needs neither.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._backend = open_backend(path)
         # Special tokens in the text are encoded as text: a document that mentions `<|endoftext|>` does not end there.
         self._backend.encode_special_tokens = True
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
@@ -125,12 +116,33 @@ class HuggingFaceTokenizer:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer named by `data.tokenizer`: `bytes` or the path of a `tokenizer.json` (`~` is expanded).
+    """Open the tokenizer named by `data.tokenizer`: `bytes`, or a `tokenizer.json` or its folder (`~` is expanded).
 
     Raises:
         DataError: the file is missing or not a tokenizer, or the `tokenizers` package is missing.
     """
-    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(_locate(name))
+    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(tokenizer_path(name))
+
+
+def open_backend(path: Path) -> Any:
+    """Open a `tokenizer.json` with the `tokenizers` package.
+
+    Raises:
+        DataError: the package or the file is missing, or the file is not a tokenizer.
+    """
+    require_tokenizers(path)
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend: Any = Backend.from_str(_read(path).decode("utf-8"))
+    except DataError:
+        raise
+    except Exception as error:  # The package raises bare Exception for malformed files.
+        raise _not_a_tokenizer(path, error) from None
+    # Files often store the truncation and padding settings of their last use; a corpus needs neither.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def tokenizer_identity(name: str) -> str:
@@ -141,7 +153,7 @@ def tokenizer_identity(name: str) -> str:
     """
     if name == BYTES:
         return BYTES
-    path = _locate(name)
+    path = tokenizer_path(name)
     require_tokenizers(path)
     return f"tokenizer.json {hashlib.sha256(_read(path)).hexdigest()}"
 
@@ -186,21 +198,23 @@ def require_tokenizers(path: Path) -> None:
         )
 
 
-def _locate(name: str) -> Path:
-    path = Path(name).expanduser()
+def tokenizer_path(name: str) -> Path:
+    """Return the path of the `tokenizer.json` that `data.tokenizer` names: itself, or its folder (`~` is expanded).
+
+    Raises:
+        DataError: there is none.
+    """
+    given = Path(name).expanduser()
+    path = given / TOKENIZER if given.is_dir() else given
     if path.is_file():
         return path
-    if (path / "tokenizer.json").is_file():
-        fix = f"data.tokenizer={path / 'tokenizer.json'}"
-    else:
-        siblings = [str(other) for other in path.parent.glob("*.json")]
-        near = difflib.get_close_matches(str(path), siblings, n=1)
-        fix = f"data.tokenizer={near[0]}" if near else f"data.tokenizer={BYTES}"
+    siblings = [str(other) for other in given.parent.glob("*.json")]
+    near = difflib.get_close_matches(str(given), siblings, n=1)
     raise DataError(
-        f"{path} is a directory" if path.is_dir() else f"file not found: {path}",
+        f"{given} is a directory without {TOKENIZER}" if given.is_dir() else f"file not found: {path}",
         where=f"data.tokenizer, {name}",
-        rule="a tokenizer is bytes or the path of a Hugging Face tokenizer.json",
-        fix=fix,
+        rule=RULE,
+        fix=f"data.tokenizer={near[0]}" if near else f"data.tokenizer={BYTES}",
     )
 
 
@@ -215,6 +229,6 @@ def _not_a_tokenizer(path: Path, reason: object) -> DataError:
     return DataError(
         f"{path} cannot be used: {reason}",
         where=f"data.tokenizer, {path}",
-        rule="a tokenizer is bytes or the path of a Hugging Face tokenizer.json",
+        rule=RULE,
         fix=f"data.tokenizer={BYTES}, or save the tokenizer again as tokenizer.json",
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.tokenizer import BYTES
+from meshwright.data.tokenizer import TOKENIZER as TOKENIZER
 from meshwright.errors import DataError
 
-TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
@@ -47,6 +47,7 @@ def tokenizer_files(name: str) -> dict[str, bytes]:
         DataError: a file cannot be read.
     """
     path = Path(name).expanduser()
+    path = path / TOKENIZER if path.is_dir() else path
     if name == BYTES or not path.is_file():
         return {}
     if path.name == TOKENIZER:

@@ -16,7 +16,7 @@ from meshwright.models.huggingface import export_weights, import_weights, kept_f
 from meshwright.models.llama.config import LlamaConfig
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.models.moe.hf_mixtral import MIXTRAL
-from tests.helpers import meshwright, small_corpus
+from tests.helpers import small_corpus
 from tests.models.huggingface.round_trip import TEXT, lost, write_model, write_tokenizer
 
 LLAMA_3 = {
@@ -123,20 +123,20 @@ def test_faults_are_found(written, tmp_path, monkeypatch, where, name, fault):
 
 
 @pytest.mark.slow
-def test_the_commands_import_train_and_export(tmp_path):
+def test_the_commands_import_train_and_export(forked_meshwright, tmp_path):
     write_model(tmp_path / "source")
-    done = meshwright("checkpoint", "import", "source", "run", cwd=tmp_path)
+    done = forked_meshwright("checkpoint", "import", "source", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     config = tmp_path / "run/config.toml"
     assert f'tokenizer = "{tmp_path}/run/huggingface/tokenizer.json"' in config.read_text()
     words = ["--resume", "run/checkpoints/00000000", *small_corpus(tmp_path / "corpus"), "train.seq_len=96",
              "train.steps=2", "train.global_batch=2", "train.validation_samples=2", "train.sample_tokens=2",
              "train.lr=0.01", "train.warmup_steps=0", "checkpoint.every=1", "checkpoint.keep=1"]  # fmt: skip
-    done = meshwright("run", config, *words, cwd=tmp_path)
+    done = forked_meshwright("run", config, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["00000002"]
     shutil.rmtree(tmp_path / "run/huggingface")  # a checkpoint has all that an export needs
-    done = meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
+    done = forked_meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
     assert done.returncode == 0 and "no tokenizer" not in done.stdout, done.stderr
     assert lost(tmp_path / "source", tmp_path / "back", context=96) == []
     assert_opens_as(tmp_path / "back", tmp_path / "source", tmp_path / "run/checkpoints/00000002")
@@ -145,17 +145,17 @@ def test_the_commands_import_train_and_export(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_scratch_exports_its_tokenizer(tmp_path):
+def test_a_run_from_scratch_exports_its_tokenizer(forked_meshwright, tmp_path):
     import transformers
 
     path = write_tokenizer(tmp_path / "own").rename(tmp_path / "own/bpe.json")
     words = ["llama-tiny", f"data.tokenizer={path}", *small_corpus(tmp_path / "corpus"), "model.vocab_size=320",
              "model.num_layers=2", "train.steps=1", "train.seq_len=32", "train.global_batch=2",
              "train.validation_samples=2", "train.sample_tokens=2"]  # fmt: skip
-    done = meshwright("run", *words, "--out", "run", cwd=tmp_path)
+    done = forked_meshwright("run", *words, "--out", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "own")
-    done = meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
+    done = forked_meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT

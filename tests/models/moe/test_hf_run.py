@@ -16,7 +16,7 @@ from meshwright.models.moe.config import MoeConfig
 from meshwright.models.moe.description import MoeSpec
 from meshwright.models.moe.hf_mixtral import MIXTRAL
 from meshwright.models.moe.module import MoeTransformer
-from tests.helpers import meshwright, small_corpus
+from tests.helpers import small_corpus
 from tests.train.runs import train
 
 WORDS = ["train.steps=1", "train.lr=0.01", "train.weight_decay=0", "train.global_batch=2", "train.seq_len=8",
@@ -126,16 +126,16 @@ def assert_changed_where_tokens_went(path, before, after):
 
 
 @pytest.mark.slow
-def test_the_command_imports_trains_and_exports(tmp_path):
+def test_the_command_imports_trains_and_exports(forked_meshwright, tmp_path):
     mixtral(tmp_path / "theirs")
-    done = meshwright("checkpoint", "import", "theirs", "run", cwd=tmp_path)
+    done = forked_meshwright("checkpoint", "import", "theirs", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = next(line for line in done.stdout.splitlines() if line.startswith("model  ")).split()[1:]
     words = ["moe-tiny", *told, *small_corpus(tmp_path / "corpus"), *WORDS, "train.sample_tokens=2",
              "train.validation_samples=2", "mesh.dp_shard=2", "mesh.ep=2"]  # fmt: skip
-    done = meshwright("run", *words, "--out", "run", "--resume", "auto", cwd=tmp_path)
+    done = forked_meshwright("run", *words, "--out", "run", "--resume", "auto", cwd=tmp_path)
     assert done.returncode == 0 and "holds weights only" in done.stdout + done.stderr, done.stderr
-    done = meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
+    done = forked_meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
     assert done.returncode == 0 and "00000001" in done.stdout, done.stderr
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     _, info = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)

@@ -11,7 +11,12 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.tasks.packed_reference import PackedTextReference, document_spans, documents_loss_sum
+from meshwright.models.tasks.packed_reference import (
+    PackedTextReference,
+    document_pairs,
+    document_spans,
+    documents_loss_sum,
+)
 from meshwright.plan.load_config import load
 from tests.helpers import open_data
 
@@ -95,7 +100,7 @@ def test_the_references_spans_are_the_documents(run):
         assert 0 not in tokens[start : start + length], "a separator is no input: nothing follows it"
         assert length == 16 or tokens[start + length] == 0
     assert sum(length for _, length in spans) == len(tokens) - tokens.count(0) == windows.num_targets
-    assert documents_loss_sum(model, data.train, spans[:1]).dtype == torch.float64
+    assert documents_loss_sum(model, document_pairs(data.train, spans[:1])).dtype == torch.float64
 
 
 def test_a_validation_counts_its_targets(run):
@@ -107,5 +112,6 @@ def test_a_validation_counts_its_targets(run):
             total, count = total + one.item(), count + int(number)
     windows = data.packed.validation
     every = range(windows.num_windows)
-    expected = documents_loss_sum(model, data.validation, (s for w in every for s in document_spans(windows, w)))
+    spans = (span for window in every for span in document_spans(windows, window))
+    expected = documents_loss_sum(model, document_pairs(data.validation, spans))
     assert count == windows.num_targets and total == pytest.approx(expected.item(), rel=1e-12)

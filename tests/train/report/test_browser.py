@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.api import load_config, run
 from meshwright.train.report.page import report
-from tests.helpers import small_corpus
+from tests.helpers import SMALL, small_corpus
 from tests.train.report.browser import SCHEMES, faults, needs_browser
 from tests.train.report.folders import write_folder
 
@@ -57,7 +57,7 @@ def test_pages_of_all_kinds_are_right(tmp_path, scheme):
 
 
 def test_reports_that_runs_leave_are_right(tmp_path):
-    words = ["train.steps=6", "train.validation_samples=8", *small_corpus(tmp_path)]
+    words = [*SMALL, "train.steps=6", "train.validation_samples=8", *small_corpus(tmp_path)]
     text = run(load_config("llama-tiny", *words), out=tmp_path / "text")
     pipeline = run(
         load_config("llama-tiny", "mesh.pp=2", "train.num_microbatches=4", *words), out=tmp_path / "pipeline"

@@ -10,7 +10,8 @@ from meshwright.data.mixtures.mixture_order import ONE
 from meshwright.errors import ConfigError
 
 KEYS = (
-    KEY, "data.source", "data.validation_source", "data.text_field", "data.tokenizer", "data.token_dtype"
+    KEY, "data.source", "data.validation_source", "data.text_field", "data.chat_field", "data.tokenizer",
+    "data.token_dtype",
 )  # fmt: skip
 
 

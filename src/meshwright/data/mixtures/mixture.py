@@ -46,6 +46,11 @@ class Mixture:
             total += corpus.validation_bytes_per_token * share / ONE
         return total
 
+    @property
+    def is_text(self) -> bool:
+        """True if the validation split is of the tokenizer."""
+        return all(corpus.is_text for corpus in self.sources)
+
     def _with_shares(self) -> list[tuple[Corpus, int]]:
         return list(zip(self.sources, self.shares, strict=True))
 

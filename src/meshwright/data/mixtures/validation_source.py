@@ -25,4 +25,6 @@ def with_validation(train: Corpus, validation: Corpus) -> Corpus:
         validation_bytes_per_token=validation.validation_bytes_per_token,
         fingerprint=hashlib.sha256(identity.encode("ascii")).hexdigest(),
         validation_source=validation.source,
+        is_text=validation.is_text,
+        validation_mask=validation.validation_mask,
     )

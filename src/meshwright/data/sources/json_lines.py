@@ -1,4 +1,4 @@
-"""Read JSON lines (https://jsonlines.org) as documents: one field of each line's object is the text of a document.
+"""Read JSON lines (https://jsonlines.org) as documents: one field of each line's object is a document.
 
 A line that can't be read is an error with its file and number. Blank lines are none, and empty texts are counted.
 """
@@ -10,21 +10,15 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from meshwright.data.chats.messages import kind_of, likely_chat_field
 from meshwright.data.sources.left_out import EmptyTexts
-from meshwright.data.sources.text_fields import (
-    check_damage,
-    field_not_set,
-    likely_field,
-    list_fields,
-    no_such_field,
-    not_text,
-)
+from meshwright.data.sources.record_field import RecordField
+from meshwright.data.sources.source_text import RecordText
+from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields
 from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
 from meshwright.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson")
-_KINDS = {dict: "an object", list: "an array", bool: "a boolean", int: "a number", float: "a number", str: "a string",
-          type(None): "null"}  # fmt: skip
 
 
 def is_json_lines(path: str) -> bool:
@@ -33,7 +27,7 @@ def is_json_lines(path: str) -> bool:
 
 
 def no_text_field(path: str, source: str) -> DataError:
-    """Return the error for JSON lines without `data.text_field`: it shows the fields of the first line of a file."""
+    """Return the error for JSON lines of which no field is named: it shows the fields of the first line of a file."""
     found: dict[str, Any] = {}
     try:
         with open(path, "rb") as file:
@@ -42,21 +36,22 @@ def no_text_field(path: str, source: str) -> DataError:
                 break
     except OSError as error:
         return unreadable_file(path, source, error)
-    fields = list_fields({name: _KINDS[type(value)] for name, value in found.items()})
-    return field_not_set(f"{path} has JSON lines; the first has {fields}", likely_field(found), source)
+    fields = list_fields({name: kind_of(value) for name, value in found.items()})
+    what = f"{path} has JSON lines; the first has {fields}"
+    return field_not_set(what, likely_field(found), source, chat=likely_chat_field(found))
 
 
-def read_texts(part: TextSlice, text_field: str, empty: EmptyTexts, *, source: str) -> Iterator[str]:
-    """Yield the texts of a file's lines, or of the first nine tenths or the last tenth of its lines.
+def read_texts(part: TextSlice, field: RecordField, empty: EmptyTexts, *, source: str) -> Iterator[RecordText]:
+    """Yield the documents of a file's lines, or of the first nine tenths or the last tenth of its lines.
 
     Args:
         part: the file, and the portion of it.
-        text_field: name of the field of each line's object that is the text.
+        field: the field of each line's object that is the document.
         empty: counts the lines whose text is empty, which are left out.
         source: `data.source`, for messages.
 
     Raises:
-        DataError: the file can't be read, or a line is not UTF-8, not a JSON object, or has no such text.
+        DataError: the file can't be read, or a line is not UTF-8, not a JSON object, or has no such document.
     """
     path = part.document.path
     try:
@@ -65,7 +60,7 @@ def read_texts(part: TextSlice, text_field: str, empty: EmptyTexts, *, source: s
             file.seek(0)
             for index, (number, line) in enumerate(_lines(file)):
                 if begin <= index < end:
-                    text = _text(_object(line, path, number), text_field, f"{path}:{number}")
+                    text = _document(_object(line, path, number), field, f"{path}:{number}")
                     if text:
                         yield text
                     else:
@@ -109,17 +104,13 @@ def _object(line: bytes, path: str, number: int) -> dict[str, Any]:
         ) from None  # fmt: skip
     if not isinstance(value, dict):
         raise DataError(
-            f"{place} is {_KINDS[type(value)]}", where=f"data.source, {place}", rule=rule,
+            f"{place} is {kind_of(value)}", where=f"data.source, {place}", rule=rule,
             fix="one object per line; jq -c '.[]' makes lines of an array",
         )  # fmt: skip
     return value
 
 
-def _text(found: dict[str, Any], field: str, place: str) -> str:
-    if field not in found:
-        raise no_such_field(field, place, list(found), noun="field", likely=likely_field(found))
-    text = found[field]
-    if not isinstance(text, str):
-        raise not_text(field, _KINDS[type(text)], place, likely_field(found))
-    check_damage(text, field, place)
-    return text
+def _document(found: dict[str, Any], field: RecordField, place: str) -> RecordText:
+    if field.name not in found:
+        raise field.missing(place, list(found), noun="field", record=found)
+    return field.document(found[field.name], place, likely=likely_field(found))

@@ -1,4 +1,4 @@
-"""Read Parquet files as documents: one string column is the text, and each row a document.
+"""Read Parquet files as documents: one column has the texts, or the messages of conversations, of all rows.
 
 Rows stream by row group. A row that can't be read is an error with its file and number, which counts from zero. The
 optional `pyarrow` package, which comes with `datasets`, is imported only when a file is read.
@@ -10,15 +10,11 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.chats.messages import likely_chat_field
 from meshwright.data.sources.left_out import EmptyTexts
-from meshwright.data.sources.text_fields import (
-    check_damage,
-    field_not_set,
-    likely_field,
-    list_fields,
-    no_such_field,
-    not_text,
-)
+from meshwright.data.sources.record_field import RecordField
+from meshwright.data.sources.source_text import RecordText
+from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields, not_text
 from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
 from meshwright.errors import DataError
 
@@ -56,43 +52,42 @@ def no_text_column(path: str, source: str) -> DataError:
     """Return the error for Parquet files without `data.text_field`: it shows the columns of a file."""
     file = _open(path, source)
     schema = file.schema_arrow
-    strings = [column.name for column in schema if _is_string(column.type)]
+    names = [column.name for column in schema if _is_string(column.type) or _is_list_of_objects(column.type)]
     first: dict[str, Any] = {}
-    if strings and file.metadata.num_rows:
+    if names and file.metadata.num_rows:
         try:
-            first = next(file.iter_batches(batch_size=1, columns=strings)).to_pylist()[0]
+            first = next(file.iter_batches(batch_size=1, columns=names)).to_pylist()[0]
         except (OSError, ValueError):
-            first = dict.fromkeys(strings, "")
+            first = {column.name: "" for column in schema if _is_string(column.type)}
     columns = list_fields({column.name: str(column.type) for column in schema})
-    return field_not_set(f"{path} is Parquet with the columns {columns}", likely_field(first), source)
+    what = f"{path} is Parquet with the columns {columns}"
+    return field_not_set(what, likely_field(first), source, chat=likely_chat_field(first))
 
 
-def read_texts(part: TextSlice, column: str, empty: EmptyTexts, *, source: str) -> Iterator[str]:
-    """Yield the texts of a file's rows, or of the first nine tenths or the last tenth of its rows.
+def read_texts(part: TextSlice, field: RecordField, empty: EmptyTexts, *, source: str) -> Iterator[RecordText]:
+    """Yield the documents of a file's rows, or of the first nine tenths or the last tenth of its rows.
 
     Args:
         part: the file, and the portion of it.
-        column: the column of strings that is the text.
+        field: the column that has the documents.
         empty: counts the rows whose text is empty, which are left out.
         source: `data.source`, for messages.
 
     Raises:
-        DataError: the file can't be read, has no such column of strings, or a row of it is null or damaged.
+        DataError: the file can't be read, has no such column, or a row of it is no document.
     """
     path = part.document.path
     file = _open(path, source)
-    _check_column(file.schema_arrow, column, path)
+    _check_column(file.schema_arrow, field, path)
     rows = _rows_of(file.metadata.num_rows, part.extent)
     start = 0  # of the row group
     for group in range(file.metadata.num_row_groups):
         num_rows = file.metadata.row_group(group).num_rows
         if start < rows.stop and rows.start < start + num_rows:
-            for row, text in _group_texts(file, group, start, column, path):
+            for row, value in _group_values(file, group, start, field.name, path):
                 if row in rows:
                     place = f"{path}, row {row}"
-                    if text is None:
-                        raise not_text(column, "null", place, None)
-                    check_damage(text, column, place)
+                    text = field.document(value, place, likely=None)
                     if text:
                         yield text
                     else:
@@ -100,14 +95,13 @@ def read_texts(part: TextSlice, column: str, empty: EmptyTexts, *, source: str) 
         start += num_rows
 
 
-def _group_texts(file: ParquetFile, group: int, start: int, column: str, path: str) -> Iterator[tuple[int, str | None]]:
+def _group_values(file: ParquetFile, group: int, start: int, column: str, path: str) -> Iterator[tuple[int, Any]]:
     """Yield the values of a row group with the numbers of their rows; `start` is its first row."""
     row = start
     try:
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, row_groups=[group], columns=[column]):
             for value in batch.column(0):
-                text: str | None = value.as_py()
-                yield row, text
+                yield row, value.as_py()
                 row += 1
     except UnicodeDecodeError as error:
         what = f"{column} is not UTF-8 from its byte {error.start + 1} on, in {path}, row {row}"
@@ -129,12 +123,12 @@ def _open(path: str, source: str) -> ParquetFile:
         raise unreadable_file(path, source, error) from None
 
 
-def _check_column(schema: pa.Schema, column: str, path: str) -> None:
+def _check_column(schema: pa.Schema, field: RecordField, path: str) -> None:
     strings = {one.name: "" for one in schema if _is_string(one.type)}
-    if column not in schema.names:
-        raise no_such_field(column, path, schema.names, noun="column", likely=likely_field(strings))
-    if column not in strings:
-        raise not_text(column, f"of type {schema.field(column).type}", path, likely_field(strings))
+    if field.name not in schema.names:
+        raise field.missing(path, schema.names, noun="column", record=strings)
+    if field.is_text and field.name not in strings:
+        raise not_text(field.name, f"of type {schema.field(field.name).type}", path, likely_field(strings))
 
 
 def _is_string(kind: pa.DataType) -> bool:
@@ -143,6 +137,12 @@ def _is_string(kind: pa.DataType) -> bool:
     if types.is_dictionary(kind):  # as pandas writes categories
         kind = kind.value_type
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_list_of_objects(kind: pa.DataType) -> bool:
+    from pyarrow import types
+
+    return bool((types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type))
 
 
 def _rows_of(num_rows: int, extent: Extent) -> range:

@@ -1,4 +1,4 @@
-"""Read a data set that Hugging Face's `Dataset.save_to_disk` wrote: one string column is the text, each row a document.
+"""Read a data set that Hugging Face's `Dataset.save_to_disk` wrote: one column has the documents, one a row.
 
 The optional `datasets` package is imported only when rows are read; the cache's key comes from the folder's files.
 """
@@ -13,16 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.data.chats.messages import likely_chat_field
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.parquet import require_datasets
-from meshwright.data.sources.text_fields import (
-    check_damage,
-    field_not_set,
-    likely_field,
-    list_fields,
-    no_such_field,
-    not_text,
-)
+from meshwright.data.sources.record_field import RecordField
+from meshwright.data.sources.source_text import RecordText
+from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields, not_text
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:
@@ -70,54 +66,53 @@ def no_text_column(source: str) -> DataError:
     dataset = _load(source)
     features, strings = _columns(dataset)
     found = f"{source} is a saved dataset with the columns {list_fields(features)}"
-    return field_not_set(found, likely_field(_first(dataset, strings)), source)
+    chat = likely_chat_field(_first(dataset, list(features)))
+    return field_not_set(found, likely_field(_first(dataset, strings)), source, chat=chat)
 
 
 class SavedTexts:
-    """Texts of a saved dataset by row.
+    """Documents of a saved dataset by row.
 
     Args:
         source: the folder.
-        column: the column of strings that is the text, `data.text_field`.
+        field: the column that has the documents.
 
     Raises:
-        DataError: the folder can't be read, or has no such column of strings.
+        DataError: the folder can't be read, or has no such column.
     """
 
-    def __init__(self, source: str, column: str) -> None:
-        self._dataset, self._source, self._column = _load(source), source, column
+    def __init__(self, source: str, field: RecordField) -> None:
+        self._dataset, self._source, self._field = _load(source), source, field
         features, strings = _columns(self._dataset)
-        likely = likely_field(_first(self._dataset, strings))
-        if column not in features:
-            raise no_such_field(column, source, list(features), noun="column", likely=likely)
-        if column not in strings:
-            raise not_text(column, f"of type {features[column]}", source, likely)
-        self._dataset = self._dataset.select_columns([column])
+        first = _first(self._dataset, strings)
+        if field.name not in features:
+            raise field.missing(source, list(features), noun="column", record=first)
+        if field.is_text and field.name not in strings:
+            raise not_text(field.name, f"of type {features[field.name]}", source, likely_field(first))
+        self._dataset = self._dataset.select_columns([field.name])
 
     def __len__(self) -> int:
         return int(self._dataset.num_rows)
 
-    def read(self, rows: Iterable[int], empty: EmptyTexts) -> Iterator[str]:
-        """Yield the non-empty texts of rows, and count the empty ones.
+    def read(self, rows: Iterable[int], empty: EmptyTexts) -> Iterator[RecordText]:
+        """Yield the documents of rows, and count the empty ones.
 
         Raises:
-            DataError: a row can't be read, or is null or damaged.
+            DataError: a row can't be read, or is no document.
         """
         remaining = iter(rows)
         while batch := list(islice(remaining, _BATCH_ROWS)):
-            for row, text in zip(batch, self._batch(batch), strict=True):
+            for row, value in zip(batch, self._batch(batch), strict=True):
                 place = f"{self._source}, row {row}"
-                if text is None:
-                    raise not_text(self._column, "null", place, None)
-                check_damage(text, self._column, place)
+                text = self._field.document(value, place, likely=None)
                 if text:
                     yield text
                 else:
                     empty.add(place)
 
-    def _batch(self, rows: list[int]) -> list[str | None]:
+    def _batch(self, rows: list[int]) -> list[Any]:
         try:
-            return list(self._dataset[rows][self._column])
+            return list(self._dataset[rows][self._field.name])
         except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
             what = f"rows {rows[0]} … {rows[-1]} of {self._source} can't be read: {error}"
             raise _damaged(self._source, what) from None

@@ -29,8 +29,22 @@ def list_fields(kinds: Mapping[str, str]) -> str:
     return first_words([f"{name} ({kind})" for name, kind in kinds.items()], MOST)
 
 
-def field_not_set(found: str, likely: str | None, source: str) -> DataError:
-    """Return the error for records without `data.text_field`, given what was found instead."""
+def field_not_set(found: str, likely: str | None, source: str, *, chat: str | None = None) -> DataError:
+    """Return the error for records without `data.text_field`, given what was found instead.
+
+    Args:
+        found: the fields.
+        likely: the one that is most likely the text.
+        source: `data.source`.
+        chat: a field that has conversations.
+    """
+    if chat is not None:
+        return DataError(
+            f"data.text_field and data.chat_field are not set, and {found}",
+            where=f"data.chat_field; data.source, {source}",
+            rule="one field of every record is the text of a document, or the messages of a conversation",
+            fix=f"data.chat_field={shlex.quote(chat)} data.packing=documents, with a data.tokenizer for chats",
+        )
     return DataError(
         f"data.text_field is not set, and {found}",
         where=f"data.text_field; data.source, {source}",
@@ -39,13 +53,15 @@ def field_not_set(found: str, likely: str | None, source: str) -> DataError:
     )
 
 
-def no_effect(text_field: str, source: str) -> DataError:
-    """Return the error for a field of a source without records."""
+def no_effect(field: str, source: str, *, key: str = "data.text_field") -> DataError:
+    """Return the error for a field of a source without records; `key` names the field."""
+    is_what = "the text" if key == "data.text_field" else "a conversation"
     return DataError(
-        f"data.text_field = {text_field} has no effect: {source} has no JSON lines, Parquet files or saved dataset",
-        where=f"data.text_field; data.source, {source}",
-        rule="it names the field of JSON lines, or the column of Parquet files or of a saved dataset, that is the text",
-        fix="remove data.text_field",
+        f"{key} = {field} has no effect: {source} has no JSON lines, Parquet files or saved dataset",
+        where=f"{key}; data.source, {source}",
+        rule="it names the field of JSON lines, or the column of Parquet files or of a saved dataset, "
+        f"that is {is_what}",
+        fix=f"remove {key}",
     )
 
 

@@ -9,11 +9,14 @@ from itertools import chain
 from typing import Any
 
 from meshwright.data import text_documents
+from meshwright.data.chats.chat_format import ChatFormat, Conversation
 from meshwright.data.sources import own_documents, record_files, saved_dataset
 from meshwright.data.sources.left_out import EmptyTexts, LeftOut
+from meshwright.data.sources.record_field import RecordField
+from meshwright.data.sources.source_text import SourceText
 from meshwright.data.sources.split_by_index import split_indices
 from meshwright.data.sources.text_fields import no_effect
-from meshwright.data.sources.text_pieces import Continued, read_pieces
+from meshwright.data.sources.text_pieces import read_pieces
 from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import Extent, TextSlice
 from meshwright.errors import DataError
@@ -32,20 +35,22 @@ class TextSource:
         key: JSON values that differ wherever a text does; names the tokenised text in the cache.
         splits: returns the non-empty texts of the training and of the validation split, and counts what it leaves out.
         whole: returns all non-empty texts, in order, and counts what it leaves out.
+        chat: how conversations are written, if there may be some.
     """
 
     title: str
     size: str
     key: tuple[list[Any], list[Any]]
-    splits: Callable[[LeftOut], tuple[Iterable[str | Continued], Iterable[str | Continued]]]
-    whole: Callable[[LeftOut], Iterable[str | Continued]]
+    splits: Callable[[LeftOut], tuple[Iterable[SourceText], Iterable[SourceText]]]
+    whole: Callable[[LeftOut], Iterable[SourceText]]
+    chat: ChatFormat | None = None
 
     def used(self, use: Use) -> TextSource:
         """Return the source with all its texts in one split, if that is its use."""
         if use is Use.SPLIT:
             return self
 
-        def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
+        def splits(left_out: LeftOut) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
             texts = iter(self.whole(left_out))
             first = next(texts, None)
             if first is None:
@@ -58,47 +63,50 @@ class TextSource:
         return replace(self, splits=splits, key=([*more, {"use": use.value}], listing))
 
 
-def open_source(source: str, text_field: str | None) -> TextSource:
+def open_source(source: str, field: RecordField | None) -> TextSource:
     """Find the documents of a source that is no token file.
 
     Args:
         source: `data.source`: stdlib, a glob of files of text, JSON lines or Parquet, the folder of a saved dataset, or
             package.module:Source.
-        text_field: `data.text_field`, the field that is the text of each record.
+        field: the field that is the document of each record.
 
     Raises:
-        DataError: nothing is found or it can't be read, or `text_field` is missing or has no effect.
+        DataError: nothing is found or it can't be read, or the field is missing or has no effect.
         ConfigError: the source's module can't be imported.
     """
     if own_documents.is_own(source):
-        if text_field is not None:
-            raise no_effect(text_field, source)
+        if field is not None:
+            raise no_effect(field.name, source, key=field.key)
         return _own(source)
     if saved_dataset.is_saved_dataset(source):
-        return _saved(source, text_field)
+        return _saved(source, field)
     documents = text_documents.list_documents(source)
-    record_files.check_text_field(documents, text_field, source=source)
+    record_files.check_record_field(documents, field, source=source)
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     files = counted(len(documents), "file")
     is_stdlib = source == text_documents.STDLIB
 
-    def texts(slices: Iterable[TextSlice], left_out: LeftOut) -> Iterator[str | Continued]:
-        return _texts(slices, left_out, source=source, text_field=text_field)
+    def texts(slices: Iterable[TextSlice], left_out: LeftOut) -> Iterator[SourceText]:
+        return _texts(slices, left_out, source=source, field=field)
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
+    def splits(left_out: LeftOut) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
         train, validation = (texts(slices, left_out) for slices in text_documents.split(documents))
         return train, validation
 
     return TextSource(
         title="standard library source" if is_stdlib else f"{files} of {source}",
         size=f"{files} ({format_bytes(sum(document.num_bytes for document in documents))})",
-        key=([] if text_field is None else [text_field], listing),
+        key=([] if field is None else field.identity(), listing),
         splits=splits,
         whole=lambda left_out: texts([TextSlice(document, Extent.FULL) for document in documents], left_out),
+        chat=None if field is None else field.format,
     )
 
 
-def _start(text: str | Continued) -> str:
+def _start(text: SourceText) -> SourceText:
+    if isinstance(text, Conversation):
+        return text
     return (text if isinstance(text, str) else text.text)[:_PLACEHOLDER_CHARS]
 
 
@@ -112,7 +120,7 @@ def _no_text(found: TextSource, use: Use, num_skipped: int) -> DataError:
 
 
 def has_records(source: str) -> bool:
-    """Return True if `data.text_field` applies to a source: to files of records or a saved dataset."""
+    """Return True if a source has fields: if it has files of records, or is a saved dataset."""
     if own_documents.is_own(source) or source == text_documents.STDLIB:
         return False
     if saved_dataset.is_saved_dataset(source):
@@ -131,19 +139,20 @@ def _own(source: str) -> TextSource:
     return _indexed(f"{size} of {source}", size, key, lambda: (len(documents), read))
 
 
-def _saved(source: str, text_field: str | None) -> TextSource:
-    key = [text_field], saved_dataset.identity(source)
-    if text_field is None:
+def _saved(source: str, field: RecordField | None) -> TextSource:
+    identity = saved_dataset.identity(source)
+    if field is None:
         raise saved_dataset.no_text_column(source)
 
     def opened() -> tuple[int, Read]:
-        texts = saved_dataset.SavedTexts(source, text_field)
+        texts = saved_dataset.SavedTexts(source, field)
         return len(texts), texts.read
 
-    return _indexed(f"dataset of {source}", "rows", key, opened)
+    found = _indexed(f"dataset of {source}", "rows", (field.identity(), identity), opened)
+    return replace(found, chat=field.format)
 
 
-Read = Callable[[Iterable[int], EmptyTexts], Iterator[str]]
+Read = Callable[[Iterable[int], EmptyTexts], Iterator[SourceText]]
 
 
 def _indexed(
@@ -151,12 +160,12 @@ def _indexed(
 ) -> TextSource:
     """Return the source of documents that are read by index; `opened` gives their number, and reads some of them."""
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[str | Continued], Iterable[str | Continued]]:
+    def splits(left_out: LeftOut) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
         number, read = opened()
         train, validation = (read(indices, left_out.empty) for indices in split_indices(number))
         return train, validation
 
-    def whole(left_out: LeftOut) -> Iterable[str | Continued]:
+    def whole(left_out: LeftOut) -> Iterable[SourceText]:
         number, read = opened()
         return read(range(number), left_out.empty)
 
@@ -164,12 +173,12 @@ def _indexed(
 
 
 def _texts(
-    slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, text_field: str | None
-) -> Iterator[str | Continued]:
+    slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, field: RecordField | None
+) -> Iterator[SourceText]:
     """Yield the non-empty texts of the slices; add what is none to `left_out`."""
     for document_slice in slices:
-        if text_field is not None and record_files.is_record_file(document_slice.document.path):
-            yield from record_files.read_texts(document_slice, text_field, left_out.empty, source=source)
+        if field is not None and record_files.is_record_file(document_slice.document.path):
+            yield from record_files.read_texts(document_slice, field, left_out.empty, source=source)
             continue
         pieces = read_pieces(document_slice, source=source)
         if pieces is None:

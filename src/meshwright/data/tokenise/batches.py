@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from meshwright.data.chats.chat_format import Conversation
+from meshwright.data.sources.source_text import SourceText
 from meshwright.data.sources.text_pieces import Continued
 
 _BATCH_CHARS = 2**20
@@ -19,19 +21,18 @@ class Batch:
         is_end: for each text, whether a document ends with it; the rest of a long one follows otherwise.
     """
 
-    texts: list[str]
+    texts: list[str | Conversation]
     is_end: list[bool]
 
 
-def batches(texts: Iterable[str | Continued]) -> Iterator[Batch]:
+def batches(texts: Iterable[SourceText]) -> Iterator[Batch]:
     """Group texts into batches. Where they are cut is no part of the result: any other size gives the same tokens."""
     batch, num_chars = Batch([], []), 0
     for item in texts:
-        is_end = isinstance(item, str)
-        text = item if isinstance(item, str) else item.text
+        text = item.text if isinstance(item, Continued) else item
         batch.texts.append(text)
-        batch.is_end.append(is_end)
-        num_chars += len(text)
+        batch.is_end.append(not isinstance(item, Continued))
+        num_chars += len(text) if isinstance(text, str) else text.num_chars
         if num_chars >= _BATCH_CHARS:
             yield batch
             batch, num_chars = Batch([], []), 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.chats.chat_format import Conversation, EncodedConversation
 from meshwright.data.tokenise.batches import Batch
 from meshwright.data.tokenizer import Tokenizer, Tokens, token_dtype
 
@@ -32,16 +33,22 @@ class Encoded:
     """Tokens of consecutive texts.
 
     Args:
-        tokens: ids, little-endian, each document followed by the separator if there is one.
+        tokens: ids, little-endian, each text followed by the separator if there is one; conversations by nothing.
         ends: where documents end, counted from the first of these tokens.
-        text_bytes: size of the texts in UTF-8, counting one byte per separator.
+        text_bytes: size of the texts in UTF-8, counting one byte per separator, and none for conversations.
         texts_sha256: digest of the texts.
+        mask: whether each token counts in the loss; None if all do.
     """
 
     tokens: Tokens
     ends: NDArray[np.uint64]
     text_bytes: int
     texts_sha256: str
+    mask: NDArray[np.bool_] | None = None
+
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """Return whether each token counts in the loss."""
+        return np.ones(len(self.tokens), dtype=np.bool_) if self.mask is None else self.mask
 
 
 def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
@@ -49,22 +56,34 @@ def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype)
     nothing = separator[:0]
+    conversations = _encode_conversations(batch)
+    texts = iter(tokenizer.encode_batch([text for text in batch.texts if isinstance(text, str)]))
     arrays: list[Tokens] = []
-    for tokens, is_end in zip(tokenizer.encode_batch(batch.texts), batch.is_end, strict=True):
-        arrays += [tokens, separator if is_end else nothing]
+    masks: list[NDArray[np.bool_]] = []
+    text_bytes = 0
+    data = _data(batch)
+    for number, (one, is_end) in enumerate(zip(data, batch.is_end, strict=True)):
+        chat = conversations.get(number)
+        if chat is None:
+            arrays += [next(texts), separator if is_end else nothing]
+            text_bytes += len(one) + len(separator) * is_end
+        else:
+            arrays += [chat.ids, nothing]
+        if conversations:
+            masks.append(np.ones(len(arrays[-2]) + len(arrays[-1]), dtype=np.bool_) if chat is None else chat.counts)
     lengths = np.fromiter(map(len, arrays), dtype=np.uint64, count=len(arrays))
-    data = [text.encode("utf-8") for text in batch.texts]
     return Encoded(
         tokens=np.concatenate(arrays).astype(dtype, copy=False),
         ends=np.cumsum(lengths, dtype=np.uint64)[1::2][np.array(batch.is_end)],
-        text_bytes=sum(map(len, data)) + len(separator) * sum(batch.is_end),
+        text_bytes=text_bytes,
         texts_sha256=_digest(data, batch.is_end),
+        mask=np.concatenate(masks) if masks else None,
     )
 
 
 def texts_sha256(batch: Batch) -> str:
     """Return the digest of the texts of a batch, and of where they are cut."""
-    return _digest([text.encode("utf-8") for text in batch.texts], batch.is_end)
+    return _digest(_data(batch), batch.is_end)
 
 
 def encode_in_order(batches: Iterable[Batch], tokenizer: Tokenizer) -> Iterator[Encoded]:
@@ -85,6 +104,19 @@ def encode_in_order(batches: Iterable[Batch], tokenizer: Tokenizer) -> Iterator[
             yield pending.popleft().result()
     finally:  # also if reading or encoding raises, or the caller stops
         pool.shutdown(cancel_futures=True)
+
+
+def _encode_conversations(batch: Batch) -> dict[int, EncodedConversation]:
+    """Return the conversations of a batch as tokens, by their place in it."""
+    found = {number: text for number, text in enumerate(batch.texts) if isinstance(text, Conversation)}
+    if not found:
+        return {}
+    chats = list(found.values())
+    return dict(zip(found, chats[0].format.encode_batch(chats), strict=True))
+
+
+def _data(batch: Batch) -> list[bytes]:
+    return [text.encode("utf-8") if isinstance(text, str) else text.data() for text in batch.texts]
 
 
 def _num_cores() -> int:

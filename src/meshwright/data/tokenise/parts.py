@@ -1,6 +1,7 @@
 """Finished parts of a corpus that is being tokenised, so that a killed process loses minutes of work and not all.
 
-A part is a cache file with the tokens of consecutive batches of a split, and with digests of them and of their texts.
+A part is a cache file with the tokens of consecutive batches of a split and, of conversations, their loss mask, and
+with digests of them and of their texts.
 The texts are read again to get to the first that has no tokens yet, so a part is used only for the very texts that it
 was made of, whatever an earlier process or version thought that the corpus was. Torch-free.
 """
@@ -37,11 +38,12 @@ class PartMetadata:
     """Metadata of a part.
 
     Args:
-        payload_bytes: size of the tokens and of the ends of their documents.
+        payload_bytes: size of the tokens, of the ends of their documents, and of the mask.
         num_documents: number of documents that end in this part.
         text_bytes: see `Encoded`.
         texts_sha256: digest of the texts of all batches.
-        payload_sha256: digest of the tokens and ends.
+        payload_sha256: digest of the tokens, ends and mask.
+        mask_bytes: size of the loss mask, a bit per token; 0 if all tokens count.
     """
 
     payload_bytes: int
@@ -49,6 +51,7 @@ class PartMetadata:
     text_bytes: int
     texts_sha256: str
     payload_sha256: str
+    mask_bytes: int = 0
 
 
 class Parts:
@@ -102,13 +105,15 @@ class Parts:
 
         starts = np.cumsum([0, *(len(one.tokens) for one in encoded)], dtype=np.uint64)
         ends = np.concatenate([one.ends + start for one, start in zip(encoded, starts[:-1], strict=True)])
-        payload = [one.tokens.tobytes() for one in encoded] + [ends.astype(_END).tobytes()]
+        mask = _mask(encoded)
+        payload = [*(one.tokens.tobytes() for one in encoded), ends.astype(_END).tobytes(), mask]
         metadata = PartMetadata(
             payload_bytes=sum(map(len, payload)),
             num_documents=len(ends),
             text_bytes=sum(one.text_bytes for one in encoded),
             texts_sha256=_all_texts_sha256(one.texts_sha256 for one in encoded),
             payload_sha256=hashlib.sha256(b"".join(payload)).hexdigest(),
+            mask_bytes=len(mask),
         )
         try:
             self._folder.mkdir(exist_ok=True)
@@ -129,18 +134,29 @@ class Parts:
         if hashlib.sha256(payload).hexdigest() != metadata.payload_sha256:
             _log.warning("%s is damaged and will be tokenised again", path)
             return None
-        num_ends = metadata.num_documents * _END.itemsize
+        last = len(payload) - metadata.mask_bytes
+        first = last - metadata.num_documents * _END.itemsize
+        tokens = np.frombuffer(payload[:first], dtype=dtype)
+        mask = np.unpackbits(np.frombuffer(payload[last:], dtype=np.uint8), count=len(tokens))
         return Encoded(
-            tokens=np.frombuffer(payload[: len(payload) - num_ends], dtype=dtype),
-            ends=np.frombuffer(payload[len(payload) - num_ends :], dtype=_END),
+            tokens=tokens,
+            ends=np.frombuffer(payload[first:last], dtype=_END),
             text_bytes=metadata.text_bytes,
             texts_sha256=metadata.texts_sha256,
+            mask=mask.astype(np.bool_) if metadata.mask_bytes else None,
         )
 
 
 def remove_parts(folder: Path) -> None:
     """Remove the parts of a corpus, which is complete. Another process that still makes it goes on without them."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mask(encoded: list[Encoded]) -> bytes:
+    """Return the loss mask of batches, a bit per token; nothing if all tokens count."""
+    if all(one.mask is None for one in encoded):
+        return b""
+    return np.packbits(np.concatenate([one.loss_mask() for one in encoded])).tobytes()
 
 
 def _all_texts_sha256(digests: Iterable[str]) -> str:

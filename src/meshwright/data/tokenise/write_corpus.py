@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
+from meshwright.data.loss_mask import MaskWriter
 from meshwright.data.sources.left_out import LeftOut
-from meshwright.data.sources.text_pieces import Continued
+from meshwright.data.sources.source_text import SourceText
 from meshwright.data.sources.text_source import TextSource
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata
@@ -30,7 +33,8 @@ _log = get_logger(__name__)
 
 
 def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: str, parts: Path) -> CorpusMetadata:
-    """Write the tokens of all documents, training split first, each followed by a separator, and then their ends.
+    """Write the tokens of all documents, training split first, each text followed by a separator, and then the loss
+    mask, if there may be conversations, and the documents' ends.
 
     Args:
         file: file to write to.
@@ -49,6 +53,7 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
     counts: list[int] = []
     num_documents: list[int] = []
     ends = array("Q")  # Of all documents: far smaller than the list of files.
+    mask = None if found.chat is None else MaskWriter()
     text_bytes = 0
     for split, texts in zip(SPLITS, found.splits(left_out), strict=True):
         start = sum(counts)
@@ -59,21 +64,20 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
             fingerprint.update(encoded.tokens)
             ends.frombytes((encoded.ends + np.uint64(start + counts[-1])).tobytes())
             counts[-1] += len(encoded.tokens)
+            if mask is not None:
+                mask.add(encoded.loss_mask())
             text_bytes += encoded.text_bytes
         num_documents.append(len(ends) - sum(num_documents))
-    for split, num_tokens in zip(SPLITS, counts, strict=True):
-        if not num_tokens:
-            raise _empty(source, split, found.size, len(left_out.files))
-    if left_out.empty.count:
-        _log.warning("the first document without text is %s", left_out.empty.first)
+    _check_contents(counts, left_out, found, source)
+    mask_bytes, mask_fingerprint = (0, "") if mask is None else mask.write(file)
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
     num_train, num_validation = counts
-    return CorpusMetadata(
+    metadata = CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
-        payload_bytes=(num_train + num_validation) * dtype.itemsize + writer.num_bytes,
+        payload_bytes=sum(counts) * dtype.itemsize + mask_bytes + writer.num_bytes,
         vocab_size=opened.vocab_size,
         validation_text_bytes=text_bytes,
         num_skipped=len(left_out.files),
@@ -82,12 +86,29 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
         num_train_documents=num_documents[0],
         num_validation_documents=num_documents[1],
         ends_fingerprint=writer.fingerprint(),
+        mask_bytes=mask_bytes,
+        mask_fingerprint=mask_fingerprint,
     )
+    return metadata if found.chat is None else _of_conversations(metadata, found.chat)
 
 
-def _encoded(texts: Iterable[str | Continued], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
+def _of_conversations(metadata: CorpusMetadata, chat: ChatFormat) -> CorpusMetadata:
+    """Add the day; and leave out the bytes of the text, since the loss is of some of its tokens only."""
+    return replace(metadata, chat_day=chat.today.isoformat(), validation_text_bytes=None)
+
+
+def _encoded(texts: Iterable[SourceText], tokenizer: Tokenizer, parts: Parts | None) -> Iterator[Encoded]:
     """Encode a split. Bytes need no parts: to read the texts again, as parts do too, is all the work that there is."""
     return encode_in_order(batches(texts), tokenizer) if parts is None else parts.encode(batches(texts), tokenizer)
+
+
+def _check_contents(counts: list[int], left_out: LeftOut, found: TextSource, source: str) -> None:
+    """Check that both splits have tokens, and say where the first empty text is."""
+    for split, num_tokens in zip(SPLITS, counts, strict=True):
+        if not num_tokens:
+            raise _empty(source, split, found.size, len(left_out.files))
+    if left_out.empty.count:
+        _log.warning("the first document without text is %s", left_out.empty.first)
 
 
 def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:

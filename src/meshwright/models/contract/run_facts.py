@@ -25,6 +25,8 @@ class DataFacts:
     """Last token of each document of a token file."""
     text_field: str | None
     """Field that is the text of each record of JSON lines, Parquet or a saved dataset."""
+    chat_field: str | None
+    """Field that is the conversation of each record, in place of a text."""
     validation_source: str | None
     """Source to validate with, in place of a held-out part."""
     mixture: tuple[str, ...]

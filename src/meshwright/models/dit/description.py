@@ -73,6 +73,7 @@ UNUSED_KEYS = {
     "data.packing": "text",
     "data.separator": "text",
     "data.text_field": "text",
+    "data.chat_field": "text",
     "data.mixture": "text",
     "data.validation_source": "text",
     "data.when_exhausted": "text",

@@ -16,6 +16,7 @@ from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides,
 from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
 from meshwright.models.hf.initial_values import fills_of
+from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
 from meshwright.models.hf.probe import NoForward, Probe, probe
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
@@ -51,7 +52,10 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
     sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
     arrange(model, found.layers_path, sides.last, sides.every)
     styles, unfit = dict[str, Style](), ""
-    if tp > 1:
+    found.not_split = found.not_split or NOT_SPLIT.get(config.model_type, "")
+    if tp > 1 and config.model_type in NOT_TENSOR_PARALLEL:
+        unfit = NOT_TENSOR_PARALLEL[config.model_type]
+    elif tp > 1:
         try:
             styles = tp_styles(model, config, tp)
         except Unfit as error:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.models.hf.structure import Structure
 
-FORMAT = 8
+FORMAT = 9
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

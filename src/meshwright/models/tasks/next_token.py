@@ -49,7 +49,7 @@ class NextTokenTask(Task):
 
     def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
         self._run, self._device = f, device
-        self._has_text = text.validation_bytes_per_token is not None
+        self._has_text = text.is_text
         self.unit = text_unit(text.validation_bytes_per_token)
         self._order = train_order(text, train_sizes(text, f.seq_len), f.seed)
         self._validation_shares = [share for _, share in validation_shares(text)]
@@ -86,6 +86,7 @@ class TextTask(NextTokenTask):
     def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
         super().__init__(f, text, device)
         assert corpora(text)[0].packed is None, "a packed corpus has a task of its own: text_task chooses"
+        assert all(corpus.train_mask is None for corpus in corpora(text)), "conversations are packed"
         train = JoinedWindows(tuple(TokenWindows(corpus.train, f.seq_len) for corpus in corpora(text)))
         held_out = tuple(TokenWindows(corpus.validation, f.seq_len) for corpus, _ in validation_shares(text))
         self._validation = JoinedWindows(held_out)

@@ -22,6 +22,7 @@ class TextReference:
 
     def __init__(self, f: RunFacts, text: Text) -> None:
         self._seq_len, self._global_batch, self._drops = f.seq_len, f.global_batch, f.dropout > 0
+        self._windows: dict[int, Tensor] = {}  # a failed proof reads the same few for each variant
         self._sources = [corpus.train for corpus in corpora(text)]
         self.order = train_order(text, [(len(tokens) - 1) // f.seq_len for tokens in self._sources], f.seed)
 
@@ -40,6 +41,11 @@ class TextReference:
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
     def _window(self, index: int) -> Tensor:
+        if index not in self._windows:
+            self._windows[index] = self._read(index)
+        return self._windows[index]
+
+    def _read(self, index: int) -> Tensor:
         window = int(self.order.windows(range(index, index + 1))[0])
         for tokens in self._sources:
             num_windows = (len(tokens) - 1) // self._seq_len

@@ -1,7 +1,8 @@
 """Reference implementation of the next-token loss on packed documents, document by document.
 
 A packed sample is only a list of documents here: each of them goes through the model alone, so neither masks nor
-padding exist. It shares with the task where each document starts and how long it is, and no more.
+padding exist. It shares with the task where each document starts and how long it is, and no more: which tokens of a
+conversation count is found again, from its text.
 
 Models that count or balance the tokens of full samples, padding included, get full samples instead.
 """
@@ -20,21 +21,24 @@ from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.mixtures.mixture import Text, corpora, train_order
 from meshwright.data.packed_corpus import packed_splits
 from meshwright.data.packed_windows import PackedWindows
-from meshwright.data.text_corpus import Tokens
+from meshwright.data.text_corpus import Corpus, Tokens
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.tasks.reread_masks import RereadMasks
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.step_handles import handles
 
 Span = tuple[int, int]
 """First input of a document, as a token of the split, and the number of its inputs."""
+Pair = tuple[Tensor, Tensor]
+"""Inputs of a document and their targets, [time] each; what doesn't count is `IGNORED_TARGET`."""
 
 
 class PackedTextReference:
     """Next-token cross-entropy on the documents of packed windows."""
 
     def __init__(self, f: RunFacts, text: Text) -> None:
-        self._sources = [(corpus.train, packed_splits(corpus).train) for corpus in corpora(text)]
-        self.order = train_order(text, [windows.num_windows for _, windows in self._sources], f.seed)
+        self._sources = [_Source(corpus) for corpus in corpora(text)]
+        self.order = train_order(text, [one.windows.num_windows for one in self._sources], f.seed)
         self._global_batch, self._seq_len, self._drops = f.global_batch, f.seq_len, f.dropout > 0
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
@@ -42,23 +46,23 @@ class PackedTextReference:
         step = indices[0] // self._global_batch
         assert all(index // self._global_batch == step for index in indices), "the samples are of several steps"
         batch = range(step * self._global_batch, (step + 1) * self._global_batch)
-        num_targets = sum(length for index in batch for _, length in self._spans(index)[1])
+        self._read_masks(batch)
+        num_targets = sum(int((targets != IGNORED_TARGET).sum()) for i in batch for _, targets in self._pairs(i))
         if handles(model):
             return self._full_samples(model, indices) / num_targets
         if self._drops:
             return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
-        return torch.stack([documents_loss_sum(model, *self._spans(i)) for i in indices]).sum() / num_targets
+        return torch.stack([documents_loss_sum(model, self._pairs(index)) for index in indices]).sum() / num_targets
 
     def sample(self, index: int) -> Mapping[str, Any]:
         """Return the tokens of a sample and their next tokens, [t] each, and its documents' lengths; padding has the
         id 0."""
         inputs = torch.zeros(self._seq_len, dtype=torch.int64)
         targets = torch.full_like(inputs, IGNORED_TARGET)
-        tokens, spans = self._spans(index)
-        documents = [_tokens(tokens, span) for span in spans]
-        filled = sum(len(document) - 1 for document in documents)
-        inputs[:filled] = torch.cat([document[:-1] for document in documents])
-        targets[:filled] = torch.cat([document[1:] for document in documents])
+        pairs = self._pairs(index)
+        filled = sum(len(one) for one, _ in pairs)
+        inputs[:filled] = torch.cat([one for one, _ in pairs])
+        targets[:filled] = torch.cat([one for _, one in pairs])
         return {"inputs": inputs, "targets": targets, "documents": self._documents(index)}
 
     def _full_samples(self, model: nn.Module, indices: list[int]) -> Tensor:
@@ -71,11 +75,10 @@ class PackedTextReference:
     def _with_dropout(self, model: nn.Module, index: int) -> Tensor:
         """Return the loss sum of a sample's documents, each alone, with the dropout of its place in the sample."""
         losses, start = [], 0
-        tokens, spans = self._spans(index)
-        for span in spans:
-            document, place = _tokens(tokens, span), (start, start + span[1])
-            logits = model(document[None, :-1], self._layout([index]).on((((place,),),), 0))[0]
-            losses.append(F.cross_entropy(logits, document[1:], reduction="sum"))
+        for inputs, targets in self._pairs(index):
+            place = (start, start + len(inputs))
+            logits = model(inputs[None], self._layout([index]).on((((place,),),), 0))[0]
+            losses.append(F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"))
             start = place[1]
         return torch.stack(losses).sum()
 
@@ -84,19 +87,53 @@ class PackedTextReference:
 
     def _documents(self, index: int) -> tuple[int, ...]:
         """Return the lengths of a sample's documents, and of its padding if there is any."""
-        lengths = [length for _, length in self._spans(index)[1]]
+        lengths = [len(inputs) for inputs, _ in self._pairs(index)]
         rest = self._seq_len - sum(lengths)
         return (*lengths, *[rest] * (rest > 0))
 
-    def _spans(self, index: int) -> tuple[Tokens, list[Span]]:
-        """Return the tokens of a sample's source, and the sample's documents in them."""
+    def _pairs(self, index: int) -> list[Pair]:
+        """Return the documents of a sample."""
+        source, window = self._place(index)
+        return source.pairs([window])
+
+    def _read_masks(self, indices: Iterable[int]) -> None:
+        """Read what counts of all samples, in one pass over each source."""
+        places = [self._place(index) for index in indices]
+        for source in self._sources:
+            if windows := [window for one, window in places if one is source]:
+                source.pairs(windows)
+
+    def _place(self, index: int) -> tuple[_Source, int]:
+        """Return the source of a sample, and its window in it."""
         window = int(self.order.windows(range(index, index + 1))[0])
-        source = 0
-        while window >= self._sources[source][1].num_windows:
-            window -= self._sources[source][1].num_windows
-            source += 1
-        tokens, windows = self._sources[source]
-        return tokens, document_spans(windows, window)
+        number = 0
+        while window >= self._sources[number].windows.num_windows:
+            window -= self._sources[number].windows.num_windows
+            number += 1
+        return self._sources[number], window
+
+
+class _Source:
+    """Documents of a corpus, and which of their tokens count."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self._tokens, self.windows = corpus.train, packed_splits(corpus).train
+        self._masks = None
+        if corpus.conversations is not None:
+            assert corpus.train_documents is not None, "the corpus is packed"
+            self._masks = RereadMasks(corpus.conversations, corpus.train_documents)
+
+    def pairs(self, windows: Iterable[int]) -> list[Pair]:
+        """Return the documents of windows."""
+        spans = [span for window in windows for span in document_spans(self.windows, window)]
+        pairs = document_pairs(self._tokens, spans)
+        if self._masks is None:
+            return pairs
+        self._masks.read(start for start, _ in spans)
+        counts = [torch.from_numpy(self._masks.targets(*span)) for span in spans]
+        return [
+            (one, targets.where(count, IGNORED_TARGET)) for (one, targets), count in zip(pairs, counts, strict=True)
+        ]
 
 
 def document_spans(windows: PackedWindows, window: int) -> list[Span]:
@@ -105,23 +142,21 @@ def document_spans(windows: PackedWindows, window: int) -> list[Span]:
     return [(int(piece["start"]), int(piece["length"])) for piece in windows.pieces[first:last]]
 
 
-def documents_loss_sum(model: nn.Module, tokens: Tokens, spans: Iterable[Span]) -> Tensor:
+def document_pairs(tokens: Tokens, spans: Iterable[Span]) -> list[Pair]:
+    """Return the inputs and targets of documents, given the tokens of the split."""
+    found = [torch.from_numpy(tokens[start : start + length + 1].astype(int64)) for start, length in spans]
+    return [(document[:-1], document[1:]) for document in found]
+
+
+def documents_loss_sum(model: nn.Module, pairs: Iterable[Pair]) -> Tensor:
     """Return the sum of the cross-entropies of documents, each alone through the model.
 
     Args:
         model: maps ids [1, time] to logits [1, time, vocabulary].
-        tokens: tokens of the split.
-        spans: documents, at least one.
+        pairs: documents, at least one.
     """
     losses = []
-    for start, length in spans:
-        document = _tokens(tokens, (start, length))
-        logits = model(document[None, :-1])[0]
-        losses.append(F.cross_entropy(logits, document[1:], reduction="sum"))
+    for inputs, targets in pairs:
+        logits = model(inputs[None])[0]
+        losses.append(F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"))
     return torch.stack(losses).sum()
-
-
-def _tokens(tokens: Tokens, span: Span) -> Tensor:
-    """Return the tokens of a document: its inputs, and one more."""
-    start, length = span
-    return torch.from_numpy(tokens[start : start + length + 1].astype(int64))

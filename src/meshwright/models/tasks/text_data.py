@@ -61,6 +61,7 @@ def _open(one: RunSource, f: RunFacts) -> Corpus:
             with_documents=is_packed,
             separator=data.separator if is_token_file(one.source) else None,
             text_field=one.text_field,
+            chat_field=one.chat_field,
             use=one.use,
         )
 

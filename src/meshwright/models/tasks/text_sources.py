@@ -19,6 +19,7 @@ from meshwright.models.contract.run_facts import DataFacts
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
 """Preset to suggest for each image `data.source`."""
 SOURCE, VALIDATION = "data.source", "data.validation_source"
+TEXT, CHAT = "data.text_field", "data.chat_field"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RunSource:
         source: what it names.
         use: how its documents are used.
         text_field: field of its records that is the text.
+        chat_field: field of its records that is a conversation.
         entry: its entry of the mixture, if it has one.
     """
 
@@ -37,6 +39,7 @@ class RunSource:
     source: str
     use: Use
     text_field: str | None = None
+    chat_field: str | None = None
     entry: entries.Entry | None = None
 
     @contextmanager
@@ -69,7 +72,7 @@ def training_sources(data: DataFacts) -> tuple[RunSource, ...]:
     use = Use.SPLIT if data.validation_source is None else Use.TRAIN
     if data.mixture:
         found = entries.parse_mixture(data.mixture)
-        return tuple(RunSource(entries.KEY, one.source, use, one.text_field, one) for one in found)
+        return tuple(RunSource(entries.KEY, one.source, use, one.text_field, entry=one) for one in found)
     return (RunSource(SOURCE, data.source, use),)
 
 
@@ -84,30 +87,35 @@ def all_sources(data: DataFacts) -> tuple[RunSource, ...]:
 
 
 def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
-    """Return all sources, each with the field that is its text, if it has fields.
+    """Return all sources, each with the field that is its text or its conversation, if it has fields.
 
     Raises:
         ConfigError: `data.mixture` is malformed.
-        DataError: a source has images, or `data.text_field` applies to none of several.
+        DataError: a source has images, or `data.text_field` or `data.chat_field` applies to none of several.
     """
     sources = all_sources(data)
     for one in sources:
         _check_is_text(one)
-    if data.text_field is None:
+    key, field = (CHAT, data.chat_field) if data.chat_field is not None else (TEXT, data.text_field)
+    if field is None:
         return sources
     if len(sources) == 1 and sources[0].text_field is None:
-        return (replace(sources[0], text_field=data.text_field),)
+        return (_with_field(sources[0], key, field),)
     takes = {one for one in sources if one.text_field is None and has_records(one.source)}
     if not takes and any(one.text_field is not None for one in sources):
         raise DataError(
-            f"data.text_field = {data.text_field} has no effect: no source is without a #field of its own that has any",
-            where="data.text_field; data.mixture",
+            f"{key} = {field} has no effect: no source is without a #field of its own that has any",
+            where=f"{key}; data.mixture",
             rule="it names the field of the sources whose entry names none",
-            fix="remove data.text_field",
+            fix=f"remove {key}",
         )
     if not takes:
-        raise no_effect(data.text_field, " and ".join(one.source for one in sources))
-    return tuple(replace(one, text_field=data.text_field) if one in takes else one for one in sources)
+        raise no_effect(field, " and ".join(one.source for one in sources), key=key)
+    return tuple(_with_field(one, key, field) if one in takes else one for one in sources)
+
+
+def _with_field(one: RunSource, key: str, field: str) -> RunSource:
+    return replace(one, chat_field=field) if key == CHAT else replace(one, text_field=field)
 
 
 def _check_is_text(one: RunSource) -> None:

@@ -14,6 +14,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.family import TrainingData
+from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.prove.expert_placement import ExpertPlacement
 from meshwright.prove.record import faulty_experts as faulty
@@ -61,9 +62,18 @@ class ExpertVariants:
 
     def _run(self, known: _Known, *, num_steps: int) -> Variant:
         evidence = compute_reference(
-            self._config, self._data, num_steps=num_steps, change=known.change, ranks_a_cell=known.ranks_a_cell
+            self._config,
+            self._data,
+            num_steps=num_steps,
+            change=known.change,
+            ranks_a_cell=known.ranks_a_cell,
+            samples_of=self._samples,
         )
         return Variant(known.what, known.cause, evidence, known.is_linear)
+
+    @cached_property
+    def _samples(self) -> Reference:
+        return self._config.family.reference(run_facts(self._config), self._data)
 
     @cached_property
     def _plain(self) -> nn.Module:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
 
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
-from meshwright.prove.record.evidence import Variant
+from meshwright.models.contract.task import Reference
+from meshwright.prove.record.evidence import ReferenceEvidence, Variant
 from meshwright.prove.record.plain_optimizer import PlainOptimizer
 from meshwright.prove.record.plain_updates import UpdateFaults
 from meshwright.prove.record.reference_run import compute_reference
@@ -113,8 +117,7 @@ class OptimizerVariants:
         for what, cause, optimizer in faults:
             yield self._run(what, cause, self._config, optimizer)
         for late, what, cause in LATE_WEIGHTS:
-            evidence = compute_reference(self._config, self._data, num_steps=self._num_steps, weights_late=late)
-            yield Variant(what, cause, evidence)
+            yield Variant(what, cause, self._reference(self._config, weights_late=late))
         train = self._config.train
         if train.optimizer not in (ADAMW, MUON):
             return
@@ -157,5 +160,11 @@ class OptimizerVariants:
                 yield {"eps": 10.0**exponent}, "the optimizer has another epsilon"
 
     def _run(self, what: str, cause: str, config: RunConfig, optimizer: PlainOptimizer) -> Variant:
-        evidence = compute_reference(config, self._data, num_steps=self._num_steps, optimizer=optimizer)
-        return Variant(what, cause, evidence)
+        return Variant(what, cause, self._reference(config, optimizer=optimizer))
+
+    def _reference(self, config: RunConfig, **fault: Any) -> ReferenceEvidence:
+        return compute_reference(config, self._data, num_steps=self._num_steps, samples_of=self._samples, **fault)
+
+    @cached_property
+    def _samples(self) -> Reference:
+        return self._config.family.reference(run_facts(self._config), self._data)

@@ -40,8 +40,7 @@ LOOK_S, STOPPED_S = 1.0, 10.0
 """Polling interval for suspended processes once some ranks have exited, and how long they may stay suspended."""
 SAME_S = 0.5
 """Signals closer together than this count as one, since `timeout` and others signal a process and then its group."""
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.rank_run",
-           "meshwright.train.launch.local_worker"]  # fmt: skip
+PRELOAD = ["meshwright.train.launch.rank_imports"]
 
 
 class Interrupts(Protocol):
@@ -108,6 +107,7 @@ def _number(name: str) -> int:
 
 def run_as_rank(body: Body[T], context: RankContext, argument: T) -> None:
     """Run `body` in this process, which was started as a rank by another launcher."""
+    import meshwright.train.launch.rank_imports  # before all else that imports torch  # noqa: F401
     from meshwright.train.launch.local_worker import run_here
 
     run_here(body, argument, context)

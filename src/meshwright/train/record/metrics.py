@@ -161,13 +161,11 @@ def tracked_values(values: Mapping[str, Any]) -> dict[str, float]:
 
 def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
     """Plot training and validation loss over steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     lines, key = list(read_metrics(metrics)), unit.metric(LOSS)
-    figure, plot = pyplot.subplots(figsize=(7, 4), dpi=120)
+    figure = Figure(figsize=(7, 4), dpi=120)
+    plot = figure.subplots()
     train = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     held_out = [(line["step"], line[f"validation_{key}"]) for line in lines if line.get(f"validation_{key}")]
     plot.plot(*zip(*train, strict=True), linewidth=1, label="training") if train else None
@@ -180,4 +178,3 @@ def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:
     figure.tight_layout()
     with writing(out):
         figure.savefig(out)
-    pyplot.close(figure)

@@ -1,0 +1,1 @@
+"""Conversations: written by a tokenizer's chat template, with a loss on what the assistant says only."""

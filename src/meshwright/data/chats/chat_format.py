@@ -1,0 +1,207 @@
+"""Conversations as tokens and a loss mask, by the chat template and the tokens of one tokenizer. Torch-free.
+
+The full text of a conversation is encoded at once, so tokens are those of `apply_chat_template(…)` in `transformers`:
+special tokens in it are special, and none is added. A token counts in the loss if any of its characters are the
+assistant's: of a token on a border, which has some of the prompt too, and of every token of a character that takes
+several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.data.chats.assistant_parts import AmbiguousTurnsError, write_conversation
+from meshwright.data.chats.messages import RULE, Message
+from meshwright.data.chats.template_files import TemplateFiles, find_template
+from meshwright.data.chats.written import Span, Written
+from meshwright.data.tokenizer import Tokens, open_backend, require_tokenizers, token_dtype
+from meshwright.errors import DataError
+
+MASK_RULE = 1
+"""Increment when the same conversation would get other tokens or another mask."""
+GENERATION_TAGS = "{% generation %} … {% endgeneration %} around what the assistant says"
+
+
+class EncodedConversation(NamedTuple):
+    """A conversation as tokens."""
+
+    ids: Tokens
+    counts: NDArray[np.bool_]
+    """Whether each token counts in the loss."""
+
+
+class ChatFormat:
+    """Chat template and tokens of a tokenizer; callable from any thread.
+
+    Args:
+        tokenizer: `data.tokenizer`.
+
+    Raises:
+        DataError: it has no chat template or a malformed one, or the `tokenizers` package is missing.
+    """
+
+    def __init__(self, tokenizer: str) -> None:
+        from meshwright.data.chats.chat_template import ChatTemplate  # Jinja's import takes 0.1 s
+
+        self._files = find_template(tokenizer)
+        require_tokenizers(self._files.path)
+        try:
+            self._template = ChatTemplate(self._files.template, self._files.special_tokens)
+        except Exception as error:  # TemplateSyntaxError, and what else compiling a template may raise
+            raise DataError(
+                f"{self._files.template_path} is no chat template: {error}",
+                where=f"data.tokenizer, {self._files.template_path}",
+                rule="a chat template is in Jinja's language, as transformers reads it",
+                fix="correct the template",
+            ) from None
+        self.today = date.today()
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of what decides text and mask: the template, the tokens that it may name, and the mask's rule."""
+        parts = [MASK_RULE, self._files.template, sorted(self._files.special_tokens.items())]
+        return hashlib.sha256(json.dumps(parts).encode("ascii")).hexdigest()
+
+    @property
+    def uses_date(self) -> bool:
+        """True if the template may write the date."""
+        return self._template.uses_date
+
+    @property
+    def files(self) -> TemplateFiles:
+        """The template, and where it is."""
+        return self._files
+
+    def write(self, conversation: Conversation, *, day: date | None = None) -> Written:
+        """Return the text of a conversation, and the assistant's parts of it.
+
+        Args:
+            conversation: the conversation.
+            day: today, for templates that write it; the day on which this object was made if None.
+
+        Raises:
+            DataError: the template refuses it, or doesn't say what the assistant's turns are.
+        """
+        place, path = conversation.place, self._files.template_path
+        try:
+            return write_conversation(
+                self._template, conversation.messages, day=day or self.today, special_tokens=self._special_texts
+            )
+        except AmbiguousTurnsError as error:
+            raise DataError(
+                f"the chat template does not say which tokens are the assistant's: {error}, of {place}",
+                where=f"data.tokenizer, {path}; {place}",
+                rule="a turn of the assistant is the text through it without the text before it, which ends with the "
+                "generation prompt, unless the template has {% generation %}",
+                fix=f"in {path}, write {GENERATION_TAGS}",
+            ) from None
+        except Exception as error:  # whatever a template makes of messages that it doesn't expect
+            raise DataError(
+                f"the chat template refuses {place}: {error}",
+                where=f"data.tokenizer, {path}; {place}",
+                rule="the chat template takes the messages of every conversation",
+                fix="correct or remove the conversation, or another chat template",
+            ) from None
+
+    def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedConversation]:
+        """Encode conversations on all cores.
+
+        Raises:
+            DataError: the template or the tokenizer refuses one, or no token of one counts.
+        """
+        written = [self.write(one) for one in conversations]
+        found = []
+        for one, text, encoding in zip(conversations, written, self.encodings(written), strict=True):
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            counts = in_spans(offsets, text.spans)
+            if not counts[1:].any():  # The first token is no target.
+                raise self._nothing_counts(one)
+            found.append(EncodedConversation(np.array(encoding.ids, dtype=self._dtype), counts))
+        return found
+
+    def encodings(self, texts: Sequence[Written]) -> list[Any]:
+        """Return texts as the `tokenizers` package encodes them, with `ids` and `offsets`."""
+        try:
+            return list(self._backend.encode_batch([one.text for one in texts], add_special_tokens=False))
+        except Exception as error:  # The package raises bare Exception for what its model can't encode.
+            raise DataError(
+                f"{self._files.path} fails on a conversation: {error}",
+                where=f"data.tokenizer, {self._files.path}",
+                rule="the tokenizer encodes every text",
+                fix="another tokenizer, or conversations that it encodes",
+            ) from None
+
+    @cached_property
+    def _backend(self) -> Any:
+        backend = open_backend(self._files.path)
+        # It would add tokens, or leave white space out of the tokens' places in the text.
+        backend.post_processor = None
+        return backend
+
+    @cached_property
+    def _dtype(self) -> np.dtype[np.unsignedinteger]:
+        return token_dtype(max(self._backend.get_vocab(with_added_tokens=True).values()) + 1)
+
+    @cached_property
+    def _special_texts(self) -> tuple[str, ...]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special and token.content)
+
+    def _nothing_counts(self, conversation: Conversation) -> DataError:
+        path = self._files.template_path
+        return DataError(
+            f"no token of {conversation.place} counts in the loss: the chat template has none inside its "
+            "{% generation %}",
+            where=f"data.tokenizer, {path}; {conversation.place}",
+            rule=f"{RULE}, and the template says which part of the text that is",
+            fix=f"in {path}, write {GENERATION_TAGS}",
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Conversation:
+    """A conversation, which is written when it is encoded.
+
+    Args:
+        messages: checked messages (see `messages.py`).
+        place: file and number of its record.
+        format: template and tokens.
+    """
+
+    messages: list[Message] = field(repr=False)
+    place: str
+    format: ChatFormat = field(repr=False)
+
+    @property
+    def num_chars(self) -> int:
+        """Number of characters of the messages."""
+        return sum(len(message["content"]) for message in self.messages)
+
+    def data(self) -> bytes:
+        """Return bytes that differ wherever the text does, given the tokenizer."""
+        day = self.format.today.isoformat() if self.format.uses_date else ""
+        return json.dumps([day, self.messages]).encode("ascii")
+
+
+def in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Return which tokens have characters in any of the spans.
+
+    Args:
+        offsets: first character of each token, and the one after its last, [tokens, 2]; equal for a token without any,
+            which is where the next one begins.
+        spans: parts of the text.
+    """
+    starts, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    found = np.zeros(len(offsets), dtype=np.bool_)
+    for first, last in spans:
+        found |= (starts < last) & (ends > first)
+    return found
