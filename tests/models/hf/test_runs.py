@@ -1,4 +1,4 @@
-"""A run of a transformers model goes on from its checkpoint on another layout, and its export opens with transformers."""
+"""A run of a transformers model goes on from its checkpoint on another layout; transformers opens its export."""
 
 from __future__ import annotations
 
