@@ -124,12 +124,12 @@ def test_import_needs_a_new_folder(here, run_folder, tmp_path):
     assert done.returncode == 2 and "config.json is missing" in shown_error(done.stderr)["error"]
 
 
-def test_a_model_that_no_family_has_is_named(here, tmp_path):
+def test_a_model_without_a_family_of_its_own_needs_no_import(here, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     done = here("checkpoint", "import", tmp_path, tmp_path / "new", torch=True)
     shown = shown_error(done.stderr)
-    assert done.returncode == 2 and shown["error"] == "model_type gpt2 can't be imported"
-    assert "LlamaForCausalLM" in str(shown) and not (tmp_path / "new").exists()
+    assert done.returncode == 2 and shown["error"] == f"{tmp_path} is read by transformers, and needs no import"
+    assert "model.weights=folder" in shown["fix"] and not (tmp_path / "new").exists()
 
 
 def test_an_import_writes_a_configuration_that_loads_as_it_stands(here, run_folder, tmp_path):

@@ -1,0 +1,36 @@
+"""Proofs of models of transformers pass, and fail where tensor parallelism, experts or the dtype are wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.prove.report import render
+from meshwright.prove.spec import as_proof
+from meshwright.testing.gang import GangPool
+from tests.models.hf.faults import FAULTS, records_of
+from tests.models.hf.runs import hf_config
+from tests.prove.proofs import prove_with
+
+pytest.importorskip("transformers")
+
+CASES = {
+    "norms of heads are not summed over tp": ("qwen3", "mesh.tp=2", "self_attn.q_norm.weight"),
+    "float32 inside of one side": ("gemma3_text", "mesh.dp_shard=2", ""),
+    "experts of the other rank": ("mixtral", "mesh.tp=2", "the forward pass differs"),
+}
+
+
+def test_every_fault_has_a_case() -> None:
+    assert set(CASES) == set(FAULTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CASES)
+def test_a_fault_makes_the_proof_fail_and_without_it_it_passes(gang: GangPool, fault: str) -> None:
+    model, layout, says = CASES[fault]
+    config = as_proof(hf_config(model, layout))
+    right = prove_with(records_of(gang, config), config)
+    assert right.passed, "\n".join(render(right))
+    wrong = prove_with(records_of(gang, config, fault), config)
+    assert not wrong.passed
+    assert says in "\n".join(render(wrong))

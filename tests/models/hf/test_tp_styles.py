@@ -1,0 +1,87 @@
+"""Styles of tensor parallelism: transformers' plans as ours, with what they leave out found by shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.errors import LayoutError
+from meshwright.models.contract.tp_styles import (
+    COLUMN,
+    DIVIDED,
+    GATHERED_COLUMN,
+    HEAD,
+    REPLICATED,
+    ROW,
+    SPLIT_ROW,
+    VOCABULARY,
+    StyleKind,
+)
+from tests.models.hf.runs import hf_config, hf_structure
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("structures")
+
+
+@pytest.fixture
+def structure(folder):
+    return lambda model: hf_structure(model, "mesh.tp=2", cache=folder)
+
+
+def test_norms_of_sharded_heads_are_divided(structure):
+    found = structure("qwen3")
+    for block in found.blocks:
+        assert block.styles["self_attn.q_norm"] == block.styles["self_attn.k_norm"] == DIVIDED
+        assert block.styles["input_layernorm"] == block.styles["post_attention_layernorm"] == REPLICATED
+        assert block.styles["self_attn.q_proj"] == block.styles["mlp.up_proj"] == COLUMN
+        assert block.styles["self_attn.o_proj"] == block.styles["mlp.down_proj"] == ROW
+    assert found.first.styles == {"model.embed_tokens": VOCABULARY}
+    assert found.last.styles == {"model.norm": REPLICATED, "lm_head": HEAD}
+
+
+def test_norms_over_all_heads_gather(structure):
+    (block,) = structure("olmo2").blocks
+    assert block.styles["self_attn.q_proj"] == block.styles["self_attn.k_proj"] == GATHERED_COLUMN
+    assert block.styles["self_attn.o_proj"] == SPLIT_ROW
+    assert block.styles["self_attn.q_norm"] == block.styles["self_attn.k_norm"] == REPLICATED
+
+
+def test_rotary_keys_of_latent_attention_have_a_partial_tail(structure):
+    for block in structure("deepseek_v2").blocks:
+        assert block.styles["self_attn.kv_a_proj_with_mqa"].partial_tail == 8
+        assert block.styles["self_attn.kv_b_proj"] == COLUMN
+
+
+def test_experts_are_shared_out_and_their_router_is_not(structure):
+    (block,) = structure("mixtral").blocks
+    assert block.styles["mlp.experts"].kind is StyleKind.EXPERTS and block.styles["mlp.experts"].top_k == 2
+    assert block.styles["mlp.gate"].kind is StyleKind.REPLICATED
+
+
+def test_a_model_without_a_plan_shards_its_feed_forward(structure):
+    (block,) = structure("gpt2").blocks
+    up, down = block.styles["mlp.c_fc"], block.styles["mlp.c_proj"]
+    assert dict(up.dims) == {"bias": 0, "weight": 1} and up.summed_input == 64
+    assert dict(down.dims) == {"weight": 0} and down.reduced_output == 64
+    others = {path: style for path, style in block.styles.items() if path not in ("mlp.c_fc", "mlp.c_proj")}
+    assert others and all(style.kind is StyleKind.REPLICATED for style in others.values())
+
+
+def test_tied_tables_lie_alike(structure):
+    found = structure("gpt2")
+    assert found.first.styles["transformer.wte"] == found.last.styles["lm_head"] == REPLICATED
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_reason(folder):
+    with pytest.raises(LayoutError, match="a forward with shards of the matrices fails") as caught:
+        hf_config("bitnet", "mesh.tp=2", cache=folder)
+    assert "mesh.tp=1" in caught.value.fix
+    hf_config("bitnet", "mesh.dp_shard=2", cache=folder)
+
+
+def test_one_rank_needs_no_styles(folder):
+    found = hf_structure("qwen3", cache=folder)
+    assert not any(block.styles for block in found.blocks) and not found.not_tensor_parallel

@@ -1,0 +1,94 @@
+"""Proofs of many models in one go: outcomes, reasons, and what an error of one case does to the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from meshwright.config.schema import RunConfig
+from meshwright.errors import LayoutError
+from meshwright.plan.load_config import load
+from meshwright.prove.catalogue import catalogue
+from meshwright.prove.catalogue.case import Case, Outcome, Result
+from meshwright.prove.catalogue.catalogue import prove_all
+from meshwright.prove.catalogue.layouts import LAYOUTS, SETTINGS, counts, first_line, table
+
+DP, PP, TP = "dp_shard 2", "pp 2", "tp 2"
+RESULTS = [
+    Result("qwen3", TP, Outcome.PROVED),
+    Result("gpt2", TP, Outcome.WRONG, "the sum over tp is missing"),
+    Result("mamba", TP, Outcome.REFUSED, "no plan | shards nothing\nand more"),
+    Result("gpt2", DP, Outcome.FAILED, "RuntimeError: size\nTraceback"),
+    Result("qwen3", DP, Outcome.PROVED),
+]
+
+
+def test_the_table_has_a_row_a_model_and_the_reasons() -> None:
+    head, ruler, *rows = table(RESULTS)
+    assert head == "| model | dp_shard 2 | tp 2 | why not |" and ruler.count("|") == head.count("|")
+    assert rows == [
+        "| gpt2 | ✗ | ✗ | RuntimeError: size; the sum over tp is missing |",
+        "| mamba |  | – | no plan / shards nothing |",
+        "| qwen3 | ✓ | ✓ |  |",
+    ]
+
+
+def test_counts_leave_refusals_out() -> None:
+    assert counts(RESULTS) == ["dp_shard 2: 1 of 2 proved, 0 refused", "tp 2: 1 of 2 proved, 1 refused"]
+    assert counts([]) == []
+
+
+def test_a_reason_is_one_short_line_of_a_cell() -> None:
+    assert first_line("") == "" and first_line("a|b\nc") == "a/b" and len(first_line("x" * 999)) == 160
+
+
+def test_a_refused_case_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    def refuse() -> RunConfig:
+        raise LayoutError("3 heads over 2 ranks", fix="mesh.tp=1")
+
+    monkeypatch.setattr(catalogue, "launch", launch)
+    said: list[Result] = []
+    found = prove_all([("gpt2", TP, refuse)], steps=2, say=said.append)
+    assert found == said == [Result("gpt2", TP, Outcome.REFUSED, "3 heads over 2 ranks")]
+
+
+def config(model: str, layout: str) -> RunConfig:
+    return load("hf-tiny", [f"model.config={model}", *SETTINGS, *LAYOUTS[layout]])
+
+
+def cases(models: tuple[str, ...], layouts: tuple[str, ...]) -> list[tuple[str, str, partial[RunConfig]]]:
+    return [(model, layout, partial(config, model, layout)) for layout in layouts for model in models]
+
+
+@pytest.mark.slow
+def test_diverse_models_are_proved_on_every_layout() -> None:
+    pytest.importorskip("transformers")
+    attention = ("qwen3", "gpt2", "mixtral", "gemma3_text", "deepseek_v3")
+    wanted = [*cases((*attention, "mamba"), (DP, PP)), *cases(attention, (TP,))]
+    found = prove_all(wanted, steps=2, say=lambda _: None)
+    assert len(found) == len(wanted)
+    assert [one for one in found if one.outcome is not Outcome.PROVED] == []
+
+
+@pytest.mark.slow
+def test_the_cases_after_an_error_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    broken = "mamba"
+
+    def spoilt(model: str, layout: str, spec: object) -> Case:
+        # Without a plan the ranks raise an error.
+        return Case(model, layout, replace(spec, plan=None) if model == broken else spec)  # type: ignore[type-var,arg-type]
+
+    monkeypatch.setattr(catalogue, "Case", spoilt)
+    found = prove_all(cases(("qwen3", broken, "gpt2"), (DP,)), steps=2, say=lambda _: None)
+    assert [(one.model, one.outcome) for one in found] == [
+        ("qwen3", Outcome.PROVED),
+        (broken, Outcome.FAILED),
+        ("gpt2", Outcome.PROVED),
+    ]
+    assert "Error" in found[1].reason
