@@ -99,9 +99,9 @@ def on_path(home):
         sys.path.remove(f"{home}/own_model")
 
 
-def record(rank, world_size, home, words, few):
+def record(rank, world_size, home, words):
     with on_path(home):
-        return record_on_rank(rank, world_size, as_proof(load(preset(home), words)), "", "", "", few=few)
+        return record_on_rank(rank, world_size, as_proof(load(preset(home), words)), "", "", "")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_it_is_proved(gang, home, words, layout):
     words = [*words, *LAYOUTS[layout]]
     config = as_proof(load(preset(home), words))
     verify(make_plan(config))
-    records = gang(config.mesh.axes().num_ranks()).run(record, str(home), words, layout != "cp", timeout_s=300)
+    records = gang(config.mesh.axes().num_ranks()).run(record, str(home), words, timeout_s=300)
     result = prove_with(records, config)
     assert result.passed, "\n".join(render(result))
     compared = {name for r in records for name in r.parameters}

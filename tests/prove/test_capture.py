@@ -28,7 +28,7 @@ def test_captured_layouts_are_proved(gang: GangPool) -> None:
         small_expert_config("capture.scope=['attention','moe_router']", "mesh.dp_shard=2", "mesh.ep=2"),
         small_dit_config(LAYER, "mesh.pp=2", "train.num_microbatches=2"),
     ):
-        result = proof(gang, config, few=True)
+        result = proof(gang, config)
         assert result.passed, "\n".join(render(result))
 
 
