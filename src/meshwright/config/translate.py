@@ -104,7 +104,9 @@ def _own_names() -> Mapping[str, str]:
     """Return our keys by name, and by their last part where it says enough."""
     own = dict.fromkeys(key for kind in family_names() for key in fields(kind))
     tails = Counter(key.rpartition(".")[2] for key in own)
-    keys = [key for key in own if key.count(".") == 1 and key.split(".")[0] in OWN_SECTIONS and key not in NAMED_IN_FULL]
+    keys = [
+        key for key in own if key.count(".") == 1 and key.split(".")[0] in OWN_SECTIONS and key not in NAMED_IN_FULL
+    ]
     found = {normalize(tail): key for key in keys if tails[tail := key.rpartition(".")[2]] == 1}
     return found | {normalize(key): key for key in own}
 

@@ -1,4 +1,4 @@
-"""A run of a transformers model goes on from its checkpoint on another layout, and its export opens as the same model."""
+"""A run of a transformers model goes on from its checkpoint on another layout, and its export opens as that model."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class HfFamily(Family):
             what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
             yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
         if f.data.packing != "none" and structure.not_packed:
-            what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "packed documents see only themselves"
+            what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
             yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"

@@ -1,8 +1,8 @@
 """Find out whether a type of models keeps packed documents apart, given positions that restart, on a small one.
 
 Transformers makes masks of documents from `position_ids`, in models whose attention asks for them; recurrent and
-convolutional layers, and masks of a model's own, don't. A small model of the type shows it: what a document's tokens get
-must not depend on the document before it.
+convolutional layers, and masks of a model's own, don't. A small model of the type shows it: what a document's tokens
+get must not depend on the document before it.
 
 Shapes: b batch, t time.
 """

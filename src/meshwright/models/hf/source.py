@@ -64,7 +64,7 @@ def _read(path: Path) -> Source:
 
 
 def _missing(text: str) -> ConfigError:
-    is_hub_name = text.count("/") == 1 and not text.startswith((".", "~", "/"))
+    is_hub_name = text.strip("/").count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/")
     if is_hub_name:
         name = text.rpartition("/")[2]
         return _error(
