@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import cache_file
+from meshwright.data import cache_directory, cache_file
 from meshwright.data.token_cache import CorpusMetadata, map_tokens
 from meshwright.errors import DataError
 
@@ -116,7 +116,7 @@ def race(folder, barrier, num_builds):
 
     barrier.wait(TIMEOUT_S)
     found = [cache_file.open_or_build("locked", CorpusMetadata, cache_dir=folder, build=slow)]
-    cache_file._build_lock = contextlib.nullcontext  # As on a file system without locks.
+    cache_file.build_lock = contextlib.nullcontext  # As on a file system without locks.
     found.append(cache_file.open_or_build("unlocked", CorpusMetadata, cache_dir=folder, build=together))
     barrier.wait(TIMEOUT_S)
     for path, facts in found:
@@ -140,14 +140,14 @@ def test_several_processes_make_one_file(tmp_path, whole):
 def test_a_rebuild_leaves_earlier_maps_valid(tmp_path):
     path, facts = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path), build=build)
     tokens = map_tokens(path, facts)
-    with cache_file._atomic_write(path) as file:
+    with cache_file.atomic_write(path) as file:
         file.write(b"something else")
     np.testing.assert_array_equal(tokens, TOKENS)
 
 
 def test_an_unwritable_directory_falls_back_to_a_private_temporary_one(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(cache_file.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_directory.tempfile, "gettempdir", lambda: str(tmp_path))
     with caplog.at_level(logging.WARNING):
         path, _ = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path / "file" / "cache"), build=build)
     assert path.parent == tmp_path / f"meshwright-{os.getuid()}"
@@ -160,16 +160,16 @@ def test_an_unwritable_directory_falls_back_to_a_private_temporary_one(tmp_path,
 
 
 def test_a_temporary_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_file.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cache_file.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}new"))
+    monkeypatch.setattr(cache_directory.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_directory.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}new"))
     shared = tmp_path / f"meshwright-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     shared.symlink_to(tmp_path / "elsewhere")
-    assert cache_file._temporary_directory() == tmp_path / "meshwright-new"
+    assert cache_directory.temporary_directory() == tmp_path / "meshwright-new"
     shared.unlink()
     shared.mkdir()
     shared.chmod(0o777)
-    assert cache_file._temporary_directory() == tmp_path / "meshwright-new"
+    assert cache_directory.temporary_directory() == tmp_path / "meshwright-new"
 
 
 def test_a_cache_that_is_there_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):

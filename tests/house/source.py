@@ -163,7 +163,7 @@ class Tree:
 
 
 def _children(node: ast.AST) -> list[ast.AST]:
-    """As `ast.iter_child_nodes`, in half the time."""
+    """Yield what `ast.iter_child_nodes` does, in half the time."""
     found: list[ast.AST] = []
     for name in node._fields:
         value = getattr(node, name, None)

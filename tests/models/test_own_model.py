@@ -69,7 +69,7 @@ def preset(home):
 
 
 def outside(home):
-    """Where the command runs, and in which environment."""
+    """Folder and environment that the command runs in."""
     env = clean_environment(PYTHONPATH=str(home / "own_model"), OMP_NUM_THREADS="1")
     return {"env": env, "cwd": home, "timeout_s": 300}
 

@@ -68,7 +68,7 @@ def test_generated_tables_are_accepted(kind, p):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_all_generated_tables_are_accepted(kind):
-    """Of an odd and of a larger number of ranks; the others: below."""
+    """Layouts of an odd and of a larger number of ranks; the others: below."""
     for p in (3, 8):
         for table in tables(kind, p, range(1, 33)):
             verify(table)

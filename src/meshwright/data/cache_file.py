@@ -16,8 +16,6 @@ import json
 import os
 import secrets
 import shutil
-import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +25,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from meshwright.data.cache_directory import preferred_directory, writable_directory
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 
@@ -75,15 +74,15 @@ def open_or_build(
     Raises:
         DataError: the file could not be written.
     """
-    preferred = _preferred_directory(cache_dir)
+    preferred = preferred_directory(cache_dir)
     if preferred is not None and (metadata := _usable(preferred / name, kind, is_usable)) is not None:
         return preferred / name, metadata
-    directory = _writable_directory(preferred)
+    directory = writable_directory(preferred)
     if directory != preferred and (metadata := _usable(directory / name, kind, is_usable)) is not None:
         return directory / name, metadata
     _remove_stale(directory)
     path = directory / name
-    with _build_lock(path):
+    with build_lock(path):
         metadata = _usable(path, kind, is_usable)
         return path, metadata if metadata is not None else write(path, build)
 
@@ -99,7 +98,7 @@ def write(path: Path, build: Callable[[BinaryIO], M]) -> M:
     Raises:
         DataError: it can't be written.
     """
-    with _atomic_write(path) as file:
+    with atomic_write(path) as file:
         metadata = build(file)
         assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
         encoded = json.dumps(asdict(metadata)).encode("utf-8")
@@ -142,49 +141,8 @@ def _load(file: BinaryIO, kind: type[M]) -> M:
     return metadata
 
 
-def _preferred_directory(cache_dir: str | None) -> Path | None:
-    """Return the configured cache directory or the user's default; None without a home directory."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(configured):  # The XDG specification requires relative paths to be ignored.
-        return Path(configured) / "meshwright"
-    try:
-        return Path.home() / ".cache" / "meshwright"
-    except RuntimeError:
-        return None
-
-
-def _writable_directory(preferred: Path | None) -> Path:
-    problem = "no home directory"
-    if preferred is not None:
-        try:
-            preferred.mkdir(parents=True, exist_ok=True)
-            if os.access(preferred, os.W_OK | os.X_OK):
-                return preferred
-            problem = f"{preferred} is not writable"
-        except OSError as error:
-            problem = f"cannot create {preferred} ({error.strerror})"
-    fallback = _temporary_directory()
-    _log.warning("%s: caching tokenised text in %s (set data.cache_dir to change this)", problem, fallback)
-    return fallback
-
-
-def _temporary_directory() -> Path:
-    """Return a directory only this user can write to, the same for every process, since /tmp is world-writable."""
-    path = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
-    try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
-            return path
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="meshwright-"))
-
-
 @contextmanager
-def _build_lock(path: Path) -> Iterator[None]:
+def build_lock(path: Path) -> Iterator[None]:
     """Prevent other processes on this machine from building `path` at the same time.
 
     The lock saves work but is not needed for correctness: file systems without locks are fine, and a lock removed while
@@ -210,7 +168,7 @@ def _acquire(lock: BinaryIO, path: Path) -> None:
 
 
 @contextmanager
-def _atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Write a file that appears at `path` only if the block succeeds."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:

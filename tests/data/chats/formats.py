@@ -44,7 +44,7 @@ Part = tuple[str, bool]
 
 
 def parts(name: str, messages: list[dict[str, Any]]) -> list[Part]:
-    """What a template writes."""
+    """Text that a template writes."""
     found: list[Part] = [("<|begin_of_text|>", False)] if name == "llama" else []
     for message in messages:
         role, content = message["role"], message["content"]
@@ -65,7 +65,7 @@ class Tokenizer:
     token_bytes: list[bytes]
 
     def mask(self, ids: list[int], expected: list[Part]) -> list[bool]:
-        """Which tokens have a byte that the assistant says; the bytes of all of them are the text."""
+        """Return which tokens have a byte that the assistant says; the bytes of all of them are the text."""
         is_said = [said for text, said in expected for _ in text.encode()]
         assert b"".join(self.token_bytes[i] for i in ids) == "".join(text for text, _ in expected).encode()
         found, first = [], 0

@@ -22,7 +22,7 @@ def hf_config(model: str, *words: str, cache: Path | None = None) -> RunConfig:
 
 
 def hf_facts(model: str, *words: str, cache: Path | None = None) -> RunFacts:
-    """What the family is told of such a run."""
+    """Return what the family is told of such a run."""
     return run_facts(hf_config(model, *words, cache=cache))
 
 

@@ -1,4 +1,4 @@
-"""What `model.config` names is found without torch, or refused with what to do."""
+"""Find what `model.config` names without torch, or refuse it with what to do."""
 
 from __future__ import annotations
 

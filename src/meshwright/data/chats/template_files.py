@@ -22,7 +22,7 @@ TOKENS_MAP = "special_tokens_map.json"
 RULE = "conversations are written by the chat template of the tokenizer"
 _DEFAULT = "default"
 _TOKEN = "_token"
-"""How names of special tokens end: `bos_token`, `eos_token`, and those of one model."""
+"""Endings of the names of special tokens: `bos_token`, `eos_token`, and those of one model."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class RecordField(Protocol):
 
     @property
     def format(self) -> ChatFormat | None:
-        """How conversations are written; None for texts."""
+        """Format that conversations are written in; None for texts."""
 
     def identity(self) -> list[Any]:
         """Return JSON values that differ wherever a document does, given the records and the tokenizer."""

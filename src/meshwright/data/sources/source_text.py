@@ -1,4 +1,4 @@
-"""What sources give: texts, pieces of long ones, and conversations. Torch-free."""
+"""Records of sources: texts, pieces of long ones, and conversations. Torch-free."""
 
 from __future__ import annotations
 

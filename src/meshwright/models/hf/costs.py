@@ -78,6 +78,6 @@ def _saved(tensor: Tensor, seq_len: int) -> Saved:
     return Saved(full=elements) if tensor.element_size() <= 2 else Saved(wide_full=elements)
 
 
-def mean_of(values: Mapping[int | str, Saved], layers: list[int]) -> Saved:
-    """Return what layers of a kind save: what the last of them does, since the first also saves what all share."""
+def saved_by_kind(values: Mapping[int | str, Saved], layers: list[int]) -> Saved:
+    """Return what a layer of a kind saves, as the last of them does: the first also saves what all share."""
     return values.get(layers[-1], Saved())

@@ -14,7 +14,7 @@ from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, 
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.hf.build_model import build_model, load_config
-from meshwright.models.hf.costs import AFTER, BEFORE, Costs, mean_of, measure_costs
+from meshwright.models.hf.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
 from meshwright.models.hf.packing import why_not_packed
@@ -168,7 +168,6 @@ class _Deriver:
         late = [n for n in outside if n not in stubbed and n.rpartition(".")[0] in owners]
         costs = self._costs
         return Structure(
-            class_name=type(self._model).__name__,
             layers_path=path,
             layers=layers,
             blocks=blocks,
@@ -232,7 +231,7 @@ class _Deriver:
                 kinds.append(signatures[key])
             layers.append(signatures[key].name)
             by_kind.setdefault(signatures[key].name, []).append(index)
-        saved = {name: mean_of(self._costs.saved, indices) for name, indices in by_kind.items()}
+        saved = {name: saved_by_kind(self._costs.saved, indices) for name, indices in by_kind.items()}
         return tuple(replace(kind, saved=saved[kind.name]) for kind in kinds), tuple(layers)
 
     def _block(self, index: int) -> BlockFacts:

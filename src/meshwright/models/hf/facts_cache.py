@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from meshwright.data.cache_directory import preferred_directory, writable_directory
 from meshwright.models.hf.structure import Structure
 
-FORMAT = 10
+FORMAT = 1
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 
@@ -26,31 +25,28 @@ def cached_structure(key: Mapping[str, Any], derive: Callable[[], Structure], *,
         key: everything that determines the structure, as JSON values.
         derive: derives the structure; imports torch.
         cache_dir: directory of the cache; `~/.cache/meshwright` by default.
+
+    Raises:
+        DataError: the file can't be written.
     """
     digest = hashlib.sha256(json.dumps({"format": FORMAT, **key}, sort_keys=True).encode()).hexdigest()
-    path = cache_directory(cache_dir) / f"model-{digest[:32]}.json"
-    try:
-        return _ADAPTER.validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        pass
+    name, preferred = f"model-{digest[:32]}.json", preferred_directory(cache_dir)
+    if preferred is not None and (found := _read(preferred / name)) is not None:
+        return found
+    from meshwright.data.cache_file import atomic_write
+
+    directory = writable_directory(preferred)
+    if directory != preferred and (found := _read(directory / name)) is not None:
+        return found
     found = derive()
-    _write(path, _ADAPTER.dump_json(found))
+    with atomic_write(directory / name) as file:
+        file.write(_ADAPTER.dump_json(found))
     return found
 
 
-def cache_directory(cache_dir: str | None) -> Path:
-    """Return the directory of the cache; `~/.cache/meshwright` if None."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file so that readers see all of it or none; a cache that can't be written is done without."""
+def _read(path: Path) -> Structure | None:
+    """Return the structure in a file, or None if there is none or it is damaged."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
-        Path(file.name).replace(path)
-    except OSError:
-        pass
+        return _ADAPTER.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

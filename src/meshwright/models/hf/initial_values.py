@@ -84,6 +84,6 @@ def _constructed(tensor: Tensor, name: str) -> Tensor:
             f"{name} is not initialised by the model's rules, and too large to construct",
             where=KEY,
             rule="a run starts from initial values that the model defines",
-            fix="start from weights: meshwright checkpoint import FOLDER",
+            fix="start from the weights of a folder: model.weights=folder",
         )
     return tensor.detach()

@@ -13,12 +13,13 @@ from pathlib import Path
 from torch import Tensor
 
 from meshwright.checkpoint.safetensors_file import open_tensors
+from meshwright.data.cache_directory import preferred_directory, writable_directory
+from meshwright.data.cache_file import atomic_write, build_lock
 from meshwright.errors import CheckpointError
 from meshwright.log import get_logger
 from meshwright.models.hf import private
-from meshwright.models.hf.facts_cache import cache_directory
 from meshwright.models.hf.source import transformers_version
-from meshwright.models.huggingface.weight_files import open_weights
+from meshwright.models.huggingface.weight_files import open_weights, weight_file
 
 _log = get_logger(__name__)
 
@@ -35,23 +36,17 @@ def read_pretrained(folder: Path, name: str, names: frozenset[str], *, cache_dir
     Raises:
         CheckpointError: the folder has no such tensor, or no safetensors.
     """
-    converted = _converted(folder, names, cache_dir)
-    if converted is None:
-        with open_weights(folder) as weights:
-            return _found(weights.get(name), folder, name).clone()
-    with open_tensors(converted) as file:
-        return _found(file.get_tensor(name) if name in set(file.keys()) else None, folder, name)
-
-
-def _found(tensor: Tensor | None, folder: Path, name: str) -> Tensor:
-    if tensor is None:
-        raise CheckpointError(
-            f"the weights have no tensor {name}",
-            where=str(folder),
-            rule="the folder of model.config has a tensor for each parameter",
-            fix="model.weights=random, or a complete folder (hf download)",
-        )
-    return tensor
+    path = _converted(folder, names, cache_dir) or weight_file(folder, name)
+    with open_tensors(path) as file:
+        if name in file.keys():  # noqa: SIM118
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+    raise CheckpointError(
+        f"the weights have no tensor {name}",
+        where=str(folder),
+        rule="the folder of model.config has a tensor for each parameter",
+        fix="model.weights=random, or a complete folder (hf download)",
+    )
 
 
 @lru_cache(maxsize=4)
@@ -62,8 +57,11 @@ def _converted(folder: Path, names: frozenset[str], cache_dir: str | None) -> Pa
             return None
     files = sorted(folder.glob("*.safetensors"))
     state = [transformers_version(), *(f"{f.resolve()} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)]
-    path = cache_directory(cache_dir) / f"weights-{hashlib.sha256(str(state).encode()).hexdigest()[:32]}.safetensors"
-    if not path.is_file():
-        _log.info("converting the weights of %s to the names of transformers %s", folder, transformers_version())
-        private.convert_weights(folder, path)
+    name = f"weights-{hashlib.sha256(str(state).encode()).hexdigest()[:32]}.safetensors"
+    path = writable_directory(preferred_directory(cache_dir)) / name
+    with build_lock(path):  # all ranks come here, and one of a machine converts
+        if not path.is_file():
+            _log.info("converting the weights of %s to the names of transformers %s", folder, transformers_version())
+            with atomic_write(path) as file:
+                private.convert_weights(folder, Path(file.name))
     return path

@@ -8,7 +8,6 @@ one. Both are imported inside the functions: transformers is optional, and a pla
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -32,7 +31,7 @@ def config_class(model_type: str) -> type[Any]:
 
 
 def is_causal_config(config: type[Any]) -> bool:
-    """Whether `AutoModelForCausalLM` builds a model from this configuration class itself."""
+    """Return whether `AutoModelForCausalLM` builds a model from this configuration class itself."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     return config in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -237,9 +236,7 @@ def convert_weights(folder: Path, out: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     names = dict(model.named_parameters()) | dict(model.named_buffers())
     saved = {name: tensor.detach().contiguous() for name, tensor in names.items() if name in model.state_dict()}
-    temporary = out.with_name(f".{os.getpid()}-{out.name}")
-    save_file(saved, temporary)
-    temporary.replace(out)
+    save_file(saved, out)
 
 
 def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:

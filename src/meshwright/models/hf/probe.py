@@ -36,7 +36,6 @@ class Probe:
     """Findings of a probe."""
 
     layers_path: str
-    num_layers: int
     per_token: tuple[int, ...] = ()
     """Shape of the stream per token: its width, after others where it has several parts."""
     stream: int | str = 0
@@ -91,7 +90,7 @@ def probe(model: nn.Module, config: Any) -> Probe:
     listed = model.get_submodule(path)
     assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
     layers = list(listed)
-    found = Probe(path, len(layers))
+    found = Probe(path)
     watch = _Watch(model, layers, found)
     ids = torch.zeros((BATCH, TIME), dtype=torch.long, device=next(model.parameters()).device)
     handles = list(watch.register())

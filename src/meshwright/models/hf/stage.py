@@ -34,7 +34,7 @@ class _End(Exception):
 
 
 class _Call:
-    """What the modules of a stage share during a forward."""
+    """Values that the modules of a stage share during a forward."""
 
     def __init__(self) -> None:
         self.received: Tensor | None = None

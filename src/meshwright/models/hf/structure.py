@@ -1,4 +1,4 @@
-"""What the plan and the stages need to know of a transformers model, as a value. Doesn't import torch.
+"""Structure of a transformers model, for the plan and the stages, as a value. Doesn't import torch.
 
 `derive` finds it on the meta device; `facts_cache` keeps it, so that a plan needs neither torch nor transformers.
 """
@@ -51,18 +51,17 @@ class EndFacts:
 class Structure:
     """A transformers model, split into its decoder layers and what is around them."""
 
-    class_name: str
     layers_path: str
     """Path of the list of decoder layers."""
     layers: tuple[str, ...]
     """Name of the kind of each layer."""
     blocks: tuple[BlockFacts, ...]
     first: EndFacts
-    """What only the first stage has."""
+    """Parts that only the first stage has."""
     every: EndFacts
-    """What every stage has: buffers of rotary embeddings, and parameters that layers of several stages use."""
+    """Parts that every stage has: buffers of rotary embeddings, and parameters that layers of several stages use."""
     last: EndFacts
-    """What only the last stage has."""
+    """Parts that only the last stage has."""
     stubs: dict[str, tuple[int, ...]]
     """Modules that return zeros on other stages than the first, with the shapes of their outputs (see `probe`)."""
     blanks: dict[str, tuple[int, ...]]

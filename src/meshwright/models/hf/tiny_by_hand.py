@@ -1,4 +1,4 @@
-"""What single model types need in a tiny configuration besides the common sizes, and which have none. Data only."""
+"""Fields of single types in a tiny configuration besides the common sizes, and types that have none. Data only."""
 
 from __future__ import annotations
 

@@ -44,6 +44,26 @@ def open_weights(source: Path) -> Iterator[dict[str, Tensor]]:
         yield {tensor: files[name].get_tensor(tensor) for tensor, name in weight_map.items()}
 
 
+def weight_file(source: Path, name: str) -> Path:
+    """Return the file of a directory that has a tensor, by the index if there is one.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable, or the index doesn't name the tensor.
+    """
+    index = source / INDEX
+    if not index.is_file():
+        return _single_file(source)
+    weight_map = parse_fields(Index, read_object(index), where=str(index)).weight_map
+    if name not in weight_map:
+        raise CheckpointError(
+            f"the index names no file for {name}",
+            where=str(index),
+            rule="the index names the file of each tensor",
+            fix=f"download {index.name} and its files again",
+        )
+    return source / weight_map[name]
+
+
 def _single_file(source: Path) -> Path:
     path = source / SINGLE_FILE
     if path.is_file():

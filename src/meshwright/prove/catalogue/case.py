@@ -53,7 +53,7 @@ class Result:
     layout: str
     outcome: Outcome
     reason: str = ""
-    """Why a layout was refused, or the first finding or error."""
+    """Reason for a refusal, or the first finding or error."""
 
     @classmethod
     def of(cls, case: Case, report: dict[str, Any]) -> Result:
