@@ -113,7 +113,7 @@ class ShardedExperts(ParallelStyle):
             if value.is_floating_point():
                 return with_partial_gradient(value, device_mesh)
             index = value - first
-            # The number of experts stands for no expert, in all implementations of transformers.
+            # The number of experts stands for no expert; transformers' grouped products leave such rows uninitialised.
             return torch.where((index >= 0) & (index < num_local), index, num_local)
 
         def before(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from meshwright.errors import LayoutError
+from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.tp_styles import (
     COLUMN,
     DIVIDED,
@@ -16,7 +18,8 @@ from meshwright.models.contract.tp_styles import (
     VOCABULARY,
     StyleKind,
 )
-from tests.models.hf.runs import hf_config, hf_structure
+from meshwright.models.hf.family import FAMILY
+from tests.models.hf.runs import hf_config, hf_facts, hf_structure
 
 pytest.importorskip("transformers")
 
@@ -85,3 +88,12 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_reason(folder):
 def test_one_rank_needs_no_styles(folder):
     found = hf_structure("qwen3", cache=folder)
     assert not any(block.styles for block in found.blocks) and not found.not_tensor_parallel
+
+
+@pytest.mark.parametrize(("tp", "is_eager"), [(1, False), (2, True)])
+def test_experts_under_tp_are_not_grouped(folder, tp, is_eager):
+    """Grouped products leave the rows of tokens for other ranks' experts as they find them: NaN, sometimes."""
+    f = hf_facts("mixtral", f"mesh.tp={tp}", "train.precision=bfloat16", cache=folder)
+    with torch.device("meta"):
+        model = FAMILY.build(f, Part(range(4)))
+    assert (model.get_experts_implementation()[""] == "eager") is is_eager

@@ -212,8 +212,8 @@ def _build(f: RunFacts) -> nn.Module:
     from meshwright.models.hf.build_model import build_model, load_config
 
     section = _section(f)
-    # Grouped products have no kernel for float64, and none that a CPU runs fast.
-    experts = None if f.precision == "bfloat16" else "eager"
+    # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
+    experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
     return build_model(load_config(_source(section)), attention=section.attention, experts=experts)
 
 
