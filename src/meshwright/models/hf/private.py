@@ -69,6 +69,12 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
 
+def run_experts_eagerly(model: Any) -> None:
+    """Make a model's experts run one after the other, in any dtype, where it has a choice."""
+    if type(model)._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' notes about defaults, for as long as this lasts."""

@@ -39,6 +39,7 @@ class _Call:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.batch, self.time, self.dtype = 0, 0, torch.float32
+        self.is_first = True
 
 
 def make_stage(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
@@ -87,6 +88,9 @@ def _stage_forward(
         for name, shape in blanks.items():
             owner, _, leaf = name.rpartition(".")
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
+        if call.is_first and _is_float64(model):  # the reference of a run in bfloat16, whose experts may be grouped
+            private.run_experts_eagerly(model)
+        call.is_first = False
         try:
             with _mode(model):
                 out = forward(input_ids=ids, use_cache=False, **_documents(layout, ids))
@@ -145,8 +149,12 @@ def _empty(module: nn.Module) -> None:
 
 def _mode(module: nn.Module) -> AbstractContextManager[Any]:
     """Return the mode in which a float64 model has no float32 inside."""
+    return Float64Mode() if _is_float64(module) else nullcontext()
+
+
+def _is_float64(module: nn.Module) -> bool:
     first = next(module.parameters(), None)
-    return Float64Mode() if first is not None and first.dtype == torch.float64 else nullcontext()
+    return first is not None and first.dtype == torch.float64
 
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
