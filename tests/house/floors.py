@@ -54,7 +54,8 @@ TORCH_FREE = (
     "models/huggingface/architecture.py", "models/huggingface/checks.py", "models/huggingface/decoder_*.py",
     "models/huggingface/json_fields.py", "models/huggingface/kept_files.py", "models/huggingface/source_folder.py",
     "models/llama/hf_*.py", "models/moe/hf_*.py",
-    "models/hf/source.py", "models/hf/structure.py", "models/hf/facts_cache.py", "models/hf/tiny_*.py",
+    "models/hf/source.py", "models/hf/tiny_*.py", "models/foreign/structure.py", "models/foreign/facts_cache.py",
+    "models/foreign/foreign_family.py",
     "data/sampler.py", "data/text_corpus.py", "data/tokenizer.py", "data/tokenizer_files.py",
     "data/cache_directory.py", "data/cache_file.py",
     "data/document_ends.py", "data/packing.py", "data/packed_windows.py", "data/packed_corpus.py",
@@ -100,6 +101,7 @@ LATE_TORCH_ALLOWED = (
     "meshwright_bench/command.py", "meshwright_bench/devices.py", "meshwright_bench/*/benchmark.py",
     "meshwright_bench/comm/loss_cost.py",
     "optim/adamw.py", "prove/drift/experiment.py", "prove/script/proof.py", "models/*/family.py",
+    "models/foreign/foreign_family.py",
     "prove/catalogue/catalogue.py", "testing/*",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from meshwright.config.schema import RunConfig
-from meshwright.models.hf import stage as stage_module
+from meshwright.models.foreign import stage as stage_module
+from meshwright.models.hf import origin as origin_module
 from meshwright.prove.record.layout_run import RankRecord, record_rank
 from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
@@ -36,7 +37,7 @@ def _shift_experts(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def documents_in_one(job: Job, step: TrainStep) -> None:
     """Ranks give models no positions that restart; the reference runs each document alone."""
-    stage_module._documents = lambda layout, ids: {}
+    origin_module.restarting_positions = lambda layout, device: {}
 
 
 FAULTS = {
@@ -52,7 +53,7 @@ def record(rank: int, world_size: int, config: RunConfig, fault: str) -> RankRec
     """Gang body: train as this rank, with a fault if one is named."""
     board = StatusBoard([0] * StatusBoard.length(world_size))
     context = RankContext(rank, world_size, rank, world_size, None, board)
-    with restored(*REPLACED, stage_module):
+    with restored(*REPLACED, stage_module, origin_module):
         tamper = FAULTS[fault] if fault else None
         return record_rank(config, context, open_data(config), num_steps=FEW_STEPS, tamper=tamper, nonfinite=False)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.family import structure_of
-from meshwright.models.hf.structure import Structure
 from meshwright.plan.load_config import load
 from tests.prove.proofs import SOURCE
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +16,10 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import SimpleBatch
-from meshwright.models.hf.facts_cache import cached_structure
-from meshwright.models.hf.float64_mode import Float64Mode
-from meshwright.models.hf.probe import layers_path
+from meshwright.models.foreign.facts_cache import cached_structure
+from meshwright.models.foreign.float64_mode import Float64Mode
+from meshwright.models.hf.origin import TransformersModel
+from meshwright.models.hf.source import Source
 from meshwright.prove.record.initial_tensors import fill_tensors
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
@@ -111,8 +111,8 @@ def test_an_encoder_is_refused(tmp_path):
 
 
 def test_a_model_without_a_list_of_layers_is_refused():
-    with pytest.raises(ConfigError, match="no list of 2 decoder layers"):
-        layers_path(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), SimpleNamespace(num_hidden_layers=2))
+    with pytest.raises(ConfigError, match="no list of 2 layers; its lists of modules: none"):
+        TransformersModel(Source("qwen3")).largest_list(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
 
 
 def test_learned_positions_bound_the_length(folder):

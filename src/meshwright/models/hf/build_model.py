@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.foreign.origin import with_own_linear
 from meshwright.models.hf import private
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.tiny_config import tiny_config
-from meshwright.nn.linear import Linear
 
 
 def load_config(source: Source) -> Any:
@@ -69,16 +69,9 @@ def build_model(config: Any, *, attention: str = "auto", experts: str | None = "
         raise _no_model(config.model_type, f"{type(error).__name__}: {error}") from error
     transposed = private.transposed_linear()
     for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Linear
-            module.weight_gradients = None  # type: ignore[assignment]
-        elif type(module) is transposed.__base__:
+        if type(module) is transposed.__base__:
             module.__class__ = transposed
-        elif isinstance(module, nn.Embedding):
-            module.padding_idx = None  # samples have no padding, and each row of the table gets its gradient
-        elif isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.train()
+    return with_own_linear(model)
 
 
 def _no_model(model_type: str, why: str) -> ConfigError:

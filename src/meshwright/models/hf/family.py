@@ -10,81 +10,59 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.family import Family, OtherWeights
-from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
-from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Part
+from meshwright.errors import ConfigError
+from meshwright.models.contract.family import OtherWeights
+from meshwright.models.contract.initial_values import Computed, Fill
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.tp_styles import Style
+from meshwright.models.foreign.description import saved_names
+from meshwright.models.foreign.facts_cache import cached_structure
+from meshwright.models.foreign.foreign_family import ForeignFamily
+from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.config import HfConfig
-from meshwright.models.hf.facts_cache import cached_structure
 from meshwright.models.hf.source import Source, find_source, transformers_version
-from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
-    from meshwright.models.contract.task import Batch, Reference, Task
+    from meshwright.models.hf.origin import TransformersModel
 
 
-class HfFamily(Family):
+class HfFamily(ForeignFamily):
     """Any causal language model of transformers, trained on text."""
 
     sections = {"model": HfConfig}
     preload = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
+    def structure(self, f: RunFacts) -> Structure:
+        """Return the structure of a run's model, from the cache if it was derived before."""
+        return structure_of(f)
+
+    def identity(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return what determines the model's configuration."""
+        return {"kind": "hf", **_source(_section(f)).identity()}
+
+    def origin(self, f: RunFacts) -> TransformersModel:
+        """Return how the model is built and called."""
+        return _origin(_section(f))
+
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Check the layout against what the model allows."""
-        structure = structure_of(f)
-        if f.axes.pp > 1 and structure.not_split:
-            what, rule = f"mesh.pp = {f.axes.pp}: {structure.not_split}", "only the stream passes between stages"
-            yield Violation(LayoutError, what, "mesh.pp", rule, [{"mesh.pp": 1}])
-        if f.axes.tp > 1 and f.sequence_parallel:
-            key, rule = "mesh.sequence_parallel", "modules of transformers take all tokens of a sample"
-            yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
-        if f.axes.tp > 1 and structure.not_tensor_parallel:
-            what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
-            yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
-        if f.data.packing != "none" and structure.not_packed:
-            what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
-            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
+        """Check the layout and the weights against what the model allows."""
+        yield from super().rules(f)
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
-        if structure.max_len is not None and f.seq_len > structure.max_len:
-            what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
-            rule = "a table of learned positions has a row for each token"
-            yield Violation(LayoutError, what, "train.seq_len", rule, [{"train.seq_len": structure.max_len}])
 
-    def describe(self, f: RunFacts) -> ModelFacts:
-        """Describe the model's parameters and costs."""
-        return describe(structure_of(f), f)
+    def make(self, f: RunFacts) -> nn.Module:
+        """Build the whole model on the meta device, with grouped experts where they are right."""
+        import torch
 
-    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """Return the tensor-parallel styles."""
-        structure = structure_of(f)
-        ends = {"first": structure.first, "every": structure.every, "last": structure.last}
-        return {block.name: block.styles for block in structure.blocks} | {
-            name: end.styles for name, end in ends.items()
-        }
+        from meshwright.models.hf.build_model import build_model
 
-    def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """Build the model, and turn it into one stage."""
-        from meshwright.models.hf.arrange import arrange, remove_aliases
-        from meshwright.models.hf.stage import make_stage
-
-        structure, model = structure_of(f), _build(f)
-        remove_aliases(model, structure.aliases)
-        names = [[parameter.name for parameter in end.parameters] for end in (structure.last, structure.every)]
-        arrange(model, structure.layers_path, tuple(names[0]), tuple(names[1]))
-        return make_stage(model, structure, part)
-
-    def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
-        """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""
-        out: Tensor = module(inputs, *batch.conditions, token_ids=batch.inputs)
-        return out
+        # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
+        experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
+        with torch.device("meta"):
+            return build_model(self.origin(f).config, attention=_section(f).attention, experts=experts)
 
     def other_weights(self) -> OtherWeights:
         """Return the export to a folder that `from_pretrained` opens."""
@@ -93,91 +71,20 @@ class HfFamily(Family):
         return TransformersWeights()
 
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Return the initial values that the model's own rules give."""
-        section, structure = _section(f), structure_of(f)
-        folder = _source(section).folder
-        if section.weights == "folder" and folder is not None and name in _saved_names(structure):
+        """Return the values of the folder's weights, or those that the model's own rules give."""
+        folder, structure = _source(_section(f)).folder, structure_of(f)
+        if _section(f).weights == "folder" and folder is not None and name in saved_names(structure):
             from meshwright.models.hf.pretrained import read_pretrained
 
-            names, cache_dir = _saved_names(structure), f.data.cache_dir
+            names, cache_dir = saved_names(structure), f.data.cache_dir
             return Computed(lambda: read_pretrained(folder, name, names, cache_dir=cache_dir))
-        facts = _fill(structure, name)
-        if facts.how == "normal":
-            return Normal(facts.value)
-        if facts.how == "constant":
-            return Constant(facts.value)
-        from meshwright.models.hf.initial_values import to_fill
+        return super().initial(f, name)
 
-        return to_fill(facts, lambda small: _without_values(section, small), name, seed=f.seed)
+    def compute(self, f: RunFacts, name: str) -> Tensor:
+        """Return initial values as the model's own rules compute them."""
+        from meshwright.models.hf.initial_values import compute
 
-    def open_data(self, f: RunFacts) -> Any:
-        """Open the text of the `data` section."""
-        from meshwright.models.tasks.text_data import open_text
-
-        return open_text(f, vocab_size=structure_of(f).vocab_size)
-
-    def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """Return the next-token task."""
-        from meshwright.models.tasks.text_task import text_task
-
-        return text_task(f, data, device)
-
-    def reference(self, f: RunFacts, data: Any) -> Reference:
-        """Return the reference implementation of the next-token loss."""
-        from meshwright.models.tasks.text_task import text_reference
-
-        return text_reference(f, data)
-
-
-def describe(structure: Structure, f: RunFacts) -> ModelFacts:
-    """Describe a model of this structure."""
-    blocks = tuple(_kind(block, structure) for block in structure.blocks)
-    flops = {block.name: block.flops for block in structure.blocks}
-    first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
-    has_every = structure.every.parameters or structure.every.buffers
-    return ModelFacts(
-        kinds=blocks,
-        layers=structure.layers,
-        edge=EdgeFacts("stream", (f.seq_len, *structure.per_token)),
-        tokens=f.seq_len,
-        identity={"kind": "hf", **_source(_section(f)).identity()},
-        first=(first,),
-        every=(every,) if has_every else (),
-        last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
-        keeps_documents_apart=not structure.not_packed,
-        # The backward costs twice the forward.
-        flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
-    )
-
-
-def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
-    path = f"{structure.layers_path}.{{layer}}"
-    return KindFacts(block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops)
-
-
-def _end(name: str, end: EndFacts) -> KindFacts:
-    return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
-
-
-def _fill(structure: Structure, name: str) -> FillFacts:
-    prefix = f"{structure.layers_path}."
-    if not name.startswith(prefix):
-        return structure.fills[name]
-    layer, _, inside = name.removeprefix(prefix).partition(".")
-    return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
-
-
-def _saved_names(structure: Structure) -> frozenset[str]:
-    """Return the names of the parameters and saved buffers, tied ones by their first name."""
-    ends = (structure.first, structure.every, structure.last)
-    found = [p.name for end in ends for p in end.parameters if p.tied_to is None]
-    found += [buffer.name for end in ends for buffer in end.buffers if buffer.saved]
-    by_name = {block.name: block for block in structure.blocks}
-    for layer, kind in enumerate(structure.layers):
-        block = by_name[kind]
-        inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
-        found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
-    return frozenset(found)
+        return compute(lambda small: _without_values(_section(f), small), name, f.seed)
 
 
 def _section(f: RunFacts) -> HfConfig:
@@ -187,6 +94,13 @@ def _section(f: RunFacts) -> HfConfig:
 @lru_cache(maxsize=64)
 def _source(section: HfConfig) -> Source:
     return find_source(section.config)
+
+
+@lru_cache(maxsize=64)
+def _origin(section: HfConfig) -> TransformersModel:
+    from meshwright.models.hf.origin import TransformersModel
+
+    return TransformersModel(_source(section), section.attention)
 
 
 def structure_of(f: RunFacts) -> Structure:
@@ -199,22 +113,13 @@ def _structure(section: HfConfig, seq_len: int, tp: int, cache_dir: str | None) 
     source = _source(section)
 
     def derive() -> Structure:
-        from meshwright.models.hf.derive import derive_structure
+        from meshwright.models.foreign.derive import derive_structure
 
-        return derive_structure(source, attention=section.attention, seq_len=seq_len, tp=tp)
+        return derive_structure(_origin(section), seq_len=seq_len, tp=tp)
 
     versions = {"transformers": transformers_version(), "torch": version("torch")}
     key = {**source.identity(), "attention": section.attention, "seq_len": seq_len, "tp": tp, **versions}
     return cached_structure(key, derive, cache_dir=cache_dir)
-
-
-def _build(f: RunFacts) -> nn.Module:
-    from meshwright.models.hf.build_model import build_model, load_config
-
-    section = _section(f)
-    # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
-    experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
-    return build_model(load_config(_source(section)), attention=section.attention, experts=experts)
 
 
 @lru_cache(maxsize=4)
@@ -222,11 +127,10 @@ def _without_values(section: HfConfig, small: bool) -> nn.Module:
     """Build the model on the meta device; with `small`, small tensors on the CPU."""
     import torch
 
-    from meshwright.models.hf.build_model import build_model, load_config
-    from meshwright.models.hf.private import small_on_cpu
+    from meshwright.models.foreign.private import small_on_cpu
 
     with small_on_cpu() if small else torch.device("meta"):
-        return build_model(load_config(_source(section)), attention=section.attention)
+        return _origin(section).build()
 
 
 FAMILY = HfFamily()

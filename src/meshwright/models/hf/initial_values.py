@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
+from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.hf import private
 from meshwright.models.hf.source import KEY
-from meshwright.models.hf.structure import FillFacts
 
 COMPUTED = FillFacts("computed")
 
@@ -41,25 +40,16 @@ def _fill(found: private.Initialisation | None, tensor: Tensor) -> FillFacts:
     return COMPUTED
 
 
-def to_fill(facts: FillFacts, model: Callable[[bool], nn.Module], name: str, *, seed: int) -> Fill:
-    """Return the initial values of a tensor.
+@torch.no_grad()
+def compute(model: Callable[[bool], nn.Module], name: str, seed: int) -> Tensor:
+    """Return the initial values of a tensor as the model's own rules compute them.
 
     Args:
-        facts: how it is initialised.
         model: returns the model on the meta device or, for True, with small tensors on the CPU as its constructor made
-            them; called for computed values only.
+            them.
         name: its name in the model.
-        seed: seed of values that are both random and computed.
+        seed: seed of values that are random.
     """
-    if facts.how == "normal":
-        return Normal(facts.value)
-    if facts.how == "constant":
-        return Constant(facts.value)
-    return Computed(lambda: _compute(model, name, seed))
-
-
-@torch.no_grad()
-def _compute(model: Callable[[bool], nn.Module], name: str, seed: int) -> Tensor:
     path, _, last = name.rpartition(".")
     meta = model(False)
     owner = meta.get_submodule(path)

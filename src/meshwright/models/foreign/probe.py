@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.hf import private
-from meshwright.models.hf.source import KEY
+from meshwright.models.foreign import private
+from meshwright.models.foreign.origin import Origin
 from meshwright.units import counted
 
 BATCH, TIME = 3, 37
@@ -58,45 +58,23 @@ class Probe:
     not_split: str = ""
 
 
-def layers_path(model: nn.Module, config: Any) -> str:
-    """Return the path of the list of decoder layers: the longest of those as long as `num_hidden_layers`.
-
-    Raises:
-        ConfigError: there is no such list.
-    """
-    count = getattr(config, "num_hidden_layers", None)
-    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists if len(module) == count]
-    if not found:
-        lengths = ", ".join(f"{path} ({len(module)})" for path, module in lists) or "none"
-        raise ConfigError(
-            f"{type(model).__name__} has no list of {count} decoder layers; its lists of modules: {lengths}",
-            where=KEY,
-            rule="a model has a torch.nn.ModuleList of num_hidden_layers layers, to shard, recompute and split",
-            fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
-        )
-    largest: tuple[int, str] = max(found)
-    return largest[1]
-
-
-def probe(model: nn.Module, config: Any) -> Probe:
+def probe(model: nn.Module, origin: Origin) -> Probe:
     """Run a model once, on the meta device if it can, and return what it does around its layers.
 
     Raises:
         ConfigError: it has no list of layers, or no stream between them.
         NoForward: the forward fails.
     """
-    path = layers_path(model, config)
+    path = origin.layers_path(model)
     listed = model.get_submodule(path)
     assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
     layers = list(listed)
     found = Probe(path)
-    watch = _Watch(model, layers, found)
+    watch = _Watch(model, layers, found, origin)
     ids = torch.zeros((BATCH, TIME), dtype=torch.long, device=next(model.parameters()).device)
     handles = list(watch.register())
     try:
-        with private.on_meta():
-            out = private.logits(model(input_ids=ids, use_cache=False))
+        out = origin.call(model, ids)
         watch.conclude(out)
     except ConfigError:
         raise
@@ -112,8 +90,8 @@ def probe(model: nn.Module, config: Any) -> Probe:
 class _Watch:
     """Hooks that record the calls of layers and of modules outside them."""
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe) -> None:
-        self._model, self._layers, self._found = model, layers, found
+    def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: Origin) -> None:
+        self._model, self._layers, self._found, self._origin = model, layers, found, origin
         self._phase = "before"
         self._order: list[int] = []
         self._inputs: list[Tensor] = []
@@ -161,8 +139,12 @@ class _Watch:
             found = (key for key, value in named if _is_stream(value))
             self._key = next(found, None)
             if self._key is None:
-                raise _no_stream(self._model)
+                raise self._no_stream()
         return self._key
+
+    def _no_stream(self) -> ConfigError:
+        what = f"the layers of {type(self._model).__name__} take no differentiable tensor [batch, tokens, …, width]"
+        return self._origin.error(what, "decoder layers pass a stream from one to the next")
 
     def _after_layer(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -238,15 +220,6 @@ def _is_stream(value: Any) -> bool:
     """Return whether a value is a differentiable tensor [b, t, …, d]."""
     is_float = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
     return is_float and value.dim() >= 3 and tuple(value.shape[:2]) == (BATCH, TIME)
-
-
-def _no_stream(model: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"the layers of {type(model).__name__} take no differentiable tensor [batch, tokens, …, width]",
-        where=KEY,
-        rule="decoder layers pass a stream from one to the next",
-        fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
-    )
 
 
 def _symbolic(shape: Iterable[int]) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.models.hf import private
-from meshwright.models.hf.probe import Probe
+from meshwright.models.foreign import private
+from meshwright.models.foreign.probe import Probe
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.data.cache_directory import preferred_directory, writable_directory
-from meshwright.models.hf.structure import Structure
+from meshwright.models.foreign.structure import Structure
 
 FORMAT = 1
 """Increased when the derivation changes, so that earlier files are derived again."""

@@ -1,4 +1,4 @@
-"""Derive the structure of a transformers model, on the meta device if it can run there."""
+"""Derive the structure of a foreign model, on the meta device if it can run there."""
 
 from __future__ import annotations
 
@@ -9,84 +9,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
-from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
-from meshwright.models.hf.build_model import build_model, load_config
-from meshwright.models.hf.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
-from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
-from meshwright.models.hf.packing import why_not_packed
-from meshwright.models.hf.probe import NoForward, Probe, probe
-from meshwright.models.hf.source import KEY, Source
-from meshwright.models.hf.stage import stub_shapes
-from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
-from meshwright.models.hf.tp_styles import Unfit, tp_styles
+from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
+from meshwright.models.foreign.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
+from meshwright.models.foreign.origin import MAX_ON_CPU, NotSharded, Origin
+from meshwright.models.foreign.probe import NoForward, Probe, probe
+from meshwright.models.foreign.stage import stub_shapes
+from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
+from meshwright.models.foreign.tp_shapes import complete_styles
 from meshwright.units import format_count
 
-EXPERTS_ON_META = "batched_mm"
-"""Implementation of experts whose shapes depend on no values."""
-MAX_ON_CPU = 200_000_000
-"""Parameters of a model that is probed with values, at most."""
 NOTHING_SAVED = Saved()
 
 
-def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -> Structure:
+def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     """Derive the structure of a model, without allocating any of it.
 
     Raises:
         ConfigError: the model has no layers that can be told apart, or shares parameters between them.
     """
-    config = load_config(source)
-    if getattr(config, "is_decoder", None) is False:
-        raise ConfigError(
-            f"{config.model_type} is an encoder: each token sees later ones",
-            where=KEY,
-            rule="next-token prediction needs a causal model",
-            fix=f"{KEY}=qwen3, or is_decoder=true in config.json if the weights are a decoder's",
-        )
-    model, found = _probed(config, attention)
+    model, found = _probed(origin)
     sides, stubs = _sides(model, found)
     aliases = _aliases(model, sides)
     remove_aliases(model, aliases)
     sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
     arrange(model, found.layers_path, sides.last, sides.every)
     styles, unfit = dict[str, Style](), ""
-    found.not_split = found.not_split or NOT_SPLIT.get(config.model_type, "")
-    if tp > 1 and config.model_type in NOT_TENSOR_PARALLEL:
-        unfit = NOT_TENSOR_PARALLEL[config.model_type]
-    elif tp > 1:
+    found.not_split = found.not_split or origin.not_split()
+    if tp > 1 and not (unfit := origin.not_tensor_parallel()):
         try:
-            styles = tp_styles(model, config, tp)
-        except Unfit as error:
+            styles = complete_styles(model, origin.styles(model, tp), tp, origin)
+        except NotSharded as error:
             unfit = str(error)
-    deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len)
+    deriver = _Deriver(model, origin, found, sides, stubs, styles, seq_len)
     if tp > 1 and aliases:
         unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
     return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
 
 
-def _probed(config: Any, attention: str) -> tuple[nn.Module, Probe]:
+def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
     """Build and probe a model on the meta device or, if its forward needs values and it is small, on the CPU."""
     with torch.device("meta"):
-        model = build_model(config, attention=attention, experts=EXPERTS_ON_META)
+        model = origin.build()
     try:
-        return model, probe(model, config)
+        return model, probe(model, origin)
     except NoForward as error:
         size, reason = sum(parameter.numel() for parameter in model.parameters()), str(error)
     if size <= MAX_ON_CPU:
-        model = build_model(config, attention=attention)
+        model = origin.build()
         try:
-            return model, probe(model, config)
+            return model, probe(model, origin)
         except NoForward as error:
             reason = str(error)
-    raise ConfigError(
+    raise origin.error(
         f"the forward of {type(model).__name__} fails: {reason}",
-        where=KEY,
-        rule="a forward from input_ids alone shows what runs around the layers; it has no values, unless the model has "
-        f"at most {format_count(MAX_ON_CPU)} parameters",
-        fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
+        "a forward of token ids alone shows what runs around the layers; it has no values, unless the model has at "
+        f"most {format_count(MAX_ON_CPU)} parameters",
     )
 
 
@@ -123,16 +102,16 @@ class _Deriver:
     def __init__(
         self,
         model: nn.Module,
-        config: Any,
+        origin: Origin,
         found: Probe,
         sides: Sides,
         stubs: dict[str, tuple[int, ...]],
         styles: dict[str, Style],
         seq_len: int,
     ) -> None:
-        self._model, self._config, self._found, self._sides, self._stubs = model, config, found, sides, stubs
+        self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._styles = styles
-        self._fills = fills_of(model)
+        self._fills = origin.fills(model)
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -140,22 +119,18 @@ class _Deriver:
         layers = model.get_submodule(found.layers_path)
         assert isinstance(layers, nn.ModuleList), "the probe found a list of layers"
         self._layers = list(layers)
-        self._tables = [m for _, m in model.named_modules() if isinstance(m, nn.Embedding)]
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
+        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model)
         model.to(torch.bfloat16)
-        self._costs: Costs = measure_costs(model, self._layers, seq_len)
+        self._costs: Costs = measure_costs(model, self._layers, seq_len, origin)
 
     def _check_ties(self) -> None:
         for names in self._names.values():
             inside = [name for name in names if name.startswith(f"{self._found.layers_path}.")]
             if inside and len(names) > 1:
-                raise ConfigError(
-                    f"{type(self._model).__name__} shares {names[0]} with {names[1]}",
-                    where=KEY,
-                    rule="each decoder layer has parameters of its own",
-                    fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
-                )
+                what = f"{type(self._model).__name__} shares {names[0]} with {names[1]}"
+                raise self._origin.error(what, "each layer has parameters of its own")
 
     def structure(self) -> Structure:
         """Return the structure."""
@@ -186,9 +161,9 @@ class _Deriver:
             stream=found.stream,
             returns=found.returns,
             vocab_size=found.vocab_size,
-            max_len=self._max_len(),
+            max_len=self._max_len,
             not_split=found.not_split,
-            not_packed=why_not_packed(self._config.model_type),
+            not_packed=self._not_packed,
         )
 
     def _end(
@@ -252,13 +227,6 @@ class _Deriver:
         }
         flops = self._costs.flops.get(index, 0.0)
         return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles)
-
-    def _max_len(self) -> int | None:
-        """Return the rows of a table of learned positions, of which a model may add some for padding."""
-        positions = getattr(self._config, "max_position_embeddings", None)
-        rows = [table.num_embeddings for table in self._tables]
-        found = [positions for n in rows if positions is not None and positions <= n <= positions + 8]
-        return min(found, default=None)
 
 
 def _inside(style: Style, prefix: str) -> Style:

@@ -1,6 +1,6 @@
-"""A pipeline stage of a transformers model: the whole forward, in which only the stage's own layers compute.
+"""A pipeline stage of a foreign model: the whole forward, in which only the stage's own layers compute.
 
-Every stage runs the model's own `forward(input_ids)`, so masks, positions and rotary embeddings are those of the model.
+Every stage runs the model's own forward of token ids, so masks, positions and rotary embeddings are those of the model.
 Layers of other stages pass their input on, modules before the layers return zeros, the last layer before the stage's
 own returns the stream that was received, and the first one after them ends the forward.
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.hf import private
-from meshwright.models.hf.float64_mode import Float64Mode
-from meshwright.models.hf.probe import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM
-from meshwright.models.hf.structure import Structure
+from meshwright.models.foreign.float64_mode import Float64Mode
+from meshwright.models.foreign.origin import Origin
+from meshwright.models.foreign.probe import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM
+from meshwright.models.foreign.structure import Structure
 from meshwright.nn.attention.token_layout import TokenLayout
 
 
@@ -42,7 +42,7 @@ class _Call:
         self.is_first = True
 
 
-def make_stage(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
+def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origin) -> nn.Module:
     """Turn a model on the meta device into one of its stages, in place.
 
     The module's forward takes token ids [b, t] or, but for the first stage, the stream [b, t, d] and then the ids, and
@@ -72,13 +72,15 @@ def make_stage(model: nn.Module, structure: Structure, part: Part) -> nn.Module:
     for name in blanks:
         owner, _, leaf = name.rpartition(".")
         delattr(model.get_submodule(owner), leaf)
-    model.forward = _stage_forward(model, model.forward, part, call, blanks)
+    model.forward = _stage_forward(model, part, call, blanks, origin)
     return model
 
 
 def _stage_forward(
-    model: nn.Module, forward: Callable[..., Any], part: Part, call: _Call, blanks: Mapping[str, tuple[int, ...]]
+    model: nn.Module, part: Part, call: _Call, blanks: Mapping[str, tuple[int, ...]], origin: Origin
 ) -> Callable[..., Tensor]:
+    forward = model.forward
+
     def stage_forward(inputs: Tensor, layout: TokenLayout | None = None, token_ids: Tensor | None = None) -> Tensor:
         ids = inputs if part.is_first else token_ids
         if ids is None:
@@ -89,27 +91,17 @@ def _stage_forward(
             owner, _, leaf = name.rpartition(".")
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         if call.is_first and _is_float64(model):  # the reference of a run in bfloat16, whose experts may be grouped
-            private.run_experts_eagerly(model)
+            origin.prepare_float64(model)
         call.is_first = False
         try:
             with _mode(model):
-                out = forward(input_ids=ids, use_cache=False, **_documents(layout, ids))
-                logits: Tensor = private.logits(out)
-                return logits
+                return origin.call(forward, ids, layout)
         except _End as end:
             return end.stream
         finally:
             call.received = None
 
     return stage_forward
-
-
-def _documents(layout: TokenLayout | None, ids: Tensor) -> dict[str, Tensor]:
-    """Return the positions of packed documents, from which transformers makes its masks."""
-    if layout is None or layout.documents is None:
-        return {}
-    positions = [torch.cat([torch.arange(length) for length in sample]) for sample in layout.documents]
-    return {"position_ids": torch.stack(positions).to(ids.device)}
 
 
 def _passing(index: int, structure: Structure, part: Part, call: _Call) -> Callable[..., Any]:

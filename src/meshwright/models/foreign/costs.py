@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.models.contract.model_facts import Saved
-from meshwright.models.hf import private
+from meshwright.models.foreign import private
+from meshwright.models.foreign.origin import Origin
 
 BEFORE, AFTER = "before", "after"
 
@@ -28,7 +29,7 @@ class Costs:
         self.flops: dict[int | str, float] = {}
 
 
-def measure_costs(model: nn.Module, layers: list[nn.Module], seq_len: int) -> Costs:
+def measure_costs(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: Origin) -> Costs:
     """Run a model of bfloat16 on one sample of `seq_len` tokens.
 
     Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever the compute dtype.
@@ -49,8 +50,8 @@ def measure_costs(model: nn.Module, layers: list[nn.Module], seq_len: int) -> Co
         place[0], flops[0] = to, counter.get_total_flops()
 
     ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device)
-    with _at_layers(layers, move), private.on_meta(), saved_tensors_hooks(pack, lambda tensor: tensor), counter:
-        model(input_ids=ids, use_cache=False)
+    with _at_layers(layers, move), saved_tensors_hooks(pack, lambda tensor: tensor), counter:
+        origin.call(model, ids)
         move(AFTER)
     return found
 

@@ -1,4 +1,4 @@
-"""Structure of a transformers model, for the plan and the stages, as a value. Doesn't import torch.
+"""Structure of a foreign model, for the plan and the stages, as a value. Doesn't import torch.
 
 `derive` finds it on the meta device; `facts_cache` keeps it, so that a plan needs neither torch nor transformers.
 """
@@ -49,7 +49,7 @@ class EndFacts:
 
 @dataclass(frozen=True)
 class Structure:
-    """A transformers model, split into its decoder layers and what is around them."""
+    """A foreign model, split into its decoder layers and what is around them."""
 
     layers_path: str
     """Path of the list of decoder layers."""

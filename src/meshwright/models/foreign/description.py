@@ -1,0 +1,62 @@
+"""Describe a foreign model by its structure. Doesn't import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
+
+
+def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> ModelFacts:
+    """Describe a model of this structure."""
+    blocks = tuple(_kind(block, structure) for block in structure.blocks)
+    flops = {block.name: block.flops for block in structure.blocks}
+    first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
+    has_every = structure.every.parameters or structure.every.buffers
+    return ModelFacts(
+        kinds=blocks,
+        layers=structure.layers,
+        edge=EdgeFacts("stream", (f.seq_len, *structure.per_token)),
+        tokens=f.seq_len,
+        identity=identity,
+        first=(first,),
+        every=(every,) if has_every else (),
+        last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
+        keeps_documents_apart=not structure.not_packed,
+        # The backward costs twice the forward.
+        flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
+    )
+
+
+def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
+    path = f"{structure.layers_path}.{{layer}}"
+    return KindFacts(block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops)
+
+
+def _end(name: str, end: EndFacts) -> KindFacts:
+    return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+
+
+def fill_of(structure: Structure, name: str) -> FillFacts:
+    """Return the initial values of a parameter or buffer by its name in the model."""
+    prefix = f"{structure.layers_path}."
+    if not name.startswith(prefix):
+        return structure.fills[name]
+    layer, _, inside = name.removeprefix(prefix).partition(".")
+    return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
+
+
+def saved_names(structure: Structure) -> frozenset[str]:
+    """Return the names of the parameters and saved buffers, tied ones by their first name."""
+    ends = (structure.first, structure.every, structure.last)
+    found = [p.name for end in ends for p in end.parameters if p.tied_to is None]
+    found += [buffer.name for end in ends for buffer in end.buffers if buffer.saved]
+    by_name = {block.name: block for block in structure.blocks}
+    for layer, kind in enumerate(structure.layers):
+        block = by_name[kind]
+        inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
+        found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
+    return frozenset(found)

@@ -1,0 +1,126 @@
+"""Base of families whose models are not described: their structure is derived from a forward, and cached.
+
+Doesn't import torch: what it needs to know of a model is cached.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.family import Family
+from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
+from meshwright.models.contract.model_facts import ModelFacts, Part
+from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.tp_styles import Style
+from meshwright.models.foreign.description import describe, fill_of
+from meshwright.models.foreign.structure import Structure
+from meshwright.settings.violation import Violation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from meshwright.models.contract.task import Batch, Reference, Task
+    from meshwright.models.foreign.origin import Origin
+
+
+class ForeignFamily(Family):
+    """Models of token ids whose structure is derived, trained on text."""
+
+    @abstractmethod
+    def structure(self, f: RunFacts) -> Structure:
+        """Return the structure of a run's model, from the cache if it was derived before."""
+
+    @abstractmethod
+    def identity(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return what determines the model, besides its kind, as JSON values."""
+
+    @abstractmethod
+    def origin(self, f: RunFacts) -> Origin:
+        """Return how the model is built and called."""
+
+    @abstractmethod
+    def compute(self, f: RunFacts, name: str) -> Tensor:
+        """Return the initial values of a parameter or buffer that are neither normal nor constant, in full."""
+
+    def make(self, f: RunFacts) -> nn.Module:
+        """Build the whole model on the meta device, as a run computes it."""
+        return self.origin(f).build()
+
+    def rules(self, f: RunFacts) -> Iterable[Violation]:
+        """Check the layout against what the model allows."""
+        structure = self.structure(f)
+        if f.axes.pp > 1 and structure.not_split:
+            what, rule = f"mesh.pp = {f.axes.pp}: {structure.not_split}", "only the stream passes between stages"
+            yield Violation(LayoutError, what, "mesh.pp", rule, [{"mesh.pp": 1}])
+        if f.axes.tp > 1 and f.sequence_parallel:
+            key, rule = "mesh.sequence_parallel", "layers whose structure is derived take all tokens of a sample"
+            yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
+        if f.axes.tp > 1 and structure.not_tensor_parallel:
+            what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
+            yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
+        if f.data.packing != "none" and structure.not_packed:
+            what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
+            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
+        if structure.max_len is not None and f.seq_len > structure.max_len:
+            what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
+            rule = "a table of learned positions has a row for each token"
+            yield Violation(LayoutError, what, "train.seq_len", rule, [{"train.seq_len": structure.max_len}])
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        """Describe the model's parameters and costs."""
+        return describe(self.structure(f), f, self.identity(f))
+
+    def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
+        """Return the tensor-parallel styles."""
+        structure = self.structure(f)
+        ends = {"first": structure.first, "every": structure.every, "last": structure.last}
+        return {block.name: block.styles for block in structure.blocks} | {
+            name: end.styles for name, end in ends.items()
+        }
+
+    def build(self, f: RunFacts, part: Part) -> nn.Module:
+        """Build the model, and turn it into one stage."""
+        from meshwright.models.foreign.arrange import arrange, remove_aliases
+        from meshwright.models.foreign.stage import make_stage
+
+        structure, model = self.structure(f), self.make(f)
+        remove_aliases(model, structure.aliases)
+        names = [[parameter.name for parameter in end.parameters] for end in (structure.last, structure.every)]
+        arrange(model, structure.layers_path, tuple(names[0]), tuple(names[1]))
+        return make_stage(model, structure, part, self.origin(f))
+
+    def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
+        """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""
+        out: Tensor = module(inputs, *batch.conditions, token_ids=batch.inputs)
+        return out
+
+    def initial(self, f: RunFacts, name: str) -> Fill:
+        """Return the initial values that the model's own rules give."""
+        facts = fill_of(self.structure(f), name)
+        if facts.how == "normal":
+            return Normal(facts.value)
+        if facts.how == "constant":
+            return Constant(facts.value)
+        return Computed(lambda: self.compute(f, name))
+
+    def open_data(self, f: RunFacts) -> Any:
+        """Open the text of the `data` section."""
+        from meshwright.models.tasks.text_data import open_text
+
+        return open_text(f, vocab_size=self.structure(f).vocab_size)
+
+    def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
+        """Return the next-token task."""
+        from meshwright.models.tasks.text_task import text_task
+
+        return text_task(f, data, device)
+
+    def reference(self, f: RunFacts, data: Any) -> Reference:
+        """Return the reference implementation of the next-token loss."""
+        from meshwright.models.tasks.text_task import text_reference
+
+        return text_reference(f, data)

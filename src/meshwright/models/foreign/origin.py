@@ -1,0 +1,137 @@
+"""Interface to a model that was not written for Meshwright: how it is built, called and sharded.
+
+Shapes: b batch, t time, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.contract.tp_styles import Style
+from meshwright.models.foreign.structure import FillFacts
+from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.linear import Linear
+
+MAX_ON_CPU = 200_000_000
+"""Parameters of a model that is tried out with values, at most."""
+
+
+class NotSharded(Exception):
+    """A model can't be sharded over tp, and why."""
+
+
+class Origin(ABC):
+    """A foreign model, whose structure is derived from a forward."""
+
+    key: ClassVar[str]
+    """Configuration key that names the model, for errors."""
+    fix: ClassVar[str]
+    """Setting of a model that works, for errors."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """Build the model on the current device, in training mode and without dropout.
+
+        Raises:
+            ConfigError: it can't be built.
+        """
+
+    @abstractmethod
+    def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        """Return the logits [b, t, v] of token ids [b, t], which the layout may say to be packed documents.
+
+        Args:
+            model: the model, or its forward; on the meta device neither may look at values.
+            ids: token ids.
+            layout: documents of each sample.
+        """
+
+    @abstractmethod
+    def layers_path(self, model: nn.Module) -> str:
+        """Return the path of the model's list of layers.
+
+        Raises:
+            ConfigError: there is no such list.
+        """
+
+    @abstractmethod
+    def fills(self, model: nn.Module) -> dict[str, FillFacts]:
+        """Return the initial values of each parameter and buffer, by every one of its names."""
+
+    @abstractmethod
+    def styles(self, model: nn.Module, tp: int) -> dict[str, Style]:
+        """Return the tensor-parallel style of each module with parameters, by its path.
+
+        Args:
+            model: the model on the meta device.
+            tp: size of tp.
+
+        Raises:
+            NotSharded: nothing is sharded, or not so.
+        """
+
+    def not_split(self) -> str:
+        """Return a known reason why the layers can't be split over pp, or an empty string."""
+        return ""
+
+    def not_tensor_parallel(self) -> str:
+        """Return a known reason why matrices can't be sharded over tp, or an empty string."""
+        return ""
+
+    @abstractmethod
+    def not_packed(self, model: nn.Module) -> str:
+        """Return why packed documents would see each other, or an empty string if they don't."""
+
+    def max_len(self, model: nn.Module) -> int | None:
+        """Return the number of learned positions, or None without such a table."""
+        return None
+
+    def prepare_float64(self, model: nn.Module) -> None:  # noqa: B027, most models need nothing
+        """Prepare a model for float64, if it has parts that choose their kernels."""
+
+    def largest_list(self, model: nn.Module, length: int | None) -> str:
+        """Return the path of the list of modules with the most parameters, among those of a length if one is given.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        sizes = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists
+                 if len(module) == length or length is None]  # fmt: skip
+        if not sizes:
+            lengths = ", ".join(f"{path} ({len(module)})" for path, module in lists) or "none"
+            what = f"{type(model).__name__} has no list of {length or 'its'} layers; its lists of modules: {lengths}"
+            raise self.error(what, "a model has a torch.nn.ModuleList of layers, to shard, recompute and split")
+        return max(sizes)[1]
+
+    def error(self, what: str, rule: str, fix: str = "") -> ConfigError:
+        """Return an error about the model."""
+        own = f"{self.fix}, or a family of your own (model.kind=package.module:Family)"
+        return ConfigError(what, where=self.key, rule=rule, fix=fix or own)
+
+
+def with_own_linear(model: nn.Module) -> nn.Module:
+    """Let linear layers defer their weights' gradients, and embeddings have a gradient for each row, in place."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+            module.weight_gradients = None  # type: ignore[assignment]
+        elif isinstance(module, nn.Embedding):
+            module.padding_idx = None  # samples have no padding, and each row of the table gets its gradient
+        elif isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def restarting_positions(layout: TokenLayout | None, device: torch.device) -> Mapping[str, Tensor]:
+    """Return `position_ids` [b, t] that restart with each packed document; nothing without such documents."""
+    if layout is None or layout.documents is None:
+        return {}
+    positions = [torch.cat([torch.arange(length) for length in sample]) for sample in layout.documents]
+    return {"position_ids": torch.stack(positions).to(device)}

@@ -1,0 +1,189 @@
+"""Tensor-parallel styles of a foreign model: what follows from shapes on the meta device.
+
+What is replicated but meets shards has gradients that are partial: in a forward with sharded matrices, on the meta
+device, a module whose input has another shape than before works on shards. Styles that don't fit fail there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, ROW, Style, StyleKind
+from meshwright.models.foreign.origin import NotSharded, Origin
+from meshwright.models.foreign.probe import TIME
+
+
+def owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with parameters of their own, by path."""
+    return {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+
+
+def complete_styles(model: nn.Module, styles: Mapping[str, Style], tp: int, origin: Origin) -> dict[str, Style]:
+    """Return styles in which tied parameters lie alike, and replicated modules that meet shards are marked.
+
+    Args:
+        model: model on the meta device; its parameters are sharded for a forward, and restored.
+        styles: style of each module with parameters, by its path in the model.
+        tp: size of tp.
+        origin: calls the model.
+
+    Raises:
+        NotSharded: nothing is sharded, or the model fails with these shards.
+    """
+    styles = dict(styles)
+    _match_ties(model, styles)
+    if all(style in (REPLICATED, DIVIDED) for style in styles.values()):
+        raise NotSharded(f"no matrix of {type(model).__name__} is sharded")
+    before = _shapes(model, styles, origin)
+    with sharded(model, styles, tp):
+        after = _shapes(model, styles, origin)
+    for path, style in styles.items():
+        if path not in before and style.kind is not StyleKind.REPLICATED:
+            raise NotSharded(f"{path} is sharded, but its parameters are read without calling it")
+        if style.kind is StyleKind.REPLICATED and after.get(path) != before.get(path):
+            styles[path] = DIVIDED
+        elif style == REPLICATED and path not in before and path:
+            styles[path] = replace(style, read_by=path.rpartition(".")[0])
+    return styles
+
+
+def feed_forwards(
+    model: nn.Module, width: int, transposed: type[nn.Module] | None = None
+) -> Iterator[tuple[str, Style]]:
+    """Yield styles of feed-forward layers, for a model without a plan: a module with one matrix to the stream's width
+    from another width, and others to that width. Their shapes say so; the rest stays replicated.
+
+    Args:
+        model: the model.
+        width: width of the stream.
+        transposed: linear layers whose weight [d, e] is transposed.
+    """
+    for path, parent in model.named_modules():
+        children = {n: sizes for n, child in parent.named_children() if (sizes := _sizes(child, transposed))}
+        downs = [name for name, (taken, given) in children.items() if given == width and taken != width]
+        if len(downs) != 1:
+            continue
+        inner = children[downs[0]][0]
+        ups = [name for name, sizes in children.items() if sizes == (width, inner)]
+        for name in (*ups, *downs) if ups else ():
+            child = getattr(parent, name)
+            is_up = name != downs[0]
+            yield f"{path}.{name}", _feed_forward_style(child, width, is_up=is_up)
+
+
+def _sizes(module: nn.Module, transposed: type[nn.Module] | None) -> tuple[int, int] | None:
+    """Return the widths of a linear layer's input and output, or None for another module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if transposed is not None and isinstance(module, transposed):
+        taken, given = cast("Tensor", module.weight).shape
+        return taken, given
+    return None
+
+
+def _feed_forward_style(child: nn.Module, width: int, *, is_up: bool) -> Style:
+    if isinstance(child, nn.Linear):
+        return COLUMN if is_up else ROW
+    if is_up:  # transposed matrices, of GPT-2's time
+        return Style(StyleKind.LOCAL, dims=(("bias", 0), ("weight", 1)), summed_input=width)
+    return Style(StyleKind.LOCAL, dims=(("weight", 0),), reduced_output=width)
+
+
+def _match_ties(model: nn.Module, styles: dict[str, Style]) -> None:
+    """Make tied parameters lie alike: a head that shares a sharded table is sharded, too, and else neither is."""
+    names: dict[int, list[str]] = {}
+    for path in styles:
+        for parameter in model.get_submodule(path).parameters(recurse=False):
+            names.setdefault(id(parameter), []).append(path)
+    for paths in names.values():
+        if len(paths) < 2:
+            continue
+        kinds = {styles[path].kind for path in paths}
+        if kinds != {StyleKind.VOCABULARY, StyleKind.HEAD}:
+            styles.update(dict.fromkeys(paths, REPLICATED))
+
+
+@contextmanager
+def sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator[None]:
+    """Let the model on the meta device have the parameters of one tp rank."""
+    original: list[tuple[nn.Module, str, nn.Parameter]] = []
+    counts: list[tuple[nn.Module, int]] = []
+    handles: list[Any] = []
+    for path, style in styles.items():
+        module = model.get_submodule(path)
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            dim = _dim(style, leaf, parameter)
+            if dim is None:
+                continue
+            if parameter.shape[dim] % tp:
+                raise NotSharded(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
+            shape = [n // tp if d == dim else n for d, n in enumerate(parameter.shape)]
+            original.append((module, leaf, parameter))
+            setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape)))
+        if style.kind is StyleKind.EXPERTS:
+            count = cast("int", module.num_experts)
+            counts.append((module, count))
+            module.num_experts = count // tp  # type: ignore[assignment]
+        handles += _gathering(module, style, tp)
+    try:
+        yield
+    finally:
+        for module, leaf, parameter in original:
+            setattr(module, leaf, parameter)
+        for module, count in counts:
+            module.num_experts = count  # type: ignore[assignment]
+        for handle in handles:
+            handle.remove()
+
+
+def _dim(style: Style, leaf: str, parameter: Tensor) -> int | None:
+    if style.kind is StyleKind.COLUMN or style.kind is StyleKind.EXPERTS:
+        return 0
+    if style.kind is StyleKind.ROW:
+        return 1 if parameter.dim() == 2 else None
+    if style.kind is StyleKind.LOCAL:
+        return dict(style.dims).get(leaf)
+    return None
+
+
+def _gathering(module: nn.Module, style: Style, tp: int) -> Iterator[Any]:
+    """Imitate the gathering of outputs and splitting of inputs by shape."""
+    if style.gathered and style.kind is StyleKind.COLUMN:
+        yield module.register_forward_hook(lambda module, inputs, out: torch.cat([out] * tp, -1))
+    elif style.gathered:
+        yield module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(tp, -1)[0], *inputs[1:]))
+
+
+def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin) -> dict[str, tuple[Any, ...]]:
+    """Return the shapes of the tensors that each module takes in a forward.
+
+    Raises:
+        NotSharded: the forward fails.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def record(path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            found[path] = tuple(tuple(x.shape) for x in tensors)
+
+        return hook
+
+    handles = [model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True) for path in styles]
+    try:
+        with torch.no_grad():
+            ids = torch.zeros((2, TIME), dtype=torch.long, device=next(model.parameters()).device)
+            origin.call(model, ids)
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error)[:150]}"
+        raise NotSharded(f"a forward with shards of the matrices fails: {why}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

@@ -1,0 +1,107 @@
+"""A model of transformers as a foreign model: how it is built, called and sharded.
+
+Shapes: b batch, t time, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.contract.tp_styles import Style
+from meshwright.models.foreign.origin import Origin, restarting_positions
+from meshwright.models.foreign.packing import why_not_packed
+from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.hf import private
+from meshwright.models.hf.build_model import build_model, load_config
+from meshwright.models.hf.initial_values import fills_of
+from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
+from meshwright.models.hf.source import KEY, Source
+from meshwright.models.hf.tp_styles import tp_styles
+from meshwright.nn.attention.token_layout import TokenLayout
+
+EXPERTS_ON_META = "batched_mm"
+"""Implementation of experts whose shapes depend on no values."""
+
+
+@dataclass(frozen=True)
+class TransformersModel(Origin):
+    """A causal language model of transformers.
+
+    Attributes:
+        source: the model that `model.config` names.
+        attention: `model.attention`.
+    """
+
+    source: Source
+    attention: str = "auto"
+    key = KEY
+    fix = f"{KEY}=qwen3"
+
+    @property
+    def config(self) -> Any:
+        """Return transformers' configuration, a new one each time: building a model changes it.
+
+        Raises:
+            ConfigError: transformers has no such model, or it is an encoder.
+        """
+        config = load_config(self.source)
+        if getattr(config, "is_decoder", None) is False:
+            raise self.error(
+                f"{config.model_type} is an encoder: each token sees later ones",
+                "next-token prediction needs a causal model",
+                f"{KEY}=qwen3, or is_decoder=true in config.json if the weights are a decoder's",
+            )
+        return config
+
+    def build(self) -> nn.Module:
+        """Build the model on the current device."""
+        experts = EXPERTS_ON_META if torch.get_default_device().type == "meta" else "eager"
+        return build_model(self.config, attention=self.attention, experts=experts)
+
+    def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
+        """Return the logits of token ids; transformers makes its masks of documents from their positions."""
+        with private.on_meta() if ids.is_meta else nullcontext():
+            out = model(input_ids=ids, use_cache=False, **restarting_positions(layout, ids.device))
+        logits: Tensor = private.logits(out)
+        return logits
+
+    def layers_path(self, model: nn.Module) -> str:
+        """Return the path of the list of decoder layers: the largest of those as long as `num_hidden_layers`."""
+        return self.largest_list(model, getattr(self.config, "num_hidden_layers", None))
+
+    def fills(self, model: nn.Module) -> dict[str, FillFacts]:
+        """Return the initial values that the model's own rules give."""
+        return fills_of(model)
+
+    def styles(self, model: nn.Module, tp: int) -> dict[str, Style]:
+        """Return transformers' plan as our styles."""
+        return tp_styles(model, self.config)
+
+    def not_split(self) -> str:
+        """Return the reason that the catalogue has shown."""
+        return NOT_SPLIT.get(self.config.model_type, "")
+
+    def not_tensor_parallel(self) -> str:
+        """Return the reason that the catalogue has shown."""
+        return NOT_TENSOR_PARALLEL.get(self.config.model_type, "")
+
+    def not_packed(self, model: nn.Module) -> str:
+        """Return why documents see each other in a small model of the type."""
+        return why_not_packed(TransformersModel(Source(self.config.model_type)))
+
+    def max_len(self, model: nn.Module) -> int | None:
+        """Return the rows of a table of learned positions, of which a model may add some for padding."""
+        positions = getattr(self.config, "max_position_embeddings", None)
+        rows = [table.num_embeddings for table in model.modules() if isinstance(table, nn.Embedding)]
+        found = [positions for n in rows if positions is not None and positions <= n <= positions + 8]
+        return min(found, default=None)
+
+    def prepare_float64(self, model: nn.Module) -> None:
+        """Run experts one after the other: the reference of a run in bfloat16 may have grouped ones."""
+        private.run_experts_eagerly(model)
