@@ -17,8 +17,8 @@ COLLECTIVE = re.compile(
     r"|reduce|barrier|monitored_barrier|batch_isend_irecv|P2POp"
 )
 
-PRIVATE_WORDS = "Private PyTorch names"
-"""What the docstring of a room's one adapter to private names says."""
+PRIVATE_WORDS = re.compile(r"Private (PyTorch|transformers) names", re.IGNORECASE)
+"""What the docstring of a room's one adapter to a library's private names says."""
 
 OTHERS = ("aten", "os")
 """Whose names with an underscore are not private: `aten._to_copy` is an operator, `os._exit` documented."""
@@ -37,21 +37,21 @@ def collective_breaches(tree: Tree) -> list[str]:
 
 
 def private_breaches(tree: Tree) -> list[str]:
-    """Private names of torch outside an adapter, and second adapters of a room."""
+    """Private names of torch outside an adapter, and second adapters of a room to one library."""
     breaches = []
-    adapters: dict[str, list[str]] = defaultdict(list)
+    adapters: dict[tuple[str, str], list[str]] = defaultdict(list)
     ours = set().union(*map(_defined, tree.package))
     for module in tree.package:
-        if PRIVATE_WORDS.lower() in module.docstring.lower():
-            adapters[module.room].append(module.path)
+        if words := PRIVATE_WORDS.search(module.docstring):
+            adapters[module.room, words[1]].append(module.path)
             continue
         uses = [(line, name) for line, name in _torch_names(module) if _is_private(name)]
         uses += _foreign_attributes(module, ours)
         breaches += [
-            f"{module.path}:{line} uses {name}, but its docstring has no section {PRIVATE_WORDS!r}"
+            f"{module.path}:{line} uses {name}, but its docstring has no section 'Private PyTorch names'"
             for line, name in uses
         ]
-    for room, paths in adapters.items():
+    for (room, _), paths in adapters.items():
         if len(paths) > 1:
             breaches.append(f"{room} has {len(paths)} adapters to private names: {', '.join(paths)}")
     adapter_paths = {path for paths in adapters.values() for path in paths}

@@ -1,7 +1,7 @@
-"""Names of `transformers` and PyTorch that they don't document, or may move.
+"""Names of `transformers` that it doesn't document, or may move.
 
-Private PyTorch names: `Tensor._base`. Checked on 2.13, and transformers 5.23.0. Nothing else in this room reads one.
-Both are imported inside the functions: transformers is optional, and a plan needs neither.
+Private transformers names, checked on 5.23.0, and PyTorch's `Tensor._base`. Both are imported inside the functions:
+transformers is optional, and a plan needs neither.
 """
 
 from __future__ import annotations
