@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,27 @@ def normal_shard(
         std: standard deviation.
         index: one slice with start and stop per dim; None for the full tensor.
     """
+    return _shard(torch.randn, seed, name, shape, index).mul_(std)
+
+
+def uniform_shard(
+    seed: int, name: str, shape: Sequence[int], *, bound: float, index: Sequence[slice] | None = None
+) -> Tensor:
+    """Draw a shard of the parameter's initial values, uniform in [-bound, bound), in float32 on the CPU.
+
+    Args:
+        seed: the run's seed.
+        name: the parameter's qualified name.
+        shape: shape of the full parameter, at least one dim.
+        bound: largest absolute value.
+        index: one slice with start and stop per dim; None for the full tensor.
+    """
+    return _shard(torch.rand, seed, name, shape, index).mul_(2 * bound).sub_(bound)
+
+
+def _shard(
+    draw: Callable[..., Tensor], seed: int, name: str, shape: Sequence[int], index: Sequence[slice] | None
+) -> Tensor:
     index = tuple(index) if index is not None else tuple(slice(0, size) for size in shape)
     row = math.prod(shape[1:])
     rows = max(1, BLOCK_ELEMENTS // max(1, row))
@@ -36,10 +57,10 @@ def normal_shard(
     for block in range(start // rows, math.ceil(stop / rows) if stop > start else 0):
         first, last = block * rows, min((block + 1) * rows, shape[0])
         generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
-        values = torch.randn((last - first, *shape[1:]), generator=generator)
+        values = draw((last - first, *shape[1:]), generator=generator)
         keep = slice(max(start, first) - first, min(stop, last) - first)
         blocks.append(values[(keep, *index[1:])])
-    return torch.cat(blocks).mul_(std)
+    return torch.cat(blocks)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -22,9 +22,9 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant, Fill
+from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.nn.weight_init import normal_shard
+from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.parallel.apply_plan import apply_plan, needs_mesh
 from meshwright.parallel.check_applied import check_placements
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
@@ -181,7 +181,11 @@ def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
                 rule="random values are for floating-point parameters and buffers",
                 fix=f"Constant or Computed for {name}",
             )
-        local.copy_(normal_shard(seed, name, tensor.shape, std=fill.std, index=box.slices()))
+        index = box.slices()
+        if isinstance(fill, Normal):
+            local.copy_(normal_shard(seed, name, tensor.shape, std=fill.std, index=index))
+        else:
+            local.copy_(uniform_shard(seed, name, tensor.shape, bound=fill.bound, index=index))
 
 
 @torch.no_grad()

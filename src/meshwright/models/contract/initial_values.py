@@ -18,6 +18,13 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Samples of the uniform distribution in [-bound, bound), as independent of the layout as normal ones."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
 class Constant:
     """A constant value."""
 
@@ -31,5 +38,5 @@ class Computed:
     compute: Callable[[], Tensor]
 
 
-Fill = Normal | Constant | Computed
+Fill = Normal | Uniform | Constant | Computed
 ZEROS, ONES = Constant(0.0), Constant(1.0)

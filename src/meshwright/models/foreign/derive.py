@@ -111,7 +111,7 @@ class _Deriver:
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._styles = styles
-        self._fills = origin.fills(model)
+        self._fills = origin.fills()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)

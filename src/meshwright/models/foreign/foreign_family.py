@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
+from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Uniform
 from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import Style
@@ -103,6 +103,8 @@ class ForeignFamily(Family):
         facts = fill_of(self.structure(f), name)
         if facts.how == "normal":
             return Normal(facts.value)
+        if facts.how == "uniform":
+            return Uniform(facts.value)
         if facts.how == "constant":
             return Constant(facts.value)
         return Computed(lambda: self.compute(f, name))

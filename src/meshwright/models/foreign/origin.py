@@ -61,7 +61,7 @@ class Origin(ABC):
         """
 
     @abstractmethod
-    def fills(self, model: nn.Module) -> dict[str, FillFacts]:
+    def fills(self) -> dict[str, FillFacts]:
         """Return the initial values of each parameter and buffer, by every one of its names."""
 
     @abstractmethod
@@ -96,17 +96,17 @@ class Origin(ABC):
         """Prepare a model for float64, if it has parts that choose their kernels."""
 
     def largest_list(self, model: nn.Module, length: int | None) -> str:
-        """Return the path of the list of modules with the most parameters, among those of a length if one is given.
+        """Return the path of the list of modules with the most parameters, among those of a length if there are such.
 
         Raises:
             ConfigError: there is none.
         """
         lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        length = length if any(len(module) == length for _, module in lists) else None
         sizes = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists
                  if len(module) == length or length is None]  # fmt: skip
         if not sizes:
-            lengths = ", ".join(f"{path} ({len(module)})" for path, module in lists) or "none"
-            what = f"{type(model).__name__} has no list of {length or 'its'} layers; its lists of modules: {lengths}"
+            what = f"{type(model).__name__} has no list of layers"
             raise self.error(what, "a model has a torch.nn.ModuleList of layers, to shard, recompute and split")
         return max(sizes)[1]
 

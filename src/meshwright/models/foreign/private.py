@@ -1,7 +1,8 @@
 """Names of PyTorch that it doesn't document, or may move.
 
-Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`, `Module._modules`
-and `UntypedStorage._cdata`. Checked on 2.13. PyTorch is imported inside the functions: a plan doesn't need it.
+Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
+`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules` and `UntypedStorage._cdata`.
+Checked on 2.13.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 SMALL = 4096
 """Elements of a tensor that `small_on_cpu` creates on the CPU, at most."""
 
 
 def small_on_cpu() -> AbstractContextManager[Any]:
     """Return a mode in which new tensors are on the CPU if they are small, and on the meta device if not."""
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._device import _device_constructors
 
     class SmallOnCpu(TorchFunctionMode):
         def __torch_function__(
@@ -42,10 +46,13 @@ def order_children(module: Any, rank: Callable[[str], int]) -> None:
 
 def leaves(value: Any) -> list[Any]:
     """Return what is inside nested tuples, lists and mappings."""
-    from torch.utils._pytree import tree_leaves
-
     found: list[Any] = tree_leaves(value)
     return found
+
+
+def is_mutable(operator: Any) -> bool:
+    """Return whether an operator writes to its arguments."""
+    return bool(operator._schema.is_mutable)
 
 
 def storage_id(tensor: Any) -> int:

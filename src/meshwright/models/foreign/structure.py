@@ -16,9 +16,9 @@ from meshwright.models.contract.tp_styles import Style
 class FillFacts:
     """Initial values of a parameter or buffer."""
 
-    how: Literal["normal", "constant", "computed"]
+    how: Literal["normal", "uniform", "constant", "computed"]
     value: float = 0.0
-    """Standard deviation, or the constant."""
+    """Standard deviation, largest absolute value, or the constant."""
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.foreign.recorded_fills import COMPUTED, build_recorded
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.hf import private
 from meshwright.models.hf.source import KEY
 
-COMPUTED = FillFacts("computed")
 
-
-def fills_of(model: nn.Module) -> dict[str, FillFacts]:
-    """Return how each parameter and buffer of a model on the meta device is initialised, by every one of its names."""
+def fills_of(build: Callable[[], nn.Module]) -> dict[str, FillFacts]:
+    """Return how each parameter and buffer of a model is initialised, by every one of its names: by the model's rules,
+    or by its constructor where they don't say."""
+    model, constructed = build_recorded(build)
     recorded = private.recorded_initialisation(model)
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: _fill(recorded.get(id(tensor)), tensor) for name, tensor in tensors}
+    return {
+        name: _fill(recorded[id(tensor)], tensor) if id(tensor) in recorded else constructed[name]
+        for name, tensor in tensors
+    }
 
 
-def _fill(found: private.Initialisation | None, tensor: Tensor) -> FillFacts:
-    if found is None or not tensor.is_floating_point():
+def _fill(found: private.Initialisation, tensor: Tensor) -> FillFacts:
+    if not tensor.is_floating_point():
         return COMPUTED
     if found.function == "normal_" and found.arguments[0] == 0:
         return FillFacts("normal", float(found.arguments[1]))
@@ -58,13 +62,23 @@ def compute(model: Callable[[bool], nn.Module], name: str, seed: int) -> Tensor:
         return _constructed(getattr(model(True).get_submodule(path), last), name)
     by = owner if recorded.by is None else recorded.by
     inside = next(key for key, module in by.named_modules() if module is owner)
-    real = copy.deepcopy(by).to_empty(device="cpu")
+    real = _retied(copy.deepcopy(by).to_empty(device="cpu"), by)
     generator = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "little")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator)
         private.initialise_module(meta, real)
     found: Tensor = getattr(real.get_submodule(inside), last)
     return found.detach()
+
+
+def _retied(real: nn.Module, original: nn.Module) -> nn.Module:
+    """Tie the parameters of a copy that are tied in the original, in place."""
+    first: dict[int, nn.Parameter] = {}
+    for name, parameter in original.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        owner = real.get_submodule(path)
+        setattr(owner, leaf, first.setdefault(id(parameter), getattr(owner, leaf)))
+    return real
 
 
 def _constructed(tensor: Tensor, name: str) -> Tensor:

@@ -75,9 +75,9 @@ class TransformersModel(Origin):
         """Return the path of the list of decoder layers: the largest of those as long as `num_hidden_layers`."""
         return self.largest_list(model, getattr(self.config, "num_hidden_layers", None))
 
-    def fills(self, model: nn.Module) -> dict[str, FillFacts]:
+    def fills(self) -> dict[str, FillFacts]:
         """Return the initial values that the model's own rules give."""
-        return fills_of(model)
+        return fills_of(self.build)
 
     def styles(self, model: nn.Module, tp: int) -> dict[str, Style]:
         """Return transformers' plan as our styles."""

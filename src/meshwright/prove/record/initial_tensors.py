@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant
+from meshwright.models.contract.initial_values import Computed, Constant, Uniform
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.nn.weight_init import normal_shard
+from meshwright.nn.weight_init import normal_shard, uniform_shard
 
 
 @torch.no_grad()
@@ -22,5 +22,7 @@ def fill_tensors(tensors: Iterable[tuple[str, Tensor]], family: Family, f: RunFa
             tensor.fill_(fill.value)
         elif isinstance(fill, Computed):
             tensor.copy_(fill.compute())
+        elif isinstance(fill, Uniform):
+            tensor.copy_(uniform_shard(f.seed, name, tensor.shape, bound=fill.bound))
         else:
             tensor.copy_(normal_shard(f.seed, name, tensor.shape, std=fill.std))
