@@ -54,7 +54,7 @@ def find_sides(model: nn.Module, probe: Probe) -> Sides:
     for path in containers(probe.layers_path):
         for name, _ in model.get_submodule(path).named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            sides[full] = "first" if full in probe.before and full not in probe.after | probe.between else "every"
+            sides[full] = "every" if full in probe.after | probe.between else "first"
     return Sides(*(tuple(name for name, side in sides.items() if side == wanted) for wanted in Sides.__match_args__))
 
 
@@ -67,6 +67,8 @@ def _side(path: str, names: list[str], canonical: dict[str, str], probe: Probe) 
     if not phases:  # its parameters are read without calling it
         phases |= {"before"} if used & probe.before else set()
         phases |= {"after"} if used & probe.after else set()
+    if used <= probe.unused:  # what the layers take from it has no gradient, so they may all need it
+        return "every"
     if used & probe.between and phases != {"after"}:
         return "every"
     if phases == {"after"}:

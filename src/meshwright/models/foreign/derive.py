@@ -39,7 +39,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     found.not_split = found.not_split or origin.not_split()
     if tp > 1 and not (unfit := origin.not_tensor_parallel()):
         try:
-            styles = complete_styles(model, origin.styles(model, tp), tp, origin)
+            styles = complete_styles(model, origin.styles(model, tp), tp, origin, found.time)
         except NotSharded as error:
             unfit = str(error)
     deriver = _Deriver(model, origin, found, sides, stubs, styles, seq_len)
@@ -110,7 +110,7 @@ class _Deriver:
         seq_len: int,
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
-        self._styles = styles
+        self._styles, self._frozen = styles, found.unused | found.frozen
         self._fills = origin.fills()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -159,6 +159,8 @@ class _Deriver:
             fills={name: fill for name, fill in self._fills.items() if not name.startswith(inside)},
             per_token=found.per_token,
             stream=found.stream,
+            batch_dims=found.batch_dims,
+            between_layers=found.between_layers,
             returns=found.returns,
             vocab_size=found.vocab_size,
             max_len=self._max_len,
@@ -187,7 +189,7 @@ class _Deriver:
         elif shape[0] == self._found.vocab_size and name in self._sides.last and len(shape) == 2:
             role = Role.HEAD
         tied_to = None if first == name else first
-        return ParameterFacts(name, shape, role, tied_to=tied_to, frozen=first in self._found.unused)
+        return ParameterFacts(name, shape, role, tied_to=tied_to, frozen=first in self._frozen)
 
     def _blocks(self) -> tuple[tuple[BlockFacts, ...], tuple[str, ...]]:
         """Return the kinds of layers, and the name of each layer's kind."""
@@ -215,7 +217,7 @@ class _Deriver:
         for name, parameter in layer.named_parameters():
             shape = tuple(parameter.shape)
             role = Role.VECTOR if len(shape) < 2 else Role.MATRIX
-            parameters.append(ParameterFacts(name, shape, role, frozen=prefix + name in self._found.unused))
+            parameters.append(ParameterFacts(name, shape, role, frozen=prefix + name in self._frozen))
         styles = {
             path.removeprefix(prefix): _inside(style, prefix)
             for path, style in self._styles.items()

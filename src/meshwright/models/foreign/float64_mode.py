@@ -7,7 +7,7 @@ differ by 1e-8 when a batch is merely split. A proof in float64 needs the model'
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,16 +18,17 @@ NARROW = (torch.float32, torch.bfloat16, torch.float16)
 class Float64Mode(TorchFunctionMode):
     """Function mode in which every floating-point dtype that is asked for, or taken by default, is float64."""
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Float64Mode:
         """Begin."""
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *error: Any) -> None:
         """End."""
         torch.set_default_dtype(self._default)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

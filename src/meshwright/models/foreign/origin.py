@@ -108,7 +108,8 @@ class Origin(ABC):
         if not sizes:
             what = f"{type(model).__name__} has no list of layers"
             raise self.error(what, "a model has a torch.nn.ModuleList of layers, to shard, recompute and split")
-        return max(sizes)[1]
+        largest: tuple[int, str] = max(sizes)
+        return largest[1]
 
     def error(self, what: str, rule: str, fix: str = "") -> ConfigError:
         """Return an error about the model."""

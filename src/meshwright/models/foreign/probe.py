@@ -21,8 +21,10 @@ from meshwright.models.foreign import private
 from meshwright.models.foreign.origin import Origin
 from meshwright.units import counted
 
-BATCH, TIME = 3, 37
-"""Samples and tokens of the probe: sizes that a model has nowhere else."""
+BATCH = 3
+"""Samples of the probe."""
+TIMES = (37, 88, 704)
+"""Tokens of a sample, sizes that a model has nowhere else; the later ones are for models that take chunks."""
 BATCH_DIM, TIME_DIM, BATCH_TIME_DIM = -1, -2, -3
 """Stand for sizes of the batch, the tokens of a sample, and both, in shapes."""
 
@@ -36,6 +38,12 @@ class Probe:
     """Findings of a probe."""
 
     layers_path: str
+    time: int
+    """Tokens of a sample that the model takes."""
+    batch_dims: tuple[int, int] = (0, 1)
+    """Dims of the stream that are samples and tokens."""
+    between_layers: bool = False
+    """Whether something is computed between a layer and the next."""
     per_token: tuple[int, ...] = ()
     """Shape of the stream per token: its width, after others where it has several parts."""
     stream: int | str = 0
@@ -55,23 +63,51 @@ class Probe:
     """Phases in which each module outside the layers ran: before, between, after."""
     unused: set[str] = field(default_factory=set)
     """Names of parameters that no output depends on by a gradient."""
+    frozen: set[str] = field(default_factory=set)
+    """Names of parameters that the model doesn't train."""
     not_split: str = ""
 
 
 def probe(model: nn.Module, origin: Origin) -> Probe:
-    """Run a model once, on the meta device if it can, and return what it does around its layers.
+    """Run a model, on the meta device if it can, and return what it does around its layers.
 
     Raises:
         ConfigError: it has no list of layers, or no stream between them.
-        NoForward: the forward fails.
+        NoForward: the forward fails, whatever the length of a sample.
     """
+    parameters = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+    frozen = {name: p for name, p in parameters if not p.requires_grad}
+    for parameter in frozen.values():
+        parameter.requires_grad_(True)  # gradients show what depends on it
+    try:
+        found = next(_probes(model, origin))
+    finally:
+        for parameter in frozen.values():
+            parameter.requires_grad_(False)
+    found.frozen = set(frozen)
+    return found
+
+
+def _probes(model: nn.Module, origin: Origin) -> Iterator[Probe]:
+    """Yield what samples of other and other lengths show, and raise the first error if none is taken."""
+    failed = None
+    for time in TIMES:
+        try:
+            yield _probe(model, origin, time)
+        except NoForward as error:
+            failed = failed or error
+    assert failed is not None, "a probe is taken once"
+    raise failed
+
+
+def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
     path = origin.layers_path(model)
     listed = model.get_submodule(path)
     assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
     layers = list(listed)
-    found = Probe(path)
+    found = Probe(path, time)
     watch = _Watch(model, layers, found, origin)
-    ids = torch.zeros((BATCH, TIME), dtype=torch.long, device=next(model.parameters()).device)
+    ids = torch.zeros((BATCH, time), dtype=torch.long, device=next(model.parameters()).device)
     handles = list(watch.register())
     try:
         out = origin.call(model, ids)
@@ -136,7 +172,7 @@ class _Watch:
         """Return the argument that is the previous layer's output; before that, the first floating-point tensor."""
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         if self._key is None or not self._outputs:
-            found = (key for key, value in named if _is_stream(value))
+            found = (key for key, value in named if _batch_dims(value, self._found.time))
             self._key = next(found, None)
             if self._key is None:
                 raise self._no_stream()
@@ -171,7 +207,7 @@ class _Watch:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             self._found.phases.setdefault(path, set()).add(self._phase)
             if isinstance(out, Tensor):
-                self._found.outputs[path] = _symbolic(out.shape)
+                self._found.outputs[path] = _symbolic(out.shape, self._found.time)
 
         return hook
 
@@ -185,14 +221,17 @@ class _Watch:
             calls = f"{counted(len(self._order), 'call')} of {counted(count, 'layer')}"
             self._refuse(f"layers are not called once each, in order ({calls})")
         assert self._key is not None and self._form is not None, "layers were found, so they are called"
-        found.stream, found.returns, found.per_token = self._key, self._form, tuple(self._inputs[0].shape[2:])
+        found.stream, found.returns, shape = self._key, self._form, self._inputs[0].shape
+        found.batch_dims = _batch_dims(self._inputs[0], found.time) or (0, 1)
+        found.per_token = tuple(size for dim, size in enumerate(shape) if dim not in found.batch_dims)
         if any(x.shape != self._inputs[0].shape for x in (*self._inputs, *self._outputs)):
             self._refuse("the stream between layers has more than one shape")
+        inside = {id(parameter) for layer in self._layers for parameter in layer.parameters()}
+        outside = {name: p for name, p in self._model.named_parameters() if id(p) not in inside}
         for index, stream in enumerate(self._inputs[1:]):
             if stream is not self._outputs[index]:
-                self._refuse(f"something is computed between layers {index} and {index + 1}")
-        inside = {id(p): i for i, layer in enumerate(self._layers) for p in layer.parameters()}
-        outside = {name: p for name, p in self._model.named_parameters() if id(p) not in inside}
+                found.between_layers = True
+                self._check_between(index, stream, outside)
         found.before = _used(self._inputs[0], outside)
         found.after = _used(out, outside)
         if _used(out, self._second):
@@ -203,6 +242,13 @@ class _Watch:
             own = {f"{found.layers_path}.{index}.{n}": p for n, p in self._layers[index].named_parameters()}
             found.unused |= set(own) - _used(stream, own)
         found.unused |= set(outside) - found.before - found.between - found.after
+
+    def _check_between(self, index: int, stream: Tensor, outside: Mapping[str, Tensor]) -> None:
+        """Check that the input of the layer after `index` depends on no layer but through the output of that one."""
+        self._found.between |= _used(stream, outside)
+        others = {f"{n}.": leaf for n, leaf in enumerate(self._leaves[:index])} | self._second
+        if _used(stream, others):
+            self._refuse(f"what is computed between layers {index} and {index + 1} depends on more than the stream")
 
     def _check_layer(self, index: int, stream: Tensor) -> None:
         """Check that a layer's output depends on no other layer but through its input."""
@@ -216,15 +262,18 @@ class _Watch:
             self._refuse(f"layer {index} depends on layer {other} by more than the stream")
 
 
-def _is_stream(value: Any) -> bool:
-    """Return whether a value is a differentiable tensor [b, t, …, d]."""
+def _batch_dims(value: Any, time: int) -> tuple[int, int] | None:
+    """Return the dims of samples and tokens of a differentiable tensor with features, or None for another value."""
     is_float = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-    return is_float and value.dim() >= 3 and tuple(value.shape[:2]) == (BATCH, TIME)
+    if not is_float or value.dim() < 3:
+        return None
+    shape = list(value.shape)
+    return (shape.index(BATCH), shape.index(time)) if shape.count(BATCH) == shape.count(time) == 1 else None
 
 
-def _symbolic(shape: Iterable[int]) -> tuple[int, ...]:
+def _symbolic(shape: Iterable[int], time: int) -> tuple[int, ...]:
     """Return a shape in which sizes of the probe are replaced by what they stand for."""
-    names = {BATCH: BATCH_DIM, TIME: TIME_DIM, BATCH * TIME: BATCH_TIME_DIM}
+    names = {BATCH: BATCH_DIM, time: TIME_DIM, BATCH * time: BATCH_TIME_DIM}
     return tuple(names.get(size, size) for size in shape)
 
 

@@ -41,19 +41,25 @@ def _written(name: str, arguments: tuple[Any, ...]) -> FillFacts:
     if name in ("aten.fill_", "aten.full") and isinstance(arguments[0], int | float):
         return FillFacts("constant", float(arguments[0]))
     if name in ("aten.normal_", "aten.randn"):
-        mean, std = (*arguments, *(0.0, 1.0)[len(arguments) :])
+        mean, std = _completed(arguments)
         return FillFacts("normal", float(std)) if mean == 0 else COMPUTED
     if name == "aten.uniform_":
-        low, high = (*arguments, *(0.0, 1.0)[len(arguments) :])
+        low, high = _completed(arguments)
         return FillFacts("uniform", float(high)) if low == -high else COMPUTED
     return COMPUTED
 
 
-class _Recorder(private.TorchDispatchMode):
+def _completed(arguments: tuple[Any, ...]) -> tuple[float, float]:
+    """Return the parameters of a distribution, by default 0 and 1."""
+    found = [*arguments, *(0.0, 1.0)[len(arguments) :]]
+    return float(found[0]), float(found[1])
+
+
+class _Recorder(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that records what operators write to whole storages."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fills: dict[int, FillFacts | None] = {}
 
     def fill(self, tensor: Tensor) -> FillFacts:

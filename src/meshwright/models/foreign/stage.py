@@ -40,6 +40,8 @@ class _Call:
         self.received: Tensor | None = None
         self.batch, self.time, self.dtype = 0, 0, torch.float32
         self.is_first = True
+        self.read: list[tuple[nn.Module, str]] = []
+        """Parameters of replaced modules, whose dtype or device a model may read."""
 
 
 def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origin) -> nn.Module:
@@ -59,8 +61,10 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origi
     if not part.is_first:
         for path, shape in structure.stubs.items():
             module = model.get_submodule(path)
-            _empty(module)
+            call.read += _empty(module)
             module.forward = _zeros(shape, call)
+        if structure.between_layers:
+            layers[part.layers.start].register_forward_pre_hook(_receive(structure, call), with_kwargs=True)
     if not part.is_last:
         for name in (parameter.name for parameter in structure.last.parameters):
             owner, _, leaf = name.rpartition(".")
@@ -68,25 +72,27 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origi
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, None)
-    blanks = {} if part.is_first else structure.blanks
-    for name in blanks:
-        owner, _, leaf = name.rpartition(".")
-        delattr(model.get_submodule(owner), leaf)
-    model.forward = _stage_forward(model, part, call, blanks, origin)
+    model.forward = _stage_forward(model, structure, part, call, origin)
     return model
 
 
 def _stage_forward(
-    model: nn.Module, part: Part, call: _Call, blanks: Mapping[str, tuple[int, ...]], origin: Origin
+    model: nn.Module, structure: Structure, part: Part, call: _Call, origin: Origin
 ) -> Callable[..., Tensor]:
-    forward = model.forward
+    forward, dims = model.forward, structure.batch_dims
+    blanks = {} if part.is_first else structure.blanks
+    for name in blanks:
+        owner, _, leaf = name.rpartition(".")
+        delattr(model.get_submodule(owner), leaf)
 
     def stage_forward(inputs: Tensor, layout: TokenLayout | None = None, token_ids: Tensor | None = None) -> Tensor:
         ids = inputs if part.is_first else token_ids
         if ids is None:
             ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-        call.received = None if part.is_first else inputs
+        call.received = None if part.is_first else inputs.movedim((0, 1), dims)
         call.batch, call.time, call.dtype = ids.shape[0], ids.shape[1], inputs.dtype
+        for module, leaf in call.read:
+            vars(module)[leaf] = inputs.new_empty(0)
         for name, shape in blanks.items():
             owner, _, leaf = name.rpartition(".")
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
@@ -97,7 +103,7 @@ def _stage_forward(
             with _mode(model):
                 return origin.call(forward, ids, layout)
         except _End as end:
-            return end.stream
+            return end.stream.movedim(dims, (0, 1)).contiguous()
         finally:
             call.received = None
 
@@ -110,13 +116,26 @@ def _passing(index: int, structure: Structure, part: Part, call: _Call) -> Calla
 
     def passing(*args: Any, **kwargs: Any) -> Any:
         stream = args[key] if isinstance(key, int) else kwargs[key]
-        if index == part.layers.start - 1:
+        if index == part.layers.start - 1 and not structure.between_layers:
             stream = call.received
         if index == part.layers.stop:
             raise _End(stream)
         return stream if form == "tensor" else (tuple if form == "tuple" else list)((stream, *[None] * (length - 1)))
 
     return passing
+
+
+def _receive(structure: Structure, call: _Call) -> Callable[..., Any]:
+    """Return a hook that gives a stage's first layer the received stream, to which what is computed between layers was
+    applied where it was sent."""
+    key = structure.stream
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(key, int):
+            return (*args[:key], call.received, *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: call.received}
+
+    return hook
 
 
 def _zeros(shape: tuple[int, ...], call: _Call) -> Callable[..., Tensor]:
@@ -130,13 +149,17 @@ def _zeros(shape: tuple[int, ...], call: _Call) -> Callable[..., Tensor]:
     return zeros
 
 
-def _empty(module: nn.Module) -> None:
-    """Remove a module's parameters and buffers; all else stays, since a model reads attributes of its layers."""
+def _empty(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Remove a module's parameters and buffers, and return their owners and names; all else stays, since a model reads
+    attributes of its layers."""
+    emptied = []
     for inner in module.modules():
         parameters = inner.named_parameters(recurse=False, remove_duplicate=False)
         buffers = inner.named_buffers(recurse=False, remove_duplicate=False)
         for name in [name for name, _ in (*parameters, *buffers)]:
             setattr(inner, name, None)
+            emptied.append((inner, name))
+    return emptied
 
 
 def _mode(module: nn.Module) -> AbstractContextManager[Any]:

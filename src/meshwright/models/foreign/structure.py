@@ -74,6 +74,10 @@ class Structure:
     """Shape of the stream between layers per token."""
     stream: int | str
     """Position or name of the stream among a layer's arguments."""
+    batch_dims: tuple[int, int]
+    """Dims of the stream that are samples and tokens."""
+    between_layers: bool
+    """Whether something is computed between a layer and the next."""
     returns: tuple[str, int]
     """Form of a layer's output: `tensor`, `tuple` or `list`, and its length."""
     vocab_size: int

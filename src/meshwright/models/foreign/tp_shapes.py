@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, ROW, Style, StyleKind
 from meshwright.models.foreign.origin import NotSharded, Origin
-from meshwright.models.foreign.probe import TIME
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:
@@ -24,7 +23,9 @@ def owners(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
 
 
-def complete_styles(model: nn.Module, styles: Mapping[str, Style], tp: int, origin: Origin) -> dict[str, Style]:
+def complete_styles(
+    model: nn.Module, styles: Mapping[str, Style], tp: int, origin: Origin, time: int
+) -> dict[str, Style]:
     """Return styles in which tied parameters lie alike, and replicated modules that meet shards are marked.
 
     Args:
@@ -32,6 +33,7 @@ def complete_styles(model: nn.Module, styles: Mapping[str, Style], tp: int, orig
         styles: style of each module with parameters, by its path in the model.
         tp: size of tp.
         origin: calls the model.
+        time: tokens of a sample that the model takes.
 
     Raises:
         NotSharded: nothing is sharded, or the model fails with these shards.
@@ -40,9 +42,9 @@ def complete_styles(model: nn.Module, styles: Mapping[str, Style], tp: int, orig
     _match_ties(model, styles)
     if all(style in (REPLICATED, DIVIDED) for style in styles.values()):
         raise NotSharded(f"no matrix of {type(model).__name__} is sharded")
-    before = _shapes(model, styles, origin)
+    before = _shapes(model, styles, origin, time)
     with sharded(model, styles, tp):
-        after = _shapes(model, styles, origin)
+        after = _shapes(model, styles, origin, time)
     for path, style in styles.items():
         if path not in before and style.kind is not StyleKind.REPLICATED:
             raise NotSharded(f"{path} is sharded, but its parameters are read without calling it")
@@ -160,7 +162,7 @@ def _gathering(module: nn.Module, style: Style, tp: int) -> Iterator[Any]:
         yield module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(tp, -1)[0], *inputs[1:]))
 
 
-def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin) -> dict[str, tuple[Any, ...]]:
+def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time: int) -> dict[str, tuple[Any, ...]]:
     """Return the shapes of the tensors that each module takes in a forward.
 
     Raises:
@@ -178,7 +180,7 @@ def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin) -> di
     handles = [model.get_submodule(path).register_forward_pre_hook(record(path), with_kwargs=True) for path in styles]
     try:
         with torch.no_grad():
-            ids = torch.zeros((2, TIME), dtype=torch.long, device=next(model.parameters()).device)
+            ids = torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device)
             origin.call(model, ids)
     except Exception as error:
         why = f"{type(error).__name__}: {str(error)[:150]}"

@@ -59,6 +59,7 @@ def stage_gradients(
         (parameter.key, stage, parts[stage].get_parameter(name))
         for parameter in stages.shared
         for stage, name in parameter.sites
+        if parts[stage].get_parameter(name).requires_grad
     ]
     loss = samples.loss(_StageSequence(config.family, parts), indices)
     found = torch.autograd.grad(loss, [copy for *_, copy in copies], allow_unused=True, materialize_grads=True)
