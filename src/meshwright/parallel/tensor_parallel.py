@@ -199,6 +199,8 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
         _check_paths(root, kind)
         styles = {path: style for path, style in kind.styles if not _is_placed(kind, path)}
         parallelize_module(root, mesh, {path: _style(style, stream, root) for path, style in styles.items()})
+        for path in (path for path, style in styles.items() if style.cloned):
+            root.get_submodule(path).register_forward_hook(lambda module, inputs, output: output.clone())
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())

@@ -68,6 +68,8 @@ class Style:
     gathered: bool = False
     """Whether a column-parallel layer gathers its output, and a row-parallel one takes a replicated input: for what is
     computed between them on all columns at once, such as a norm over all heads."""
+    cloned: bool = False
+    """Whether the output of a column-parallel or row-parallel layer is copied, for models that write to it in place."""
     partial_tail: int = 0
     """Last features of a replicated layer's output that are used by sharded heads, so their gradients are partial:
     the rotary part of keys in multi-head latent attention."""

@@ -45,6 +45,9 @@ def complete_styles(
     before = _shapes(model, styles, origin, time)
     with sharded(model, styles, tp):
         after = _shapes(model, styles, origin, time)
+        if _writes_to_outputs(model, styles, origin, time):
+            linear = (StyleKind.COLUMN, StyleKind.ROW)
+            styles = {path: replace(style, cloned=style.kind in linear) for path, style in styles.items()}
     for path, style in styles.items():
         if path not in before and style.kind is not StyleKind.REPLICATED:
             raise NotSharded(f"{path} is sharded, but its parameters are read without calling it")
@@ -160,6 +163,36 @@ def _gathering(module: nn.Module, style: Style, tp: int) -> Iterator[Any]:
         yield module.register_forward_hook(lambda module, inputs, out: torch.cat([out] * tp, -1))
     elif style.gathered:
         yield module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(tp, -1)[0], *inputs[1:]))
+
+
+class _View(torch.autograd.Function):
+    """View of a tensor, as a DTensor's local tensor is: autograd forbids to write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _writes_to_outputs(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time: int) -> bool:
+    """Return whether the model writes to outputs of sharded linear layers in place."""
+
+    def view(module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Any:
+        return _View.apply(out)  # type: ignore[no-untyped-call]
+
+    linear = [path for path, style in styles.items() if style.kind in (StyleKind.COLUMN, StyleKind.ROW)]
+    handles = [model.get_submodule(path).register_forward_hook(view) for path in linear]
+    try:
+        origin.call(model, torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device))
+    except RuntimeError as error:
+        return "is a view and is being modified inplace" in str(error)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return False
 
 
 def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time: int) -> dict[str, tuple[Any, ...]]:

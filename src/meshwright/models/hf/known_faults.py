@@ -11,7 +11,7 @@ NOT_SPLIT: Mapping[str, str] = {
 NOT_TENSOR_PARALLEL: Mapping[str, str] = {
     "dbrx": "DBRX's experts are modules of their own inside a stack of parameters",
     "dots3_note_text": "parameters that transformers' plan leaves replicated get partial gradients",
-    "falcon": "Falcon writes into views of its queries and keys in place",
     "gemma3n_text": "Gemma 3n reads parameters of sharded modules without calling them",
+    "nemotron_h": "Nemotron-H's experts take no index that stands for another rank's experts",
 }
 """Model types that transformers' plan of tensor parallelism doesn't fit."""

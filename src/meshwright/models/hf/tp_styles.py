@@ -6,6 +6,7 @@ backward, which is wrong with more than one micro-batch. Its plan is: which matr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -40,6 +41,8 @@ LINEAR: Mapping[str, Style] = {
 ROWS = "embedding_rowwise"
 REPLICAS = ("replicate", "replicated_with_grad_allreduce")
 EXPERTS = "moe_tp_experts"
+EXPERT_INPUTS = 3
+"""Inputs of experts: tokens, the indices of each token's experts, and their weights."""
 LATENT_KEYS = "mla_kv_a_proj"
 LOCAL_PARAMETERS = "local_params"
 
@@ -58,7 +61,7 @@ def tp_styles(model: nn.Module, config: Any) -> dict[str, Style]:
     if plan:
         styles = {path: _style(path, module, plan, config) for path, module in owners(model).items()}
     else:
-        found = feed_forwards(model, config.hidden_size, private.transposed_linear())
+        found = feed_forwards(model, config.get_text_config().hidden_size, private.transposed_linear())
         styles = dict.fromkeys(owners(model), REPLICATED) | dict(found)
     if all(style == REPLICATED for style in styles.values()):
         source = "transformers' tensor-parallel plan for" if plan else "there is no tensor-parallel plan, and"
@@ -95,6 +98,8 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
 def _experts(path: str, module: nn.Module, config: Any) -> Style:
     count = getattr(module, "num_experts", None)
     shapes = {leaf: tuple(p.shape) for leaf, p in module.named_parameters(recurse=False)}
+    if len(inspect.signature(module.forward).parameters) < EXPERT_INPUTS:
+        raise NotSharded(f"{path} ({type(module).__name__}) has experts that aren't told which tokens are theirs")
     if any(True for child in module.children() for _ in child.parameters()):
         raise NotSharded(f"{path} ({type(module).__name__}) has experts in modules of their own")
     if count is None or any(shape[0] != count for shape in shapes.values()):
