@@ -12,6 +12,7 @@ NOT_TENSOR_PARALLEL: Mapping[str, str] = {
     "dbrx": "DBRX's experts are modules of their own inside a stack of parameters",
     "dots3_note_text": "parameters that transformers' plan leaves replicated get partial gradients",
     "gemma3n_text": "Gemma 3n reads parameters of sharded modules without calling them",
-    "nemotron_h": "Nemotron-H's experts take no index that stands for another rank's experts",
 }
 """Model types that transformers' plan of tensor parallelism doesn't fit."""
+WITHOUT_SENTINEL = ("nemotron_h",)
+"""Model types whose experts take no index that stands for other ranks' experts: all ranks run all."""

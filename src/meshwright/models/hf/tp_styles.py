@@ -28,6 +28,7 @@ from meshwright.models.contract.tp_styles import (
 from meshwright.models.foreign.origin import NotSharded
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
+from meshwright.models.hf.known_faults import WITHOUT_SENTINEL
 
 LINEAR: Mapping[str, Style] = {
     "colwise": COLUMN,
@@ -96,12 +97,12 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
 
 
 def _experts(path: str, module: nn.Module, config: Any) -> Style:
+    """Return the style of experts: sharded by expert, or replicated where a rank couldn't run its own alone."""
     count = getattr(module, "num_experts", None)
-    shapes = {leaf: tuple(p.shape) for leaf, p in module.named_parameters(recurse=False)}
-    if len(inspect.signature(module.forward).parameters) < EXPERT_INPUTS:
-        raise NotSharded(f"{path} ({type(module).__name__}) has experts that aren't told which tokens are theirs")
-    if any(True for child in module.children() for _ in child.parameters()):
-        raise NotSharded(f"{path} ({type(module).__name__}) has experts in modules of their own")
-    if count is None or any(shape[0] != count for shape in shapes.values()):
-        raise NotSharded(f"{path} ({type(module).__name__}) has parameters that are not stacked by expert")
+    shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
+    has_own = any(True for child in module.children() for _ in child.parameters())
+    takes_indices = len(inspect.signature(module.forward).parameters) >= EXPERT_INPUTS
+    is_stacked = count is not None and all(shape[0] == count for shape in shapes)
+    if has_own or not takes_indices or not is_stacked or config.model_type in WITHOUT_SENTINEL:
+        return REPLICATED
     return Style(StyleKind.EXPERTS, top_k=int(getattr(config, "num_experts_per_tok", 0) or 1))
