@@ -22,6 +22,8 @@ THEIR_WORDS = re.compile(r"\bhf (download|auth)\b|\bhf_[a-z]\w+|\"moe_tp_experts
 CATALOGUE = re.compile(r"^from meshwright\.models\.hf\.")
 """An import of Hugging Face's catalogue of models, by the interface below."""
 INTERFACE = "api.py"
+COMMON = "module"
+"""A family whose name is a word that every file may use: it's named where its files are imported."""
 THEIR_FIELDS = "models/hf/tiny_"
 """Start of the paths of those tables, and of what reads them."""
 BENCHMARKS = "meshwright_bench/benchmarks.py"
@@ -33,7 +35,8 @@ def family_breaches(tree: Tree) -> list[str]:
     if not families:
         return []
     # As a word, or as the start of a class's name: `DiTBlock`.
-    names = re.compile("|".join(rf"\b(?i:{name})(?=\b|[A-Z0-9_])" for name in families))
+    named = [name for name in families if name != COMMON]
+    names = re.compile("|".join([*(rf"\b(?i:{name})(?=\b|[A-Z0-9_])" for name in named), rf"models\.({COMMON})\b"]))
     presets = sorted((path.stem for path in tree.root.glob("src/meshwright/config/presets/*.toml")), key=len)
     breaches = []
     for module in tree.package:
@@ -48,7 +51,7 @@ def family_breaches(tree: Tree) -> list[str]:
             for preset in reversed(presets):
                 line = line.replace(preset, "")
             for found in names.finditer(line):
-                if not module.inner_path.startswith(f"models/{found[0].lower()}/"):
+                if not module.inner_path.startswith(f"models/{(found[1] or found[0]).lower()}/"):
                     breaches.append(f"{module.path}:{number} names the family {found[0]}")
     return breaches
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from meshwright.config.key_fields import is_table
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import family_names, find_family
 from meshwright.settings.section import ModelSection, sections_in
@@ -28,11 +30,16 @@ def values_to_toml(values: Mapping[str, Any]) -> str:
 def _table(values: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
     for key, value in values.items():
         if value is not None and not isinstance(value, Mapping):
-            lines.append(f"{key} = {_value(value)}")
+            lines.append(f"{_key(key)} = {_value(value)}")
     for key, value in values.items():
         if isinstance(value, Mapping):
-            lines += ["", f"[{prefix}{key}]"]
-            _table(value, f"{prefix}{key}.", lines)
+            lines += ["", f"[{prefix}{_key(key)}]"]
+            _table(value, f"{prefix}{_key(key)}.", lines)
+
+
+def _key(name: str) -> str:
+    """Return a key of TOML, quoted if it is not bare, as globs are."""
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
 
 
 def _value(value: Any) -> str:
@@ -88,6 +95,8 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
         return _type_name(get_args(annotation)[0])
+    if is_table(annotation):
+        return "table"
     if get_origin(annotation) is tuple:
         return f"list of {_type_name(get_args(annotation)[0])}s"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from meshwright.config.overlay import ConfigOverlay
 from meshwright.config.schema import run_type
-from meshwright.settings.section import sections_in
+from meshwright.settings.section import TABLE_TYPE, sections_in
 
 
 @cache
@@ -23,6 +23,18 @@ def fields(kind: str) -> Mapping[str, Any]:
 def sections(kind: str) -> Mapping[str, Any]:
     """Return the fields of all sections for a family, by dotted name."""
     return {key: field for key, field, is_section in _walk(run_type(kind), "") if is_section}
+
+
+def table_of(kind: str, key: str) -> str | None:
+    """Return the key that is a table with this one in it, such as `model.arguments` for `model.arguments.width`."""
+    parts = key.split(".")
+    parents = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in parents if name in fields(kind) and is_table(fields(kind)[name].annotation)), None)
+
+
+def is_table(annotation: Any) -> bool:
+    """Return whether a key's annotation is that of a table."""
+    return bool(annotation == TABLE_TYPE)
 
 
 def is_valid(kind: str, key: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.config.foreign_keys import ForeignKey, foreign_keys_error
-from meshwright.config.key_fields import fields, is_valid, sections
+from meshwright.config.key_fields import fields, is_valid, sections, table_of
 from meshwright.config.overlay import ConfigOverlay, shorten
 from meshwright.config.parse_value import likely_values, parse_value
 from meshwright.config.rules import Rules, check, repair
@@ -133,6 +133,9 @@ class _FamilyKeys:
         """Set a key, or all keys of a section from a mapping; an empty `key` stands for the entire configuration."""
         if key in fields(self.kind):
             overlay.put(key, value, origin)
+            return
+        if (table := table_of(self.kind, key)) is not None:
+            overlay.put(table, {**overlay.get(table, {}), key.removeprefix(f"{table}."): value}, origin)
             return
         known = sections(self.kind)
         if isinstance(value, Mapping) and (not key or key in known):

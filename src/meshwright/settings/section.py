@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 
 class Section(BaseModel):
@@ -32,6 +33,21 @@ Names = Annotated[
     BeforeValidator(_as_names),
 ]
 """Tuple of strings, written as a list or as a single string."""
+
+
+def _as_pairs(value: Any) -> Any:
+    if not isinstance(value, Mapping | tuple):
+        raise ValueError("a table is needed, as in {name=1}")
+    return tuple((key, _hashable(inner)) for key, inner in value.items()) if isinstance(value, Mapping) else value
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+TABLE_TYPE = tuple[tuple[str, Any], ...]
+Table = Annotated[TABLE_TYPE, BeforeValidator(_as_pairs), PlainSerializer(dict)]
+"""Values by names of the user's choice, as pairs; written as a table, or each by a key of its own."""
 
 
 def sections_in(annotation: Any) -> list[type[BaseModel]]:

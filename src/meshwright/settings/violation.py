@@ -38,6 +38,9 @@ def format_value(value: Any) -> str:
     """Format a value for a command-line override."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{json.dumps(key)} = {json.dumps(one)}" for key, one in value.items())
+        return shlex.quote(f"{{{inner}}}")
     if isinstance(value, list | tuple):
         if len(value) == 1 and isinstance(value[0], str):
             return shlex.quote(value[0])

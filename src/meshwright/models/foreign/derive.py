@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
@@ -21,6 +23,7 @@ from meshwright.models.foreign.tp_shapes import complete_styles
 from meshwright.units import format_count
 
 NOTHING_SAVED = Saved()
+LENGTH = "train.seq_len"
 
 
 def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
@@ -30,7 +33,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
         ConfigError: the model has no layers that can be told apart, or shares parameters between them.
     """
     model, found = _probed(origin)
-    sides, stubs = _sides(model, found)
+    sides, stubs, blanks = _sides(model, found)
     aliases = _aliases(model, sides)
     remove_aliases(model, aliases)
     sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
@@ -39,10 +42,10 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     found.not_split = found.not_split or origin.not_split()
     if tp > 1 and not (unfit := origin.not_tensor_parallel()):
         try:
-            styles = complete_styles(model, origin.styles(model, tp), tp, origin, found.time)
+            styles = complete_styles(model, origin.styles(model, found.per_token[-1]), tp, origin, found.time)
         except NotSharded as error:
             unfit = str(error)
-    deriver = _Deriver(model, origin, found, sides, stubs, styles, seq_len)
+    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len)
     if tp > 1 and aliases:
         unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
     return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
@@ -69,19 +72,22 @@ def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
     )
 
 
-def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, ...]]]:
-    """Return where parameters are used, and the modules to replace on stages without the first ones. What can't be
-    replaced is on every stage."""
+def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, ...]], list[str]]:
+    """Return where parameters are used, and what stages without the first ones replace: modules, and parameters that
+    are read without calling their modules. What can't be replaced is on every stage."""
     sides, stubs, first = find_sides(model, found), dict[str, tuple[int, ...]](), list[str]()
+    read = set(containers(found.layers_path))
     for path in side_modules(model, found.layers_path):
         names = [name for name in sides.first if name.startswith(f"{path}.")]
-        inside = stub_shapes(model, found.outputs, path) if names else None
-        if inside:
+        if not any(inner == path or inner.startswith(f"{path}.") for inner in found.phases):
+            read |= {name.rpartition(".")[0] for name in names}
+        elif names and (inside := stub_shapes(model, found.outputs, path)):
             stubs |= inside
             first += names
-    first += [name for name in sides.first if name.rpartition(".")[0] in containers(found.layers_path)]
+    blanks = [name for name in sides.first if name.rpartition(".")[0] in read]
+    first += blanks
     kept = [name for name in sides.first if name not in first]
-    return Sides(tuple(first), (*kept, *sides.every), sides.last), stubs
+    return Sides(tuple(first), (*kept, *sides.every), sides.last), stubs, blanks
 
 
 def _aliases(model: nn.Module, sides: Sides) -> dict[str, str]:
@@ -106,11 +112,12 @@ class _Deriver:
         found: Probe,
         sides: Sides,
         stubs: dict[str, tuple[int, ...]],
+        blanks: list[str],
         styles: dict[str, Style],
         seq_len: int,
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
-        self._styles, self._frozen = styles, found.unused | found.frozen
+        self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
         self._fills = origin.fills()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -123,7 +130,29 @@ class _Deriver:
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
         self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model)
         model.to(torch.bfloat16)
-        self._costs: Costs = measure_costs(model, self._layers, seq_len, origin)
+        self._costs = self._measured(seq_len)
+
+    def _measured(self, seq_len: int) -> Costs:
+        """Return what the model saves and computes for samples of `seq_len` tokens."""
+        try:
+            return measure_costs(self._model, self._layers, seq_len, self._origin)
+        except Exception as error:
+            raise ConfigError(
+                f"the forward of {type(self._model).__name__} fails for {seq_len} tokens: {str(error)[:150]}",
+                where=LENGTH,
+                rule="samples have train.seq_len tokens, which the model takes",
+                fix=f"{LENGTH}={self._longest(seq_len)}",
+            ) from error
+
+    def _longest(self, seq_len: int) -> int:
+        """Return the largest half, quarter, … of a length that the model takes."""
+        ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(self._model.parameters()).device)
+        while ids.shape[1] > 1:
+            ids = ids[:, : ids.shape[1] // 2]
+            with suppress(Exception), torch.no_grad():
+                self._origin.call(self._model, ids)
+                return ids.shape[1]
+        return self._found.time
 
     def _check_ties(self) -> None:
         for names in self._names.values():
@@ -150,11 +179,7 @@ class _Deriver:
             every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
             last=self._end(self._sides.last, late, costs.saved.get(AFTER, Saved()), costs.flops.get(AFTER, 0.0)),
             stubs=self._stubs,
-            blanks={
-                name: tuple(self._model.get_parameter(name).shape)
-                for name in self._sides.first
-                if name.rpartition(".")[0] in containers(path)
-            },
+            blanks={name: tuple(self._model.get_parameter(name).shape) for name in self._blanks},
             aliases={},
             fills={name: fill for name, fill in self._fills.items() if not name.startswith(inside)},
             per_token=found.per_token,

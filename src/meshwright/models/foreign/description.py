@@ -60,3 +60,13 @@ def saved_names(structure: Structure) -> frozenset[str]:
         inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
         found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
     return frozenset(found)
+
+
+def computed_names(structure: Structure) -> frozenset[str]:
+    """Return the names of the parameters and buffers whose initial values are computed."""
+    found = {name for name, fill in structure.fills.items() if fill.how == "computed"}
+    by_name = {block.name: block for block in structure.blocks}
+    for layer, kind in enumerate(structure.layers):
+        inside = (name for name, fill in by_name[kind].fills.items() if fill.how == "computed")
+        found |= {f"{structure.layers_path}.{layer}.{name}" for name in inside}
+    return frozenset(found)

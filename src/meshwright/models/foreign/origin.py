@@ -65,12 +65,12 @@ class Origin(ABC):
         """Return the initial values of each parameter and buffer, by every one of its names."""
 
     @abstractmethod
-    def styles(self, model: nn.Module, tp: int) -> dict[str, Style]:
+    def styles(self, model: nn.Module, width: int) -> dict[str, Style]:
         """Return the tensor-parallel style of each module with parameters, by its path.
 
         Args:
             model: the model on the meta device.
-            tp: size of tp.
+            width: features of the stream between layers.
 
         Raises:
             NotSharded: nothing is sharded, or not so.

@@ -105,6 +105,8 @@ def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
     listed = model.get_submodule(path)
     assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
     layers = list(listed)
+    if len(set(layers)) < len(layers):
+        raise origin.error(f"{path} holds one module more than once", "each layer has parameters of its own")
     found = Probe(path, time)
     watch = _Watch(model, layers, found, origin)
     ids = torch.zeros((BATCH, time), dtype=torch.long, device=next(model.parameters()).device)

@@ -65,7 +65,8 @@ class Structure:
     stubs: dict[str, tuple[int, ...]]
     """Modules that return zeros on other stages than the first, with the shapes of their outputs (see `probe`)."""
     blanks: dict[str, tuple[int, ...]]
-    """Parameters of modules around the layers that are zeros on other stages than the first, with their shapes."""
+    """Parameters that are read without calling their modules and are zeros on other stages than the first, with their
+    shapes."""
     fills: dict[str, FillFacts]
     """Initial values of all that is outside the layers."""
     aliases: dict[str, str]

@@ -79,9 +79,9 @@ class TransformersModel(Origin):
         """Return the initial values that the model's own rules give."""
         return fills_of(self.build)
 
-    def styles(self, model: nn.Module, tp: int) -> dict[str, Style]:
+    def styles(self, model: nn.Module, width: int) -> dict[str, Style]:
         """Return transformers' plan as our styles."""
-        return tp_styles(model, self.config)
+        return tp_styles(model, self.config, width)
 
     def not_split(self) -> str:
         """Return the reason that the catalogue has shown."""

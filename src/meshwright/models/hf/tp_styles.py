@@ -48,12 +48,13 @@ LATENT_KEYS = "mla_kv_a_proj"
 LOCAL_PARAMETERS = "local_params"
 
 
-def tp_styles(model: nn.Module, config: Any) -> dict[str, Style]:
+def tp_styles(model: nn.Module, config: Any, width: int) -> dict[str, Style]:
     """Return the style of each module with parameters, by its path in the model.
 
     Args:
         model: model on the meta device.
         config: its configuration.
+        width: features of the stream between layers.
 
     Raises:
         NotSharded: transformers has a plan that our styles don't express, or none where shapes say nothing.
@@ -62,7 +63,7 @@ def tp_styles(model: nn.Module, config: Any) -> dict[str, Style]:
     if plan:
         styles = {path: _style(path, module, plan, config) for path, module in owners(model).items()}
     else:
-        found = feed_forwards(model, config.get_text_config().hidden_size, private.transposed_linear())
+        found = feed_forwards(model, width, private.transposed_linear())
         styles = dict.fromkeys(owners(model), REPLICATED) | dict(found)
     if all(style == REPLICATED for style in styles.values()):
         source = "transformers' tensor-parallel plan for" if plan else "there is no tensor-parallel plan, and"

@@ -6,7 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -44,19 +44,29 @@ class TextBatch:
         return (self.layout,)
 
 
+@dataclass(frozen=True)
+class OwnLoss:
+    """A loss in place of cross-entropy."""
+
+    sum: Callable[[Tensor, Tensor], Tensor]
+    """Sum of the tokens' losses for logits [b, t, v] and targets [b, t]; `IGNORED_TARGET` is no target."""
+    unit: LossUnit
+
+
 class NextTokenTask(Task):
     """Loss and text generation of next-token prediction, whatever the samples are."""
 
-    def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
+    def __init__(self, f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> None:
         self._run, self._device = f, device
         self._has_text = text.is_text
-        self.unit = text_unit(text.validation_bytes_per_token)
+        self._loss_sum = cross_entropy_sum if loss is None else loss.sum
+        self.unit = text_unit(text.validation_bytes_per_token) if loss is None else loss.unit
         self._order = train_order(text, train_sizes(text, f.seq_len), f.seed)
         self._validation_shares = [share for _, share in validation_shares(text)]
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the tokens' cross-entropies for logits [b, t, v]."""
-        return cross_entropy_sum(out, targets)
+        """Return the sum of the tokens' losses for logits [b, t, v]."""
+        return self._loss_sum(out, targets)
 
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the number of tokens, ignoring those without a target."""
@@ -83,8 +93,8 @@ class NextTokenTask(Task):
 class TextTask(NextTokenTask):
     """Next-token prediction on windows of a corpus."""
 
-    def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
-        super().__init__(f, text, device)
+    def __init__(self, f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> None:
+        super().__init__(f, text, device, loss)
         assert corpora(text)[0].packed is None, "a packed corpus has a task of its own: text_task chooses"
         assert all(corpus.train_mask is None for corpus in corpora(text)), "conversations are packed"
         train = JoinedWindows(tuple(TokenWindows(corpus.train, f.seq_len) for corpus in corpora(text)))

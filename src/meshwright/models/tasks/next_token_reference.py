@@ -5,22 +5,33 @@ Shapes: b batch, t time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from numpy import int64
 from torch import Tensor, nn
 
+from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.mixtures.mixture import Text, corpora, train_order
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.attention.token_layout import TokenLayout
 
+LossSum = Callable[[Tensor, Tensor], Tensor]
+"""Sum of the losses of tokens, given logits […, v] and targets […], of which `IGNORED_TARGET` is none."""
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of the cross-entropies of logits […, v], without those that have no target."""
+    flat = logits.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(*flat, ignore_index=IGNORED_TARGET, reduction="sum")
+
 
 class TextReference:
-    """Next-token cross-entropy on windows of a text."""
+    """Next-token loss on windows of a text."""
 
-    def __init__(self, f: RunFacts, text: Text) -> None:
+    def __init__(self, f: RunFacts, text: Text, loss_sum: LossSum = cross_entropy_sum) -> None:
+        self._loss_sum = loss_sum
         self._seq_len, self._global_batch, self._drops = f.seq_len, f.global_batch, f.dropout > 0
         self._windows: dict[int, Tensor] = {}  # a failed proof reads the same few for each variant
         self._sources = [corpus.train for corpus in corpora(text)]
@@ -32,8 +43,7 @@ class TextReference:
         # Dropout is a function of the samples' numbers; a model without it may take tokens alone.
         layout = (TokenLayout(size, samples=tuple(indices)),) if self._drops else ()
         logits = model(tokens[:, :-1], *layout)
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
-        return loss / (self._global_batch * size)
+        return self._loss_sum(logits, tokens[:, 1:]) / (self._global_batch * size)
 
     def sample(self, index: int) -> Mapping[str, Tensor]:
         """Return the tokens of a sample and their next tokens, [t] each."""

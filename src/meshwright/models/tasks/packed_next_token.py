@@ -11,7 +11,7 @@ from meshwright.data.packed_corpus import packed_splits
 from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, HostBatch
-from meshwright.models.tasks.next_token import NextTokenTask, TextBatch
+from meshwright.models.tasks.next_token import NextTokenTask, OwnLoss, TextBatch
 from meshwright.nn.attention.token_layout import TokenLayout
 
 
@@ -21,8 +21,8 @@ class PackedTextTask(NextTokenTask):
     The loss is the mean over the targets of the global batch; the first token of a document is no target.
     """
 
-    def __init__(self, f: RunFacts, text: Text, device: torch.device) -> None:
-        super().__init__(f, text, device)
+    def __init__(self, f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> None:
+        super().__init__(f, text, device, loss)
         train = JoinedPacked(tuple(packed_splits(corpus).train for corpus in corpora(text)))
         self._validation = JoinedPacked(tuple(packed_splits(one).validation for one, _ in validation_shares(text)))
         self._loader = PackedLoader(train, self._order, device)

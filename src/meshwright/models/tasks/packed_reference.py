@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from numpy import int64
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from meshwright.data.packed_corpus import packed_splits
 from meshwright.data.packed_windows import PackedWindows
 from meshwright.data.text_corpus import Corpus, Tokens
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.tasks.next_token_reference import LossSum, cross_entropy_sum
 from meshwright.models.tasks.reread_masks import RereadMasks
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.step_handles import handles
@@ -34,9 +34,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class PackedTextReference:
-    """Next-token cross-entropy on the documents of packed windows."""
+    """Next-token loss on the documents of packed windows."""
 
-    def __init__(self, f: RunFacts, text: Text) -> None:
+    def __init__(self, f: RunFacts, text: Text, loss_sum: LossSum = cross_entropy_sum) -> None:
+        self._loss_sum = loss_sum
         self._sources = [_Source(corpus) for corpus in corpora(text)]
         self.order = train_order(text, [one.windows.num_windows for one in self._sources], f.seed)
         self._global_batch, self._seq_len, self._drops = f.global_batch, f.seq_len, f.dropout > 0
@@ -52,7 +53,8 @@ class PackedTextReference:
             return self._full_samples(model, indices) / num_targets
         if self._drops:
             return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
-        return torch.stack([documents_loss_sum(model, self._pairs(index)) for index in indices]).sum() / num_targets
+        sums = [documents_loss_sum(model, self._pairs(index), self._loss_sum) for index in indices]
+        return torch.stack(sums).sum() / num_targets
 
     def sample(self, index: int) -> Mapping[str, Any]:
         """Return the tokens of a sample and their next tokens, [t] each, and its documents' lengths; padding has the
@@ -70,15 +72,15 @@ class PackedTextReference:
         samples = [self.sample(index) for index in indices]
         inputs, targets = (torch.stack([sample[part] for sample in samples]) for part in ("inputs", "targets"))
         logits = model(inputs, self._layout(indices))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+        return self._loss_sum(logits, targets)
 
     def _with_dropout(self, model: nn.Module, index: int) -> Tensor:
         """Return the loss sum of a sample's documents, each alone, with the dropout of its place in the sample."""
         losses, start = [], 0
         for inputs, targets in self._pairs(index):
             place = (start, start + len(inputs))
-            logits = model(inputs[None], self._layout([index]).on((((place,),),), 0))[0]
-            losses.append(F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"))
+            logits = model(inputs[None], self._layout([index]).on((((place,),),), 0))
+            losses.append(self._loss_sum(logits, targets[None]))
             start = place[1]
         return torch.stack(losses).sum()
 
@@ -148,15 +150,12 @@ def document_pairs(tokens: Tokens, spans: Iterable[Span]) -> list[Pair]:
     return [(document[:-1], document[1:]) for document in found]
 
 
-def documents_loss_sum(model: nn.Module, pairs: Iterable[Pair]) -> Tensor:
-    """Return the sum of the cross-entropies of documents, each alone through the model.
+def documents_loss_sum(model: nn.Module, pairs: Iterable[Pair], loss_sum: LossSum = cross_entropy_sum) -> Tensor:
+    """Return the sum of the losses of documents, each alone through the model.
 
     Args:
         model: maps ids [1, time] to logits [1, time, vocabulary].
         pairs: documents, at least one.
+        loss_sum: loss of logits and targets.
     """
-    losses = []
-    for inputs, targets in pairs:
-        logits = model(inputs[None])[0]
-        losses.append(F.cross_entropy(logits, targets, ignore_index=IGNORED_TARGET, reduction="sum"))
-    return torch.stack(losses).sum()
+    return torch.stack([loss_sum(model(inputs[None]), targets[None]) for inputs, targets in pairs]).sum()

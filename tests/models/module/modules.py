@@ -1,0 +1,96 @@
+"""Small modules of a user's own, each with something that the family has to find out."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Layer(nn.Module):
+    """A layer with attention of one head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the stream after the layer."""
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None))
+
+
+class Model(nn.Module):
+    """A tied model whose layers come after its norm in the module, with a computed table and a loss of its own."""
+
+    def __init__(self, width: int = 32, depth: int = 4, vocab_size: int = 256) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.table = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.table.weight
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.register_buffer("angles", torch.arange(width).float().cos())
+        nn.init.normal_(self.table.weight, std=0.05)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = self.table(ids) * self.scale + self.angles
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class ApartModel(Model):
+    """A model that keeps packed documents apart, given positions that restart."""
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map token ids [b, t] and positions [b, t] to logits [b, t, v]."""
+        mask = None
+        if position_ids is not None:
+            document = (position_ids == 0).cumsum(1)
+            mask = (document[:, :, None] == document[:, None, :]) & torch.ones(
+                ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device
+            ).tril()
+        x = self.table(ids) * self.scale + self.angles
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(self.norm(x))
+
+
+class TogetherModel(Model):
+    """A model that takes positions, and lets documents see each other."""
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v], whatever the positions are."""
+        return super().forward(ids)
+
+
+class SharedLayers(Model):
+    """A model whose layers are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(32)] * 2)
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return twice the cross-entropy of each token."""
+    return 2 * F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return a mean, which is no loss of each token."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def no_module() -> int:
+    """Return something else than a module."""
+    return 3
+
+
+def no_layers() -> nn.Module:
+    """Return a module without a list of layers."""
+    return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 256))

@@ -1,0 +1,121 @@
+"""A user's own module is trained without a description: structure, initial values, loss, packing, errors."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.config.dump import to_toml
+from meshwright.config.facts_for_family import run_facts
+from meshwright.config.schema import RunConfig
+from meshwright.data.loader import IGNORED_TARGET
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.models.contract.initial_values import Computed, Constant, Normal, Uniform
+from meshwright.models.module.own_loss import own_loss
+from meshwright.plan.load_config import load
+from tests.models.module import modules
+from tests.prove.proofs import SOURCE
+
+HERE = modules.__name__
+SETTINGS = ("train.seq_len=32", "train.global_batch=8", f"data.source={SOURCE}")
+
+
+def module_config(name: str, *words: str) -> RunConfig:
+    """The configuration of a run of a module of this folder."""
+    return load("module-tiny", [f"model.builder={HERE}:{name}", *SETTINGS, *words])
+
+
+def test_initial_values_are_the_constructors() -> None:
+    config = module_config("Model")
+    f, family = run_facts(config), config.family
+    bound = 1 / math.sqrt(32)
+    assert family.initial(f, "table.weight") == Normal(0.05)
+    assert family.initial(f, "layers.1.norm.weight") == Constant(1.0)
+    found = family.initial(f, "layers.1.out.weight")
+    assert isinstance(found, Uniform) and found.bound == pytest.approx(bound)
+    scale, angles = family.initial(f, "scale"), family.initial(f, "angles")
+    assert isinstance(scale, Computed) and isinstance(angles, Computed)
+    torch.testing.assert_close(scale.compute(), torch.linspace(0.5, 1.5, 32))
+    torch.testing.assert_close(angles.compute(), torch.arange(32).float().cos())
+
+
+def test_parts_are_where_they_run() -> None:
+    config = module_config("Model")
+    facts = config.family.describe(run_facts(config))
+    names = [[p.name for end in ends for p in end.parameters] for ends in (facts.first, facts.last)]
+    assert names == [["scale", "table.weight"], ["norm.weight", "norm.bias", "head.weight"]]
+    assert facts.last[0].parameters[-1].tied_to == "table.weight"
+
+
+def test_a_loss_of_ones_own_is_summed_over_the_tokens_that_count() -> None:
+    loss = own_loss(f"{HERE}:token_losses")
+    assert loss is not None
+    logits, targets = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
+    targets[0, :3] = IGNORED_TARGET
+    expected = 2 * F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(loss.sum(logits, targets), expected)
+
+
+def test_a_loss_that_is_a_mean_is_refused() -> None:
+    loss = own_loss(f"{HERE}:mean_loss")
+    assert loss is not None
+    with pytest.raises(ConfigError, match=r"returns a tensor \[\] for targets \[2, 5\]"):
+        loss.sum(torch.randn(2, 5, 7), torch.zeros(2, 5, dtype=torch.long))
+
+
+def test_documents_are_packed_where_positions_keep_them_apart() -> None:
+    module_config("ApartModel", "data.packing=documents")
+    for name, says in (("TogetherModel", "depend on the document packed before"), ("Model", "takes no position_ids")):
+        with pytest.raises(ConfigError, match=says):
+            module_config(name, "data.packing=documents")
+
+
+ERRORS = {
+    "model.builder=": "model.builder is not set",
+    "model.builder=Model": "model.builder = Model",
+    "model.builder=no_such_module:Model": "module not found: no_such_module",
+    f"model.builder={HERE}:Modle": "has no Modle",
+    f"model.builder={HERE}:no_module": "returns a int",
+    f"model.builder={HERE}:no_layers": "no list of layers",
+    f"model.builder={HERE}:SharedLayers": "layers holds one module more than once",
+    "model.arguments.widht=8": "unexpected keyword argument 'widht'",
+    "model.arguments=8": "model.arguments = 8 is not allowed here",
+    "model.layer_list=layer": "no list of modules layer",
+    "model.styles.layers.*.up=column": "no module with parameters has such a path",
+    "model.styles.layers.*.out=sideways": "'sideways' is no style",
+    "model.styles.layers.*.qkv=column": "a forward with shards of the matrices fails",
+    f"model.loss={HERE}:los": "has no los",
+    "model.loss=loss": "model.loss = loss",
+}
+
+
+@pytest.mark.parametrize("word", ERRORS)
+def test_what_is_wrong_is_said_before_a_run_starts(word: str) -> None:
+    with pytest.raises(MeshwrightError) as found:
+        module_config("Model", "mesh.tp=2", word)
+    assert ERRORS[word] in found.value.what
+    assert found.value.where and found.value.rule and found.value.fix
+
+
+def test_a_length_that_the_module_does_not_take_has_a_fix_that_works() -> None:
+    words = ["train.seq_len=1024", f"data.source={SOURCE}"]
+    with pytest.raises(ConfigError, match="fails for 1024 tokens") as found:
+        load("module-tiny", words)
+    assert found.value.fix == "train.seq_len=512"
+    load("module-tiny", [*words, "train.seq_len=512"])
+
+
+def test_tables_are_written_and_read(tmp_path: Path) -> None:
+    config = module_config("Model", "model.arguments={width=16, depth=6}", "model.styles.layers.*.out=replicated")
+    config = config.with_keys({})
+    written = to_toml(config)
+    assert tomllib.loads(written)["model"]["styles"] == {"layers.*.out": "replicated"}
+    (tmp_path / "run.toml").write_text(written, "utf-8")
+    again = load(str(tmp_path / "run.toml"), ["model.arguments.depth=2"])
+    assert dict(again.model.model_dump()["arguments"]) == {"width": 16, "depth": 2}
+    assert len(again.family.describe(run_facts(again)).layers) == 2

@@ -1,0 +1,55 @@
+"""A user's own module in a file of its own is proved over every axis, and a wrong sum over tp is found."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from meshwright.models.module import example
+from meshwright.plan.load_config import load
+from meshwright.prove.report import render
+from meshwright.prove.spec import as_proof
+from meshwright.testing.gang import GangPool
+from tests.models.hf.faults import records_of
+from tests.models.module import modules
+from tests.prove.proofs import SOURCE, prove_with
+
+SMALL = ("train.seq_len=16", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
+HEADS = ("model.styles.blocks.*.[qkv]=column", "model.styles.blocks.*.out=row")
+FEED_FORWARD = ("model.styles.blocks.*.up=column", "model.styles.blocks.*.down=row")
+ENDS = ("model.styles.tokens=vocabulary", "model.styles.head.1=head")
+
+
+def test_the_example_is_short() -> None:
+    assert len(Path(str(example.__file__)).read_text("utf-8").splitlines()) <= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [("mesh.dp_shard=2",), ("mesh.pp=2",), ("mesh.tp=2", *HEADS, *FEED_FORWARD, *ENDS), ("mesh.tp=2",)],
+    ids=["dp_shard", "pp", "tp by glob", "tp by shapes"],
+)
+def test_the_example_is_proved(gang: GangPool, layout: tuple[str, ...]) -> None:
+    config = as_proof(load("module-tiny", [*SMALL, *layout]))
+    result = prove_with(records_of(gang, config), config)
+    assert result.passed, "\n".join(render(result))
+
+
+@pytest.mark.slow
+def test_a_norm_of_heads_that_is_not_summed_is_found(gang: GangPool) -> None:
+    config = as_proof(load("module-tiny", [*SMALL, "mesh.tp=2", *HEADS]))
+    result = prove_with(records_of(gang, config, "norms of heads are not summed over tp"), config)
+    assert not result.passed
+    assert "q_norm.weight" in "\n".join(render(result))
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_and_packed_documents_are_proved(gang: GangPool) -> None:
+    importlib.import_module(modules.__name__)
+    words = [f"model.builder={modules.__name__}:ApartModel", f"model.loss={modules.__name__}:token_losses"]
+    config = as_proof(load("module-tiny", [*SMALL, *words, "data.packing=documents", "mesh.pp=2", "mesh.dp_shard=2"]))
+    result = prove_with(records_of(gang, config), config)
+    assert result.passed, "\n".join(render(result))
