@@ -24,12 +24,13 @@ def _model(model: DecoderConfig) -> Iterator[Violation]:
     yield from head_violations(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     head_dim = model.spec().head_dim
     if head_dim % 2:
+        counts = by_distance(divisors(model.dim // 2), model.num_heads) if model.head_dim is None else ()
         yield Violation(
             ConfigError,
             f"head_dim = {head_dim} is odd",
             "model.head_dim" if model.head_dim is not None else "model.dim",
             "rotary embedding rotates pairs, so head_dim is even",
-            [{"model.head_dim": head_dim + 1}],
+            [{"model.head_dim": head_dim + 1}, *({"model.num_heads": count} for count in counts)],
         )
     if model.num_heads % model.num_kv_heads:
         sizes = by_distance(divisors(model.num_heads), model.num_kv_heads)
