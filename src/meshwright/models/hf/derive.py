@@ -23,6 +23,7 @@ from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
 from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.hf.tp_styles import Unfit, tp_styles
+from meshwright.nn.deferred_weight_gradients import undeferred_parameters
 from meshwright.units import format_count
 
 EXPERTS_ON_META = "batched_mm"
@@ -64,7 +65,8 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
     deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len)
     if tp > 1 and aliases:
         unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
-    return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
+    undeferred = next(iter(undeferred_parameters(model)), "")
+    return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
 
 
 def _probed(config: Any, attention: str) -> tuple[nn.Module, Probe]:
