@@ -231,7 +231,7 @@ def prove(
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads, preload=preload)
         if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
-            say("the forward differs: looking for the place in a second pass …")
+            say("the forward may differ: looking for the place in a second pass …")
             notes += _locate(spec, num_ranks=axes.num_ranks(), threads=threads)
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")

@@ -151,6 +151,16 @@ FORWARD_FAULTS: dict[str, Fault] = {
     "the epsilon of a norm on one rank": Fault(
         on_module("norm", epsilon, rank=1), SHARD2, ("the output of norm, only on rank 1", "epsilon is 0.01")
     ),
+    "a norm in float32": Fault(
+        output("blocks.1.ffn_norm", lambda x: x.float().double()),
+        SHARD2,
+        ("the output of blocks.1.ffn_norm, on every rank", "runs in float32, in blocks.1.ffn_norm: the difference is"),
+    ),
+    "a norm's gradient in float32": Fault(
+        on_module("blocks.1.ffn_norm", lambda m: m.weight.register_hook(lambda gradient: gradient.float().double())),
+        TENSOR2,
+        ("not recognised", "the loss of step 1 is correct"),
+    ),
     "layers in the other order": Fault(layers_in_the_other_order, SHARD2, ("blocks.1 runs before blocks.0",)),
     "GELU instead of SiLU": Fault(
         on_module("blocks.0.ffn", gelu),

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
@@ -26,7 +25,7 @@ from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
-from meshwright.prove.locate.layout_pass import record_activations
+from meshwright.prove.locate.layout_pass import RankPass, record_activations
 from meshwright.prove.record.evidence import ReferenceEvidence, Variant, Variants
 from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, Tamper, gather_evidence, record_rank
@@ -140,7 +139,7 @@ def locate_on_rank(
     fault: str,
     step: int,
     data: ImageDataset | None = None,
-) -> dict[int, dict[str, Tensor]]:
+) -> RankPass:
     """Gang body: the second pass of this rank, with the same fault seeded."""
     context, corpus, plan = _context(rank, world_size), data or open_data(config), make_plan(config)
     with restored(*REPLACED):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.mesh.local_shards import to_local
@@ -95,6 +96,30 @@ def drop_all_reduce_of_replicas(job: Job, step: TrainStep) -> None:
 
 def skip_partial_sums_over_tp(job: Job, step: TrainStep) -> None:
     stages_module.sync_partial_gradients = lambda model: None
+
+
+def sum_accumulated_over_tp(job: Job, step: TrainStep) -> None:
+    """All-reduce what has accumulated after every backward, as transformers' `replicated_with_grad_allreduce` does."""
+    set_sync, sync = stages_module.set_gradient_sync, stages_module.sync_partial_gradients
+
+    def sum_accumulated(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+        partial = [p for p in model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
+        for parameter in partial:
+            dist.all_reduce(to_local(parameter.grad), group=parameter.grad.device_mesh.get_group("tp"))  # type: ignore[arg-type, union-attr]
+        return partial
+
+    def before_backward(model: torch.nn.Module, reduces: bool) -> None:
+        sum_accumulated(model)
+        set_sync(model, reduces)
+
+    def after_last(model: torch.nn.Module) -> None:
+        for parameter in sum_accumulated(model):
+            local, of = to_local(parameter.grad), parameter.data  # type: ignore[arg-type]
+            parameter.grad = DTensor.from_local(local, of.device_mesh, of.placements, run_check=False)  # type: ignore[attr-defined]
+        sync(model)
+
+    stages_module.set_gradient_sync = before_backward
+    stages_module.sync_partial_gradients = after_last
 
 
 def after_backward(change: Callable[[Job], None], *, only_first: bool = False) -> Tamper:

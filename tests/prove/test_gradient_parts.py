@@ -7,7 +7,7 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.result import FaultKind
-from tests.prove.gradient_case import ALL, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
+from tests.prove.gradient_case import ALL, EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold
 
 
@@ -167,3 +167,52 @@ def test_two_missing_sums_at_once():
     case.says(
         "the sum over tp is missing, and in the sum of the replicas", "its local contribution", names=REPLICATED_OVER_TP
     )
+
+
+IN_EACH = "the accumulated gradient is summed over {} ({} ranks) in each of {} backwards, not once after the last"
+
+
+def accumulated(case, num_ranks, names, factor=1.0):
+    """Sum what has accumulated over so many ranks after each micro-batch, which sums those before it again."""
+
+    def full(rank, parts):
+        total = 0.0 * parts[:, 0].sum(0)
+        for microbatch in parts.sum(0):
+            total = num_ranks * total + microbatch
+        return factor * total
+
+    case.give(full, names)
+
+
+@pytest.mark.parametrize("axes", [FSDP_TP, ODD, Axes(tp=4)], ids=str)
+@pytest.mark.parametrize("micro", [2, 3])
+def test_accumulated_gradients_are_summed_over_tp_again_in_each_backward(axes, micro):
+    case, names = Case(axes, micro), REPLICATED_OVER_TP
+    accumulated(case, axes.tp, names)
+    case.says(IN_EACH.format("tp", axes.tp, micro), kind=FaultKind.CONTRIBUTIONS, names=names)
+    is_ambiguous = axes.tp == micro == 2
+    assert all("gradient accumulation adds it" in one.cause for one in case.diagnoses(names)) == is_ambiguous
+
+
+def test_accumulated_gradients_are_summed_over_one_of_two_axes_of_one_size():
+    case = Case(ALL, 3)
+    accumulated(case, 2, REPLICATED_OVER_TP)
+    case.says("summed over dp_replicate (2 ranks) or over tp (2 ranks) in each of 3", names=REPLICATED_OVER_TP)
+
+
+def test_accumulated_gradients_that_are_scaled_too():
+    case = Case(FSDP_TP, 3)
+    accumulated(case, 2, ["square.weight"], 0.5)
+    case.says(IN_EACH.format("tp", 2, 3), "in addition, averaged over", names=["square.weight"])
+
+
+def test_other_weights_of_microbatches_are_no_sums_of_accumulated_gradients():
+    for axes, names, weights in (
+        (FSDP_TP, REPLICATED_OVER_TP[:3], (1.0, 2.0)),  # the wrong one is counted twice
+        (FSDP_TP, EVERY, (2.0, 1.0)),  # parameters that tp shards, too
+        (FSDP, EVERY, (4.0, 1.0)),  # nothing is replicated
+        (Axes(tp=4), REPLICATED_OVER_TP[:3], (2.0, 1.0)),  # not the size of an axis
+    ):
+        case = Case(axes, 2)
+        case.give(lambda rank, parts, w=weights: w[0] * parts[:, 0].sum(0) + w[1] * parts[:, 1].sum(0), names)
+        assert all("accumulated gradient is summed" not in one.text for one in case.diagnoses(names))

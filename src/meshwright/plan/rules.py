@@ -49,7 +49,22 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
         return
     yield from _table_file(config, table)
     yield from _layers(config, table)
-    if config.train.compile and table.splits_backward:
+    yield from _split_backward(config, table)
+
+
+def _split_backward(config: RunConfig, table: Schedule) -> Iterator[Violation]:
+    """Check that the gradients of all matrices can be deferred if the schedule splits the backward."""
+    if not table.splits_backward:
+        return
+    if undeferred := model_facts(config).undeferred:
+        yield Violation(
+            LayoutError,
+            f"{schedule_name(config)} splits the backward, but the gradient of {undeferred} can't be deferred",
+            "pipeline.schedule",
+            "a split backward needs layers that can defer the gradients of their matrices: linear layers, embeddings",
+            _other_schedules(config)[-1:],
+        )
+    if config.train.compile:
         yield Violation(
             ConfigError,
             f"train.compile with {schedule_name(config)}, which splits the backward",
@@ -57,7 +72,7 @@ def _pipeline(config: RunConfig) -> Iterator[Violation]:
             "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
         )
-    if config.float8.recipe == "torchao" and table.splits_backward:
+    if config.float8.recipe == "torchao":
         yield Violation(
             ConfigError,
             f"float8.recipe = torchao with {schedule_name(config)}, which splits the backward",

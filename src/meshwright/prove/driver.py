@@ -24,7 +24,7 @@ from meshwright.prove.branches.diagnose_branches import diagnose_branches, unpro
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
-from meshwright.prove.locate.layout_pass import record_activations
+from meshwright.prove.locate.layout_pass import RankPass, record_activations
 from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
@@ -76,14 +76,15 @@ def locate_on_ranks(context: RankContext, spec: ProofSpec) -> None:
     with rank_group(context, spec):
         corpus = config.family.open_data(run_facts(config))
         found = record_activations(config, context, corpus, step=spec.step_to_locate(), plan=plan)
-        torch.save(found, spec.activations(context.rank))
+        torch.save(vars(found), spec.activations(context.rank))
 
 
 def locate_with_reference(context: RankContext, spec: ProofSpec) -> None:
     """Compare the ranks' activations with the reference, and add the place of the fault to the saved result."""
     context.post("comparing")
     config, plan = spec.config, spec.plan
-    ranks = [torch.load(spec.activations(rank), weights_only=True) for rank in range(config.mesh.axes().num_ranks())]
+    num_ranks = config.mesh.axes().num_ranks()
+    ranks = [RankPass(**torch.load(spec.activations(rank), weights_only=True)) for rank in range(num_ranks)]
     data = config.family.open_data(run_facts(config))
     place = find_place(config, data, plan, ranks, step=spec.step_to_locate())
     result, loss_unit = pickle.loads(spec.findings.read_bytes())

@@ -8,14 +8,18 @@ from typing import Any
 from meshwright.config.schema import RunConfig
 from meshwright.models.foreign import stage as stage_module
 from meshwright.models.hf import origin as origin_module
+from meshwright.plan.make_plan import make_plan
+from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
+from meshwright.prove.locate.layout_pass import RankPass, record_activations
 from meshwright.prove.record.layout_run import RankRecord, record_rank
 from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.train_step import TrainStep
 from tests.helpers import open_data
-from tests.prove.proofs import FEW_STEPS, REPLACED, restored
-from tests.prove.seeded_faults import skip_partial_sums_over_tp
+from tests.prove.proofs import FEW_STEPS, REPLACED, prove_with, restored
+from tests.prove.seeded_faults import skip_partial_sums_over_tp, sum_accumulated_over_tp
 
 
 def float32_inside(job: Job, step: TrainStep) -> None:
@@ -43,6 +47,7 @@ def documents_in_one(job: Job, step: TrainStep) -> None:
 FAULTS = {
     # Gradients of norms of heads stay those of the rank's own heads, as if the norms were replicated.
     "norms of heads are not summed over tp": skip_partial_sums_over_tp,
+    "accumulated norms of heads are summed over tp in every backward": sum_accumulated_over_tp,
     "float32 inside of one side": float32_inside,
     "experts of the other rank": other_ranks_experts,
     "packed documents see each other": documents_in_one,
@@ -51,13 +56,30 @@ FAULTS = {
 
 def record(rank: int, world_size: int, config: RunConfig, fault: str) -> RankRecord:
     """Gang body: train as this rank, with a fault if one is named."""
-    board = StatusBoard([0] * StatusBoard.length(world_size))
-    context = RankContext(rank, world_size, rank, world_size, None, board)
+    context, data = _context(rank, world_size), open_data(config)
     with restored(*REPLACED, stage_module, origin_module):
         tamper = FAULTS[fault] if fault else None
-        return record_rank(config, context, open_data(config), num_steps=FEW_STEPS, tamper=tamper, nonfinite=False)
+        return record_rank(config, context, data, num_steps=FEW_STEPS, tamper=tamper, nonfinite=False)
 
 
-def records_of(gang: GangPool, config: RunConfig, fault: str = "") -> list[RankRecord]:
-    """Records of all ranks."""
-    return gang(config.mesh.axes().num_ranks()).run(record, config, fault)
+def record_pass(rank: int, world_size: int, config: RunConfig, fault: str, step: int) -> RankPass:
+    """Gang body: the second pass of this rank, with the same fault."""
+    context, data, plan = _context(rank, world_size), open_data(config), make_plan(config)
+    with restored(*REPLACED, stage_module, origin_module):
+        return record_activations(config, context, data, step=step, plan=plan, tamper=FAULTS[fault])
+
+
+def _context(rank: int, world_size: int) -> RankContext:
+    board = StatusBoard([0] * StatusBoard.length(world_size))
+    return RankContext(rank, world_size, rank, world_size, None, board)
+
+
+def proof_of(gang: GangPool, config: RunConfig, fault: str = "") -> ProofResult:
+    """The proof with a fault, if one is named, and the second pass that looks for its place where one is due."""
+    ranks = gang(config.mesh.axes().num_ranks())
+    result = prove_with(ranks.run(record, config, fault), config)
+    step = step_to_locate(result)
+    if step is None:
+        return result
+    passes = ranks.run(record_pass, config, fault, step)
+    return with_place(result, find_place(config, open_data(config), make_plan(config), passes, step=step))

@@ -7,21 +7,39 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.prove.report import render
+from meshwright.prove.report import render, reported_findings
 from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool
-from tests.models.hf.faults import FAULTS, records_of
+from tests.models.hf.faults import FAULTS, proof_of
 from tests.models.hf.runs import hf_config
-from tests.prove.proofs import prove_with
 
 pytest.importorskip("transformers")
 
 CASES = {
-    "norms of heads are not summed over tp": ("qwen3", "mesh.tp=2", "self_attn.q_norm.weight"),
-    "float32 inside of one side": ("gemma3_text", "mesh.dp_shard=2", ""),
-    "experts of the other rank": ("mixtral", "mesh.tp=2", "the forward pass differs"),
-    "packed documents see each other": ("qwen3", "mesh.pp=2 data.packing=documents", "the forward pass differs"),
+    "norms of heads are not summed over tp": (
+        "qwen3",
+        "mesh.tp=2",
+        ("(8 of 47 gradients)", "the sum over tp is missing: the replicas sum to the reference"),
+    ),
+    "accumulated norms of heads are summed over tp in every backward": (
+        "qwen3",
+        "mesh.tp=2",
+        ("(8 of 47 gradients)", "the accumulated gradient is summed over tp (2 ranks) in each of 2 backwards"),
+    ),
+    "float32 inside of one side": (
+        "gemma3_text",
+        "mesh.dp_shard=2",
+        ("the output of model.layers.0.input_layernorm", "runs in float32, in model.layers.0.input_layernorm and"),
+    ),
+    "experts of the other rank": ("mixtral", "mesh.tp=2", ("the output of model.layers.0.mlp.experts",)),
+    "packed documents see each other": (
+        "qwen3",
+        "mesh.pp=2 data.packing=documents",
+        ("the first value that differs",),
+    ),
 }
+NAMED = ("the sum over tp is missing", "the accumulated gradient is summed", "runs in float32")
+"""What is said of one fault and of no other."""
 
 
 def short_documents(folder: Path) -> Path:
@@ -32,18 +50,27 @@ def short_documents(folder: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all, so that faults of a model and layout share its structure and reference."""
+    return tmp_path_factory.mktemp("hf")
+
+
 def test_every_fault_has_a_case() -> None:
     assert set(CASES) == set(FAULTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", CASES)
-def test_a_fault_makes_the_proof_fail_and_without_it_it_passes(gang: GangPool, fault: str, tmp_path: Path) -> None:
+def test_a_fault_makes_the_proof_fail_and_without_it_it_passes(gang: GangPool, fault: str, folder: Path) -> None:
     model, layout, says = CASES[fault]
-    short = [f"data.source={short_documents(tmp_path)}", "data.text_field=text"] if "packing" in layout else []
-    config = as_proof(hf_config(model, *layout.split(), *short, cache=tmp_path))
-    right = prove_with(records_of(gang, config), config)
-    assert right.passed, "\n".join(render(right))
-    wrong = prove_with(records_of(gang, config, fault), config)
+    short = [f"data.source={short_documents(folder)}", "data.text_field=text"] if "packing" in layout else []
+    config = as_proof(hf_config(model, *layout.split(), *short, cache=folder))
+    right = proof_of(gang, config)
+    assert right.passed and not reported_findings(right), "\n".join(render(right))
+    wrong = proof_of(gang, config, fault)
     assert not wrong.passed
-    assert says in "\n".join(render(wrong))
+    text = " ".join(" ".join(render(wrong)).split())
+    assert all(words in text for words in says), text
+    named = [words for words in NAMED if words in text]
+    assert named == [words for words in NAMED if words in " ".join(says)]

@@ -20,6 +20,7 @@ from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
+from meshwright.nn.deferred_weight_gradients import undeferred_parameters
 from meshwright.prove.record.initial_tensors import fill_tensors
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
@@ -70,9 +71,11 @@ def test_two_stages_compute_the_logits_of_transformers(folder, model_type):
     f, family = run_facts(config), config.family
     weights = dict(build_reference(config).named_parameters(remove_duplicate=False))
     tokens, stream = random_tokens(), None
+    undeferred: list[str] = []
     for stage in range(2):
         module = build_part(family, f, dtype=torch.float64, part=Part(range(2 * stage, 2 * stage + 2), stage, 2))
         module.to_empty(device="cpu")
+        undeferred += undeferred_parameters(module)
         names = dict(module.named_parameters())
         module.load_state_dict({name: weights[name].detach() for name in names}, strict=False)
         fill_tensors(module.named_buffers(), family, f)
@@ -80,6 +83,7 @@ def test_two_stages_compute_the_logits_of_transformers(folder, model_type):
         path = hf_structure(model_type, cache=folder).layers_path
         assert not any(name.startswith(f"{path}.{layer}.") for name in names for layer in others)
         stream = family.run(module, tokens if stream is None else stream, SimpleBatch(tokens, ()))
+    assert next(iter(undeferred), "") == hf_structure(model_type, cache=folder).undeferred
     whole = build_tiny(model_type, torch.float64)
     with torch.no_grad():
         for name, parameter in whole.named_parameters():

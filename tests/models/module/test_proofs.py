@@ -12,9 +12,9 @@ from meshwright.plan.load_config import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool
-from tests.models.hf.faults import records_of
+from tests.models.hf.faults import proof_of
 from tests.models.module import modules
-from tests.prove.proofs import SOURCE, prove_with
+from tests.prove.proofs import SOURCE
 
 SMALL = ("train.seq_len=16", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
 HEADS = ("model.styles.blocks.*.[qkv]=column", "model.styles.blocks.*.out=row")
@@ -34,16 +34,17 @@ def test_the_example_is_short() -> None:
 )
 def test_the_example_is_proved(gang: GangPool, layout: tuple[str, ...]) -> None:
     config = as_proof(load("module-tiny", [*SMALL, *layout]))
-    result = prove_with(records_of(gang, config), config)
+    result = proof_of(gang, config)
     assert result.passed, "\n".join(render(result))
 
 
 @pytest.mark.slow
 def test_a_norm_of_heads_that_is_not_summed_is_found(gang: GangPool) -> None:
     config = as_proof(load("module-tiny", [*SMALL, "mesh.tp=2", *HEADS]))
-    result = prove_with(records_of(gang, config, "norms of heads are not summed over tp"), config)
+    result = proof_of(gang, config, "norms of heads are not summed over tp")
     assert not result.passed
-    assert "q_norm.weight" in "\n".join(render(result))
+    said = "\n".join(render(result))
+    assert "q_norm.weight" in said and "the sum over tp is missing" in said
 
 
 @pytest.mark.slow
@@ -51,5 +52,5 @@ def test_a_loss_of_ones_own_and_packed_documents_are_proved(gang: GangPool) -> N
     importlib.import_module(modules.__name__)
     words = [f"model.builder={modules.__name__}:ApartModel", f"model.loss={modules.__name__}:token_losses"]
     config = as_proof(load("module-tiny", [*SMALL, *words, "data.packing=documents", "mesh.pp=2", "mesh.dp_shard=2"]))
-    result = prove_with(records_of(gang, config), config)
+    result = proof_of(gang, config)
     assert result.passed, "\n".join(render(result))

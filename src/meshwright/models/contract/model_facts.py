@@ -244,6 +244,9 @@ class ModelFacts:
     """Whether blocks apply `train.dropout`, with masks that don't depend on the layout (`nn.dropout_add`)."""
     keeps_documents_apart: bool = False
     """Whether the model masks packed documents by itself, from the token layout, without `KindFacts.attention`."""
+    undeferred: str = ""
+    """A matrix whose gradient no layer can defer (`nn/deferred_weight_gradients.py`), so that schedules can't split the
+    backward; empty if there is none, or if it is unknown."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys ignored by the family, with the models they apply to."""
 

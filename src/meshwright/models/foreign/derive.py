@@ -20,6 +20,7 @@ from meshwright.models.foreign.probe import NoForward, Probe, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import complete_styles
+from meshwright.nn.deferred_weight_gradients import undeferred_parameters
 from meshwright.units import format_count
 
 NOTHING_SAVED = Saved()
@@ -48,7 +49,8 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len)
     if tp > 1 and aliases:
         unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
-    return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
+    undeferred = next(iter(undeferred_parameters(model)), "")
+    return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
 
 
 def _probed(origin: Origin) -> tuple[nn.Module, Probe]:

@@ -26,6 +26,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
         every=(every,) if has_every else (),
         last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
         keeps_documents_apart=not structure.not_packed,
+        undeferred=structure.undeferred,
         # The backward costs twice the forward.
         flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
     )

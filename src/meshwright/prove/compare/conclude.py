@@ -40,6 +40,7 @@ from meshwright.prove.compare.scalar_verdict import (
 )
 from meshwright.prove.compare.tensor_shards import Array
 from meshwright.prove.compare.tensor_verdict import Verdicts, any_wrong, compare_tensors, to_arrays
+from meshwright.prove.diagnose.accumulated_sum import name_accumulated_sums
 from meshwright.prove.diagnose.contents import diagnose_contents
 from meshwright.prove.diagnose.contributions import scale_diagnosis
 from meshwright.prove.diagnose.experts import narrow_to_experts
@@ -192,8 +193,8 @@ def _compare_gradients(sides: _Sides) -> Verdicts:
             verdicts[name] = verdict.with_diagnosis(absent or diagnose_gradient(verdict.suspect, context))
     if sides.by_tokens is not None:
         verdicts = sides.by_tokens.diagnose_gradients(verdicts, context)
-    narrowed = narrow_to_experts(narrow_to_axis(verdicts, counts), layout.experts)
-    return locate_stages(narrowed, layout.stages)
+    verdicts = name_accumulated_sums(narrow_to_axis(verdicts, counts), counts)
+    return locate_stages(narrow_to_experts(verdicts, layout.experts), layout.stages)
 
 
 def _stage_contributions(sides: _Sides, references: Mapping[str, Array]) -> StageContributions | None:

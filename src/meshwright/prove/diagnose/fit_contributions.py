@@ -174,6 +174,8 @@ def typical_weights(counts: LayoutCounts, rank: int | None) -> Iterator[Array]:
             yield from (mask * column for column in columns)
     yield from _line_patterns(dp_size, 0, ones)
     yield from columns
+    for size in sorted(set(counts.axes.used().values())) if micro > 1 else ():  # see `accumulated_sum`
+        yield ones * float(size) ** np.arange(micro)[::-1]
     for dp_rank in range(dp_size):
         row = np.arange(dp_size)[:, None] == dp_rank
         yield from (np.where(row, column, ones) for column in columns)

@@ -8,6 +8,10 @@ from meshwright.prove.compare.result import FaultKind, ProofResult, TensorResult
 from meshwright.prove.stage_placement import StagePlacement
 from meshwright.units import counted
 
+LOSS_IS_RIGHT = (
+    "the loss of step 1 is correct: check the backward pass and the gradient reductions, not the forward pass"
+)
+
 
 def notes_on(result: ProofResult, stages: StagePlacement | None = None) -> tuple[str, ...]:
     """Return the remarks, most helpful first."""
@@ -19,7 +23,7 @@ def _notes(result: ProofResult, stages: StagePlacement | None) -> Iterator[str]:
     yield from _backward_break(gradients, stages)
     losses = result.losses.steps
     if any(_unknown(gradient) for _, gradient in gradients) and losses and losses[0].ok:
-        yield "the loss of step 1 is correct: check the backward pass and the gradient reductions, not the forward pass"
+        yield LOSS_IS_RIGHT
     if result.parameters and all(p.initial is None for p in result.parameters):
         yield "initial weights were not recorded"
     tensors = [tensor for p in result.parameters for tensor in p.tensors()]

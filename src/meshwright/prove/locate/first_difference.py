@@ -85,6 +85,7 @@ class Forward:
         *,
         tokens: TokensOf,
         epsilons: Mapping[str, float],
+        narrow: Sequence[Mapping[str, Mapping[str, str]]],
     ) -> None:
         """Hold the values.
 
@@ -94,9 +95,10 @@ class Forward:
             axes: mesh axes.
             tokens: positions of the tokens of context-parallel ranks.
             epsilons: epsilon of each norm, by module.
+            narrow: of each rank, modules that computed below float64, by the value that was recorded next.
         """
         self.ranks, self.reference, self.axes, self._tokens = ranks, reference, axes, tokens
-        self.epsilons = epsilons
+        self.epsilons, self.narrow = epsilons, narrow
         self.num_microbatches = len(reference) // axes.data_parallel()
 
     def values(self, name: str) -> Iterator[LocalValue]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.locate.narrow_operators import NarrowOperators
 from meshwright.prove.locate.probe import Values, probed
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.prove.record.recording_task import RecordingTask
@@ -25,6 +27,16 @@ FORWARD = re.compile(r"(\d+)F(\d+)")
 """Label of a pipeline action that runs a forward: its stage and micro-batch."""
 
 
+@dataclass
+class RankPass:
+    """What a rank records in the forward of the failing step; only numbers and tensors, as for `RankRecord`."""
+
+    values: dict[int, Values] = field(default_factory=dict)
+    """Values by micro-batch."""
+    narrow: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Modules that computed below float64, with the dtype, by the name of the value that was recorded next."""
+
+
 def record_activations(
     config: RunConfig,
     context: RankContext,
@@ -33,8 +45,8 @@ def record_activations(
     step: int,
     plan: RunPlan,
     tamper: Tamper | None = None,
-) -> dict[int, Values]:
-    """Train up to a step on this rank, and return the values in the forward of that step by micro-batch.
+) -> RankPass:
+    """Train up to a step on this rank, and return the values in the forward of that step.
 
     Args:
         config: configuration returned by `as_proof`.
@@ -53,17 +65,21 @@ def record_activations(
         context.post("step", number)
         run_step(number)
     context.post("step", step)
-    found: dict[int, Values] = {}
+    found, narrow = RankPass(), NarrowOperators()
     running: dict[int, int] = {}
     """The micro-batch whose forward runs, by stage. Recomputation runs modules within backward actions."""
 
     def take(stage: int, name: str, value: Tensor) -> None:
+        ran = narrow.take()
         if stage in running:
-            found.setdefault(running[stage], {}).setdefault(name, value.clone())
+            found.values.setdefault(running[stage], {}).setdefault(name, value.clone())
+            if ran:
+                found.narrow.setdefault(name, {}).update(ran)
 
     @contextmanager
     def label(actions: str) -> Iterator[None]:
         running.update((int(stage), int(microbatch)) for stage, microbatch in FORWARD.findall(actions))
+        narrow.take()
         yield
         running.clear()
 
@@ -71,5 +87,7 @@ def record_activations(
     with ExitStack() as probes:
         for number, part in job.parts().items():
             probes.enter_context(probed(part.module, partial(take, number)))
+            probes.enter_context(narrow.watch(part.module))
+        probes.enter_context(narrow)
         run_step.accumulate(step)
     return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import index_words, scope_words
 from meshwright.prove.locate.first_difference import TOKENS, FirstDifference, Forward
+from meshwright.prove.locate.narrow_operators import narrow_words
 from meshwright.prove.locate.relations import explain, parts_of
 from meshwright.prove.stage_placement import StagePlacement
 from meshwright.units import join_words
@@ -22,16 +23,16 @@ class Step:
     stages: StagePlacement | None = None
 
 
-def locate(forward: Forward, step: Step) -> Diagnosis:
-    """Return the place and the kind of the first difference."""
+def locate(forward: Forward, step: Step) -> Diagnosis | None:
+    """Return the place and the kind of the first difference; None if there is none."""
     first = forward.first_difference()
     when = f"in step {step.number}"
     if first is None:
-        cause = "the outputs are right, so the loss is computed wrongly from them: the loss, its targets or its divisor"
-        return Diagnosis(FaultKind.FORWARD, f"no value of the forward differs {when}", cause)
+        return None
     scope = scope_words({value.rank for value in first.wrong}, {value.rank for value in first.compared}, forward.axes)
     symptom = f"the first value that differs is the {first.name}, {scope}"
-    relation = _order(first, forward) or explain(first.wrong, forward) or _unreduced(first)
+    relation = _order(first, forward) or narrow_words(first, forward)
+    relation = relation or explain(first.wrong, forward) or _unreduced(first)
     between = _between(first, step)
     cause = f"{relation}; {between}" if relation else between
     where = _where(first, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ class ReferencePass:
     """Values of a step's forward in one process."""
 
     values: list[Values]
-    """Values of each micro-batch of each data-parallel rank, in the order of `cells`."""
+    """Values of each micro-batch of each data-parallel rank, in the order of `cells`. Modules that run several times
+    are left out, since the order of their calls may be that of a set, which differs between processes."""
     samples: tuple[tuple[int, ...], ...]
     """Samples of each cell."""
     tokens: dict[int, list[Tensor]]
@@ -60,10 +62,11 @@ def reference_activations(
     found, tokens = [], {}
     for cell, inside in enumerate(samples):
         values: Values = {}
+        repeated: set[str] = set()
         batch = task.batch(range(inside[0], inside[-1] + 1))
-        with probed(model, lambda name, value, values=values: values.setdefault(name, value.clone())):  # type: ignore[misc]
+        with probed(model, partial(_take, values, repeated)):
             config.family.run(model, batch.inputs, batch)
-        found.append(values)
+        found.append({name: value for name, value in values.items() if name not in repeated})
         if context is not None:
             layout = next(one for one in batch.conditions if isinstance(one, TokenLayout))
             tokens[cell] = [shard_indices(shard) for shard in context.shards(layout.documents)]
@@ -71,6 +74,12 @@ def reference_activations(
         name: module.eps for name, module in model.named_modules() if isinstance(module, nn.RMSNorm) and module.eps
     }
     return ReferencePass(found, tuple(map(tuple, samples)), tokens, epsilons)
+
+
+def _take(values: Values, repeated: set[str], name: str, value: Tensor) -> None:
+    if name in values:
+        repeated.add(name)
+    values[name] = value.clone()
 
 
 class _AllSamples(Reference):
