@@ -19,7 +19,7 @@ from meshwright.models.foreign.origin import MAX_ON_CPU, NotSharded, Origin
 from meshwright.models.foreign.probe import NoForward, Probe, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
-from meshwright.models.foreign.tp_shapes import complete_styles
+from meshwright.models.foreign.tp_shapes import first_that_fits
 from meshwright.nn.deferred_weight_gradients import undeferred_parameters
 from meshwright.units import format_count
 
@@ -41,14 +41,15 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     arrange(model, found.layers_path, sides.last, sides.every)
     styles, unfit = dict[str, Style](), ""
     found.not_split = found.not_split or origin.not_split()
-    if tp > 1 and not (unfit := origin.not_tensor_parallel()):
+    if tp > 1:
         try:
-            styles = complete_styles(model, origin.styles(model, found.per_token[-1]), tp, origin, found.time)
+            styles = first_that_fits(model, origin, found, tp)
         except NotSharded as error:
             unfit = str(error)
     deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len)
-    if tp > 1 and aliases:
-        unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
+    apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
+    if tp > 1 and apart:
+        unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
     undeferred = next(iter(undeferred_parameters(model)), "")
     return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
 
@@ -246,7 +247,7 @@ class _Deriver:
             role = Role.VECTOR if len(shape) < 2 else Role.MATRIX
             parameters.append(ParameterFacts(name, shape, role, frozen=prefix + name in self._frozen))
         styles = {
-            path.removeprefix(prefix): _inside(style, prefix)
+            path.removeprefix(prefix.removesuffix(".")).removeprefix("."): _inside(style, prefix)
             for path, style in self._styles.items()
             if path.startswith(prefix) or path == prefix.removesuffix(".")
         }

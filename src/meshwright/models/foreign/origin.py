@@ -6,7 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -65,23 +65,17 @@ class Origin(ABC):
         """Return the initial values of each parameter and buffer, by every one of its names."""
 
     @abstractmethod
-    def styles(self, model: nn.Module, width: int) -> dict[str, Style]:
-        """Return the tensor-parallel style of each module with parameters, by its path.
+    def styles(self, model: nn.Module, width: int) -> Iterable[dict[str, Style]]:
+        """Yield tensor-parallel styles by the paths of modules with parameters, the best first: the first that fit are
+        taken.
 
         Args:
             model: the model on the meta device.
             width: features of the stream between layers.
-
-        Raises:
-            NotSharded: nothing is sharded, or not so.
         """
 
     def not_split(self) -> str:
         """Return a known reason why the layers can't be split over pp, or an empty string."""
-        return ""
-
-    def not_tensor_parallel(self) -> str:
-        """Return a known reason why matrices can't be sharded over tp, or an empty string."""
         return ""
 
     @abstractmethod

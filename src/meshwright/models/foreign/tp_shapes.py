@@ -16,11 +16,28 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, ROW, Style, StyleKind
 from meshwright.models.foreign.origin import NotSharded, Origin
+from meshwright.models.foreign.probe import Probe
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with parameters of their own, by path."""
     return {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+
+
+def first_that_fits(model: nn.Module, origin: Origin, found: Probe, tp: int) -> dict[str, Style]:
+    """Return the first of a model's styles that fits it, completed (see `complete_styles`).
+
+    Raises:
+        NotSharded: none fits, with what the first one lacks.
+    """
+    failed = None
+    for styles in origin.styles(model, found.per_token[-1]):
+        try:
+            return complete_styles(model, styles, tp, origin, found.time)
+        except NotSharded as error:
+            failed = failed or error
+    assert failed is not None, "there are styles to try"
+    raise failed
 
 
 def complete_styles(
@@ -60,26 +77,40 @@ def complete_styles(
 
 def feed_forwards(
     model: nn.Module, width: int, transposed: type[nn.Module] | None = None
-) -> Iterator[tuple[str, Style]]:
-    """Yield styles of feed-forward layers, for a model without a plan: a module with one matrix to the stream's width
-    from another width, and others to that width. Their shapes say so; the rest stays replicated.
+) -> Iterator[dict[str, Style]]:
+    """Yield styles of a model of which feed-forward layers are sharded, for one without a plan.
+
+    Such a layer is a matrix to the stream's width from another width, and others to that width from the stream's, in
+    the smallest module that has both: their shapes say so. Where that takes other matrices for one, only those count
+    that are in one module, side by side.
 
     Args:
         model: the model.
         width: width of the stream.
         transposed: linear layers whose weight [d, e] is transposed.
     """
-    for path, parent in model.named_modules():
-        children = {n: sizes for n, child in parent.named_children() if (sizes := _sizes(child, transposed))}
-        downs = [name for name, (taken, given) in children.items() if given == width and taken != width]
+    replicated = dict.fromkeys(owners(model), REPLICATED)
+    for side_by_side in (False, True):
+        yield replicated | dict(_feed_forwards(model, width, transposed, side_by_side=side_by_side))
+
+
+def _feed_forwards(
+    model: nn.Module, width: int, transposed: type[nn.Module] | None, *, side_by_side: bool
+) -> Iterator[tuple[str, Style]]:
+    left = {path: sizes for path, module in model.named_modules() if (sizes := _sizes(module, transposed))}
+    parents = sorted((path for path, _ in model.named_modules()), key=lambda path: -path.count(".") - bool(path))
+    for parent in parents:
+        prefix = f"{parent}." if parent else ""
+        inside = {path: sizes for path, sizes in left.items() if path.startswith(prefix) and path != parent}
+        if side_by_side:
+            inside = {path: sizes for path, sizes in inside.items() if "." not in path.removeprefix(prefix)}
+        downs = [path for path, (taken, given) in inside.items() if given == width and taken != width]
         if len(downs) != 1:
             continue
-        inner = children[downs[0]][0]
-        ups = [name for name, sizes in children.items() if sizes == (width, inner)]
-        for name in (*ups, *downs) if ups else ():
-            child = getattr(parent, name)
-            is_up = name != downs[0]
-            yield f"{path}.{name}", _feed_forward_style(child, width, is_up=is_up)
+        ups = [path for path, sizes in inside.items() if sizes == (width, inside[downs[0]][0])]
+        for path in (*ups, *downs) if ups else ():
+            del left[path]
+            yield path, _feed_forward_style(model.get_submodule(path), width, is_up=path != downs[0])
 
 
 def _sizes(module: nn.Module, transposed: type[nn.Module] | None) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Layouts of single models that the catalogue has shown not to work, with the reasons: they are refused. Torch-free."""
+"""Layouts of single models that the catalogue has shown not to work, with the reasons. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ NOT_SPLIT: Mapping[str, str] = {
     "big_bird": "BigBird's layers keep a mask of blocks that only its own encoder passes on",
 }
 """Model types whose layers can't be split over pp."""
-NOT_TENSOR_PARALLEL: Mapping[str, str] = {
-    "dbrx": "DBRX's experts are modules of their own inside a stack of parameters",
-    "dots3_note_text": "parameters that transformers' plan leaves replicated get partial gradients",
-    "gemma3n_text": "Gemma 3n reads parameters of sharded modules without calling them",
-}
-"""Model types that transformers' plan of tensor parallelism doesn't fit."""
+PLAN_UNFIT = (
+    "dbrx",  # experts are modules of their own inside a stack of parameters
+    "dots3_note_text",  # parameters that it leaves replicated get partial gradients
+    "gemma3n_text",  # parameters of sharded modules are read without calling them
+)
+"""Model types whose plan of tensor parallelism is wrong, or isn't ours: only feed-forward layers are sharded."""
 WITHOUT_SENTINEL = ("nemotron_h",)
 """Model types whose experts take no index that stands for other ranks' experts: all ranks run all."""

@@ -5,7 +5,7 @@ Shapes: b batch, t time, v vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,11 @@ from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.origin import Origin, restarting_positions
 from meshwright.models.foreign.packing import why_not_packed
 from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.foreign.tp_shapes import feed_forwards
 from meshwright.models.hf import private
 from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
+from meshwright.models.hf.known_faults import NOT_SPLIT, PLAN_UNFIT
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.tp_styles import tp_styles
 from meshwright.nn.attention.token_layout import TokenLayout
@@ -79,17 +80,17 @@ class TransformersModel(Origin):
         """Return the initial values that the model's own rules give."""
         return fills_of(self.build)
 
-    def styles(self, model: nn.Module, width: int) -> dict[str, Style]:
-        """Return transformers' plan as our styles."""
-        return tp_styles(model, self.config, width)
+    def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
+        """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""
+        config = self.config
+        plan = {} if config.model_type in PLAN_UNFIT else private.tensor_parallel_plan(model)
+        if plan:
+            yield tp_styles(model, plan, config)
+        yield from feed_forwards(model, width, private.transposed_linear())
 
     def not_split(self) -> str:
         """Return the reason that the catalogue has shown."""
         return NOT_SPLIT.get(self.config.model_type, "")
-
-    def not_tensor_parallel(self) -> str:
-        """Return the reason that the catalogue has shown."""
-        return NOT_TENSOR_PARALLEL.get(self.config.model_type, "")
 
     def not_packed(self, model: nn.Module) -> str:
         """Return why documents see each other in a small model of the type."""

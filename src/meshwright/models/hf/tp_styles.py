@@ -25,9 +25,7 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
     local,
 )
-from meshwright.models.foreign.origin import NotSharded
-from meshwright.models.foreign.tp_shapes import feed_forwards, owners
-from meshwright.models.hf import private
+from meshwright.models.foreign.tp_shapes import owners
 from meshwright.models.hf.known_faults import WITHOUT_SENTINEL
 
 LINEAR: Mapping[str, Style] = {
@@ -40,35 +38,21 @@ LINEAR: Mapping[str, Style] = {
 }
 """Styles of linear layers."""
 ROWS = "embedding_rowwise"
-REPLICAS = ("replicate", "replicated_with_grad_allreduce")
 EXPERTS = "moe_tp_experts"
 EXPERT_INPUTS = 3
 """Inputs of experts: tokens, the indices of each token's experts, and their weights."""
 LATENT_KEYS = "mla_kv_a_proj"
-LOCAL_PARAMETERS = "local_params"
 
 
-def tp_styles(model: nn.Module, config: Any, width: int) -> dict[str, Style]:
+def tp_styles(model: nn.Module, plan: Mapping[str, str], config: Any) -> dict[str, Style]:
     """Return the style of each module with parameters, by its path in the model.
 
     Args:
         model: model on the meta device.
+        plan: transformers' styles by glob of module or parameter names.
         config: its configuration.
-        width: features of the stream between layers.
-
-    Raises:
-        NotSharded: transformers has a plan that our styles don't express, or none where shapes say nothing.
     """
-    plan = private.tensor_parallel_plan(model)
-    if plan:
-        styles = {path: _style(path, module, plan, config) for path, module in owners(model).items()}
-    else:
-        found = feed_forwards(model, width, private.transposed_linear())
-        styles = dict.fromkeys(owners(model), REPLICATED) | dict(found)
-    if all(style == REPLICATED for style in styles.values()):
-        source = "transformers' tensor-parallel plan for" if plan else "there is no tensor-parallel plan, and"
-        raise NotSharded(f"{source} {type(model).__name__} shards nothing")
-    return styles
+    return {path: _style(path, module, plan, config) for path, module in owners(model).items()}
 
 
 def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -> Style:
@@ -77,7 +61,7 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
         return _experts(path, module, config)
     if name == LATENT_KEYS:
         return Style(StyleKind.REPLICATED, partial_tail=config.qk_rope_head_dim)
-    if name == ROWS and isinstance(module, nn.Embedding):
+    if name == ROWS and isinstance(module, nn.Embedding) and not list(module.children()):
         return VOCABULARY
     if name is not None and name in LINEAR and isinstance(module, nn.Linear):
         is_head = path.endswith("lm_head") or module.out_features == getattr(config, "vocab_size", None)
@@ -88,13 +72,10 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
         for glob, style in plan.items()
         if fnmatchcase(f"{path}.{leaf}", glob)
     }
-    if own and all(style == "colwise" for style in own.values()):
-        if len(own) < sum(1 for _ in module.parameters(recurse=False)):
-            raise NotSharded(f"{path} has sharded and replicated parameters")
+    is_whole = len(own) == sum(1 for _ in module.parameters(recurse=False))
+    if is_whole and all(style == "colwise" for style in own.values()):
         return local(**dict.fromkeys(own, 0))
-    if name in (None, LOCAL_PARAMETERS, *REPLICAS) and not own:
-        return REPLICATED
-    raise NotSharded(f"{path} ({type(module).__name__}) has transformers' style {name or own}, which is not supported")
+    return REPLICATED  # styles that are not ours, too: what then meets shards is found by shapes
 
 
 def _experts(path: str, module: nn.Module, config: Any) -> Style:

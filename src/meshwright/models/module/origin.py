@@ -6,7 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -103,8 +103,8 @@ class OwnModule(Origin):
         """Return the initial values that the constructor gives."""
         return build_recorded(self.build)[1]
 
-    def styles(self, model: nn.Module, width: int) -> dict[str, Style]:
-        """Return the styles of `model.styles`, or those of feed-forward layers that shapes show."""
+    def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
+        """Yield the styles of `model.styles`, or those of feed-forward layers that shapes show."""
         modules = owners(model)
         found = dict.fromkeys(modules, REPLICATED)
         for glob, name in self.section.styles:
@@ -112,7 +112,10 @@ class OwnModule(Origin):
             if name not in STYLES or not matching:
                 raise _no_style(glob, name, list(modules))
             found |= dict.fromkeys(matching, STYLES[name])
-        return found if self.section.styles else found | dict(feed_forwards(model, width))
+        if self.section.styles:
+            yield found
+        else:
+            yield from feed_forwards(model, width)
 
     def not_packed(self, model: nn.Module) -> str:
         """Return why packed documents see each other in this module."""
