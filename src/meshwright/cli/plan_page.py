@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
@@ -22,6 +22,8 @@ from meshwright.units import counted, format_bytes, format_count
 
 COLUMNS = 80
 RECOMPUTED = {RecomputePolicy.FULL: "recomputed", RecomputePolicy.SELECTIVE: "selectively recomputed"}
+MOSTLY = 0.9
+"""Share of the parameters that tp shards at least, unless it's said."""
 MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
@@ -30,6 +32,7 @@ def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> I
     """Yield the lines of the page; headings are not indented."""
     yield f"{name} · {format_count(_num_params(plan))} parameters"
     yield from _batch(plan)
+    yield from _replicated(plan)
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
@@ -57,14 +60,23 @@ def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> I
     yield f"  model {found.model} · layout {found.layout} · plan {found.fingerprint}"
 
 
-def _num_params(plan: RunPlan) -> int:
-    """Return the model's number of parameters, counting shared ones once."""
+def _num_params(plan: RunPlan, *, sharded_over: Collection[str] | None = None) -> int:
+    """Return the model's number of parameters, or of those sharded over these atoms, counting shared ones once."""
     sizes = {
         kind.key(parameter, layer): math.prod(parameter.shape)
         for stage in plan.stages
         for kind, layer, parameter in plan.parameters(stage)
+        if sharded_over is None or any(set(shard.axes) & set(sharded_over) for shard in parameter.used)
     }
     return sum(sizes.values())
+
+
+def _replicated(plan: RunPlan) -> Iterator[str]:
+    """Yield a line if tp leaves more than norms and biases replicated."""
+    tp = plan.mesh.view("tp")
+    share = _num_params(plan, sharded_over=tp) / _num_params(plan)
+    if tp and share < MOSTLY:
+        yield f"  tp shards {100 * share:.0f} % of the parameters, and the rest is replicated"
 
 
 def _batch(plan: RunPlan) -> Iterator[str]:
