@@ -40,8 +40,8 @@ class _Call:
         self.received: Tensor | None = None
         self.batch, self.time, self.dtype = 0, 0, torch.float32
         self.is_first = True
-        self.read: list[tuple[nn.Module, str]] = []
-        """Parameters of replaced modules, whose dtype or device a model may read."""
+        self.read: list[tuple[nn.Module, str, Tensor]] = []
+        """Tensors of replaced modules, whose dtype, device or shape a model may read."""
 
 
 def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origin) -> nn.Module:
@@ -91,8 +91,8 @@ def _stage_forward(
             ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
         call.received = None if part.is_first else inputs.movedim((0, 1), dims)
         call.batch, call.time, call.dtype = ids.shape[0], ids.shape[1], inputs.dtype
-        for module, leaf in call.read:
-            vars(module)[leaf] = inputs.new_empty(0)
+        for module, leaf, tensor in call.read:
+            vars(module)[leaf] = torch.zeros_like(tensor, device=inputs.device)
         for name, shape in blanks.items():
             owner, _, leaf = name.rpartition(".")
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
@@ -149,16 +149,17 @@ def _zeros(shape: tuple[int, ...], call: _Call) -> Callable[..., Tensor]:
     return zeros
 
 
-def _empty(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Remove a module's parameters and buffers, and return their owners and names; all else stays, since a model reads
-    attributes of its layers."""
+def _empty(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Remove a module's parameters and buffers, and return their owners and names with what they looked like; all else
+    stays, since a model reads attributes of its layers."""
     emptied = []
     for inner in module.modules():
         parameters = inner.named_parameters(recurse=False, remove_duplicate=False)
         buffers = inner.named_buffers(recurse=False, remove_duplicate=False)
-        for name in [name for name, _ in (*parameters, *buffers)]:
+        for name, tensor in [*parameters, *buffers]:
             setattr(inner, name, None)
-            emptied.append((inner, name))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            emptied.append((inner, name, tensor.new_empty(0) if is_parameter else tensor))
     return emptied
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NOT_SPLIT: Mapping[str, str] = {
-    "big_bird": "BigBird's layers keep a mask of blocks that only its own encoder passes on",
-}
+NOT_SPLIT: Mapping[str, str] = {}
 """Model types whose layers can't be split over pp."""
 PLAN_UNFIT = (
     "dbrx",  # experts are modules of their own inside a stack of parameters
