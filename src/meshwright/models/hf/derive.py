@@ -14,9 +14,12 @@ from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, 
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.hf.build_model import build_model, load_config
+from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
+from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter_styles
+from meshwright.models.hf.lora_names import is_adapter
 from meshwright.models.hf.packing import why_not_packed
 from meshwright.models.hf.probe import NoForward, Probe, probe
 from meshwright.models.hf.source import KEY, Source
@@ -32,7 +35,9 @@ MAX_ON_CPU = 200_000_000
 NOTHING_SAVED = Saved()
 
 
-def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -> Structure:
+def derive_structure(
+    source: Source, *, attention: str, seq_len: int, tp: int, lora: LoraConfig | None = None
+) -> Structure:
     """Derive the structure of a model, without allocating any of it.
 
     Raises:
@@ -46,7 +51,12 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
             rule="next-token prediction needs a causal model",
             fix=f"{KEY}=qwen3, or is_decoder=true in config.json if the weights are a decoder's",
         )
-    model, found = _probed(config, attention)
+    model, found = _probed(config, attention, lora)
+    # Initial values and tensor parallelism are those of the model without adapters, which changes names and types.
+    plain = model if lora is None else _probed(config, attention, None)[0]
+    if lora is not None:
+        check_called(model, found.unused)
+        found.unused |= {name for name, _ in model.named_parameters() if not is_adapter(name)}
     sides, stubs = _sides(model, found)
     aliases = _aliases(model, sides)
     remove_aliases(model, aliases)
@@ -58,25 +68,30 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
         unfit = NOT_TENSOR_PARALLEL[config.model_type]
     elif tp > 1:
         try:
-            styles = tp_styles(model, config, tp)
+            styles = tp_styles(plain, config, tp)
+            if lora is not None:
+                styles = with_adapter_styles(styles, adapted_layers(model))
         except Unfit as error:
             unfit = str(error)
-    deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len)
+    if lora is not None:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_adapter(name))  # so that no input of a frozen matrix counts as saved
+    deriver = _Deriver(model, config, found, sides, stubs, styles, fills_of(plain), seq_len)
     if tp > 1 and aliases:
         unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
     return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
 
 
-def _probed(config: Any, attention: str) -> tuple[nn.Module, Probe]:
+def _probed(config: Any, attention: str, lora: LoraConfig | None) -> tuple[nn.Module, Probe]:
     """Build and probe a model on the meta device or, if its forward needs values and it is small, on the CPU."""
     with torch.device("meta"):
-        model = build_model(config, attention=attention, experts=EXPERTS_ON_META)
+        model = build_model(config, attention=attention, experts=EXPERTS_ON_META, lora=lora)
     try:
         return model, probe(model, config)
     except NoForward as error:
         size, reason = sum(parameter.numel() for parameter in model.parameters()), str(error)
     if size <= MAX_ON_CPU:
-        model = build_model(config, attention=attention)
+        model = build_model(config, attention=attention, lora=lora)
         try:
             return model, probe(model, config)
         except NoForward as error:
@@ -128,11 +143,11 @@ class _Deriver:
         sides: Sides,
         stubs: dict[str, tuple[int, ...]],
         styles: dict[str, Style],
+        fills: dict[str, FillFacts],
         seq_len: int,
     ) -> None:
         self._model, self._config, self._found, self._sides, self._stubs = model, config, found, sides, stubs
-        self._styles = styles
-        self._fills = fills_of(model)
+        self._styles, self._fills = styles, fills
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)

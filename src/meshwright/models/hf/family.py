@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.metadata import version
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LayoutError
@@ -16,8 +17,9 @@ from meshwright.models.contract.initial_values import Computed, Constant, Fill, 
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import Style
-from meshwright.models.hf.config import HfConfig
+from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig
 from meshwright.models.hf.facts_cache import cached_structure
+from meshwright.models.hf.lora_names import check_peft, is_adapter, original_name
 from meshwright.models.hf.source import Source, find_source, transformers_version
 from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.settings.violation import Violation
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 class HfFamily(Family):
     """Any causal language model of transformers, trained on text."""
 
-    sections = {"model": HfConfig}
+    sections = {"model": HfConfig, "lora": LoraConfig}
+    foreign_names = FOREIGN_NAMES
     preload = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
@@ -94,8 +97,13 @@ class HfFamily(Family):
 
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the initial values that the model's own rules give."""
-        section, structure = _section(f), structure_of(f)
+        section, structure, lora = _section(f), structure_of(f), _lora(f)
         folder = _source(section).folder
+        if lora is not None and is_adapter(name):
+            from meshwright.models.hf.lora import adapter_fill
+
+            return adapter_fill(name, _shape(structure, name), seed=f.seed, zero=lora.zero_init)
+        name = name if lora is None else original_name(name)
         if section.weights == "folder" and folder is not None and name in _saved_names(structure):
             from meshwright.models.hf.pretrained import read_pretrained
 
@@ -109,6 +117,10 @@ class HfFamily(Family):
         from meshwright.models.hf.initial_values import to_fill
 
         return to_fill(facts, lambda small: _without_values(section, small), name, seed=f.seed)
+
+    def proof(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return overrides for proofs: the first gradients of adapters that start at zero are zero."""
+        return {} if _lora(f) is None else {"lora.zero_init": False}
 
     def open_data(self, f: RunFacts) -> Any:
         """Open the text of the `data` section."""
@@ -132,7 +144,6 @@ class HfFamily(Family):
 def describe(structure: Structure, f: RunFacts) -> ModelFacts:
     """Describe a model of this structure."""
     blocks = tuple(_kind(block, structure) for block in structure.blocks)
-    flops = {block.name: block.flops for block in structure.blocks}
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
     has_every = structure.every.parameters or structure.every.buffers
     return ModelFacts(
@@ -140,14 +151,30 @@ def describe(structure: Structure, f: RunFacts) -> ModelFacts:
         layers=structure.layers,
         edge=EdgeFacts("stream", (f.seq_len, *structure.per_token)),
         tokens=f.seq_len,
-        identity={"kind": "hf", **_source(_section(f)).identity()},
+        identity={"kind": "hf", **_source(_section(f)).identity(), **_adapters(f)},
         first=(first,),
         every=(every,) if has_every else (),
         last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
         keeps_documents_apart=not structure.not_packed,
-        # The backward costs twice the forward.
-        flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
+        flops_per_token=_flops(structure, f),
     )
+
+
+def _flops(structure: Structure, f: RunFacts) -> float:
+    """Return the operations per token of a step. The backward costs twice the forward, but for gradients of matrices
+    that have adapters instead of being trained."""
+    by_name = {block.name: block for block in structure.blocks}
+    parts = [*(by_name[name] for name in structure.layers), structure.last]
+    forward = sum(part.flops for part in parts)
+    if _lora(f) is None:
+        return 3.0 * forward
+    frozen = [p.shape for part in parts for p in part.parameters if p.frozen and len(p.shape) == 2]
+    return max(2.0 * forward, 3.0 * forward - 2.0 * sum(prod(shape) for shape in frozen))
+
+
+def _adapters(f: RunFacts) -> dict[str, Any]:
+    lora = _lora(f)
+    return {} if lora is None else {"lora": lora.identity()}
 
 
 def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
@@ -167,8 +194,15 @@ def _fill(structure: Structure, name: str) -> FillFacts:
     return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
 
 
+def _shape(structure: Structure, name: str) -> tuple[int, ...]:
+    """Return the shape of a parameter of a layer."""
+    layer, _, inside = name.removeprefix(f"{structure.layers_path}.").partition(".")
+    block = next(block for block in structure.blocks if block.name == structure.layers[int(layer)])
+    return next(parameter.shape for parameter in block.parameters if parameter.name == inside)
+
+
 def _saved_names(structure: Structure) -> frozenset[str]:
-    """Return the names of the parameters and saved buffers, tied ones by their first name."""
+    """Return the names of the model's own parameters and saved buffers, tied ones by their first name."""
     ends = (structure.first, structure.every, structure.last)
     found = [p.name for end in ends for p in end.parameters if p.tied_to is None]
     found += [buffer.name for end in ends for buffer in end.buffers if buffer.saved]
@@ -177,11 +211,20 @@ def _saved_names(structure: Structure) -> frozenset[str]:
         block = by_name[kind]
         inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
         found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
-    return frozenset(found)
+    return frozenset(original_name(name) for name in found if not is_adapter(name))
 
 
 def _section(f: RunFacts) -> HfConfig:
     return f.section(HfConfig)
+
+
+def _lora(f: RunFacts) -> LoraConfig | None:
+    """Return the section of adapters, or None without them."""
+    lora = f.section(LoraConfig)
+    if not lora.rank:
+        return None
+    check_peft()
+    return lora
 
 
 @lru_cache(maxsize=64)
@@ -191,20 +234,24 @@ def _source(section: HfConfig) -> Source:
 
 def structure_of(f: RunFacts) -> Structure:
     """Return the structure of a run's model, from the cache if it was derived before."""
-    return _structure(_section(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+    return _structure(_section(f), _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
 
 
 @lru_cache(maxsize=64)
-def _structure(section: HfConfig, seq_len: int, tp: int, cache_dir: str | None) -> Structure:
+def _structure(
+    section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None
+) -> Structure:
     source = _source(section)
 
     def derive() -> Structure:
         from meshwright.models.hf.derive import derive_structure
 
-        return derive_structure(source, attention=section.attention, seq_len=seq_len, tp=tp)
+        return derive_structure(source, attention=section.attention, seq_len=seq_len, tp=tp, lora=lora)
 
     versions = {"transformers": transformers_version(), "torch": version("torch")}
     key = {**source.identity(), "attention": section.attention, "seq_len": seq_len, "tp": tp, **versions}
+    if lora is not None:
+        key |= {"lora": lora.identity(), "peft": version("peft")}
     return cached_structure(key, derive, cache_dir=cache_dir)
 
 
@@ -214,7 +261,8 @@ def _build(f: RunFacts) -> nn.Module:
     section = _section(f)
     # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
     experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
-    return build_model(load_config(_source(section)), attention=section.attention, experts=experts)
+    config = load_config(_source(section))
+    return build_model(config, attention=section.attention, experts=experts, lora=_lora(f))
 
 
 @lru_cache(maxsize=4)

@@ -8,6 +8,7 @@ one. Both are imported inside the functions: transformers is optional, and a pla
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -67,6 +68,25 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
         options["experts_implementation"] = experts
     with quiet():
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+
+
+def inject_lora(model: Any, **options: Any) -> None:
+    """Inject peft's adapters, in place, without its notes about names that it doesn't find in a model."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(LoraConfig(**options), model)
+
+
+def lora_config(model: Any, **fields: Any) -> Any:
+    """Return peft's configuration of a model with adapters, with some fields replaced."""
+    from peft import LoraConfig
+
+    found: LoraConfig = model.peft_config["default"]
+    for name, value in fields.items():
+        setattr(found, name, value)
+    return found
 
 
 def run_experts_eagerly(model: Any) -> None:
