@@ -33,8 +33,8 @@ class Linear(nn.Linear):
         return out
 
     def deferred_parameters(self) -> Iterable[nn.Parameter]:
-        """Return the weight."""
-        return [self.get_parameter("weight")]
+        """Return the weight, unless it was removed, as from layers of another pipeline stage."""
+        return [parameter for name, parameter in self.named_parameters(recurse=False) if name == "weight"]
 
 
 class _DeferringLinear(torch.autograd.Function):

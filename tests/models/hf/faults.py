@@ -39,7 +39,15 @@ def documents_in_one(job: Job, step: TrainStep) -> None:
     stage_module._documents = lambda layout, ids: {}
 
 
+def averaged_adapters(job: Job, step: TrainStep) -> None:
+    """Ranks average over tp what the first matrices of adapters should get the sum of."""
+    for path, module in job.model.named_modules():
+        if path.endswith("lora_A.default"):
+            module.register_forward_hook(lambda module, inputs, out: out / 2 + (out / 2).detach())
+
+
 FAULTS = {
+    "adapters are averaged over tp": averaged_adapters,
     # Gradients of norms of heads stay those of the rank's own heads, as if the norms were replicated.
     "norms of heads are not summed over tp": skip_partial_sums_over_tp,
     "float32 inside of one side": float32_inside,

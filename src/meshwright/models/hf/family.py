@@ -56,6 +56,12 @@ class HfFamily(Family):
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
+        lora = f.section(LoraConfig)
+        unread = [key for key, value in lora if lora.rank == 0 and value != LoraConfig.model_fields[key].default]
+        for key in unread:
+            what, rule = f"lora.{key} is set, but lora.rank = 0", "a rank of 1 or more turns adapters on"
+            default = LoraConfig.model_fields[key].default
+            yield Violation(ConfigError, what, "lora.rank", rule, [{"lora.rank": 8}, {f"lora.{key}": default}])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"
@@ -164,7 +170,7 @@ def _flops(structure: Structure, f: RunFacts) -> float:
     """Return the operations per token of a step. The backward costs twice the forward, but for gradients of matrices
     that have adapters instead of being trained."""
     by_name = {block.name: block for block in structure.blocks}
-    parts = [*(by_name[name] for name in structure.layers), structure.last]
+    parts: list[BlockFacts | EndFacts] = [*(by_name[name] for name in structure.layers), structure.last]
     forward = sum(part.flops for part in parts)
     if _lora(f) is None:
         return 3.0 * forward
@@ -238,9 +244,7 @@ def structure_of(f: RunFacts) -> Structure:
 
 
 @lru_cache(maxsize=64)
-def _structure(
-    section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None
-) -> Structure:
+def _structure(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None) -> Structure:
     source = _source(section)
 
     def derive() -> Structure:

@@ -44,7 +44,8 @@ def inject_adapters(model: nn.Module, config: Any, lora: LoraConfig) -> None:
     """
     names = _targets(model, layers_path(model, config), lora)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "task_type": "CAUSAL_LM"}
+    alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # as other programs expect it
+    options = {"r": lora.rank, "lora_alpha": alpha, "use_rslora": lora.rslora, "task_type": "CAUSAL_LM"}
     transposed = not isinstance(model.get_submodule(names[0]), nn.Linear)
     try:
         private.inject_lora(model, fan_in_fan_out=transposed, target_modules=_short(model, names), **options)

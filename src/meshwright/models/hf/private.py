@@ -79,14 +79,22 @@ def inject_lora(model: Any, **options: Any) -> None:
         inject_adapter_in_model(LoraConfig(**options), model)
 
 
-def lora_config(model: Any, **fields: Any) -> Any:
-    """Return peft's configuration of a model with adapters, with some fields replaced."""
-    from peft import LoraConfig
+def save_adapter(model: Any, tensors: Mapping[str, Any], folder: Path, *, base: str | None) -> None:
+    """Write adapters as `PeftModel.from_pretrained` reads them.
 
-    found: LoraConfig = model.peft_config["default"]
-    for name, value in fields.items():
-        setattr(found, name, value)
-    return found
+    Args:
+        model: model with adapters, without values.
+        tensors: values of the adapters by name.
+        folder: an existing folder.
+        base: folder of the model that they are for, if it has one.
+    """
+    from safetensors.torch import save_file
+
+    config = model.peft_config["default"]
+    config.inference_mode, config.base_model_name_or_path = True, base
+    config.save_pretrained(folder)
+    named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / "adapter_model.safetensors")
 
 
 def run_experts_eagerly(model: Any) -> None:
