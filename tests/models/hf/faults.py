@@ -41,9 +41,9 @@ def documents_in_one(job: Job, step: TrainStep) -> None:
 
 def averaged_adapters(job: Job, step: TrainStep) -> None:
     """Ranks average over tp what the first matrices of adapters should get the sum of."""
-    for path, module in job.model.named_modules():
-        if path.endswith("lora_A.default"):
-            module.register_forward_hook(lambda module, inputs, out: out / 2 + (out / 2).detach())
+    for module in job.model.modules():
+        for first in getattr(module, "lora_A", {}).values():
+            first.register_forward_hook(lambda module, inputs, out: out / 2 + (out / 2).detach())
 
 
 FAULTS = {

@@ -151,7 +151,7 @@ def test_adapters_are_proved_on_shards_of_stages(gang: GangPool, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(
-    forked_command: Callable[..., Any], tmp_path: Path
+    forked_meshwright: Callable[..., Any], tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -161,7 +161,7 @@ def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(
              "train.sample_tokens=0", "train.warmup_steps=0", "checkpoint.every=0", RANK,
              "model.config=base", "model.weights=folder")  # fmt: skip
     for layout in (("mesh.pp=2", "train.steps=2"), ("mesh.tp=2", "train.steps=3", "--resume", "auto")):
-        done = forked_command("run", "hf-tiny", *words, *layout, "--out", "run", cwd=tmp_path, timeout_s=600)
+        done = forked_meshwright("run", "hf-tiny", *words, *layout, "--out", "run", cwd=tmp_path, timeout_s=600)
         assert done.returncode == 0, done.stderr
 
     checkpoint = newest_valid(tmp_path / "run" / "checkpoints")[0]
