@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 CASES = {
-    "adapters are averaged over tp": ("qwen3", "mesh.tp=2 lora.rank=4", "self_attn.q_proj.lora_A.default.weight"),
+    "adapters are averaged over tp": ("qwen3", "mesh.tp=2 lora.rank=4", ".lora_A.default.weight"),
     "norms of heads are not summed over tp": ("qwen3", "mesh.tp=2", "self_attn.q_norm.weight"),
     "float32 inside of one side": ("gemma3_text", "mesh.dp_shard=2", ""),
     "experts of the other rank": ("mixtral", "mesh.tp=2", "the forward pass differs"),

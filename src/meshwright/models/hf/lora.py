@@ -130,8 +130,8 @@ def adapter_fill(name: str, shape: tuple[int, ...], *, seed: int, zero: bool) ->
 def with_adapter_styles(styles: Mapping[str, Style], layers: Iterable[str]) -> dict[str, Style]:
     """Return the tensor-parallel styles of a model with adapters, given those of the model without.
 
-    Each adapter is placed as its layer is: B's rows are sharded as those of W are, or else A's columns as those of W. The
-    tensor of width r in between is replicated, and reduced in the backward or the forward.
+    Each adapter is placed as its layer is: B's rows are sharded as those of W are, or else A's columns as those of W.
+    The tensor of width r in between is replicated, and reduced in the backward or the forward.
 
     Raises:
         Unfit: a layer's style has no counterpart.
