@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,14 +112,21 @@ def test_adapters_compute_what_they_do_in_peft(folder: Path) -> None:
         ("mamba", ["lora.rank=4"], "peft refuses adapters"),
         ("mamba", ["lora.rank=4", "lora.targets=dt_proj"], "doesn't call"),
         ("deepseek_v3", ["lora.rank=4"], "peft takes down_proj, gate_proj, up_proj for parts of the experts"),
-        ("qwen3", ["lora_r=4"], "lora_r is lora.rank here"),
-        ("qwen3", ["target_modules=q_proj"], "target_modules is lora.targets here"),
     ],
 )
 def test_what_cannot_be_is_refused(folder: Path, model: str, words: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as error:
         hf_config(model, *words, cache=folder)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["lora_r=4", "target_modules=q_proj", "use_rslora=true", "init_lora_weights=false"])
+def test_names_of_peft_suggest_ours_and_the_suggestion_loads(folder: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match="unknown key") as error:
+        hf_config("qwen3", word, cache=folder)
+    words = shlex.split(error.value.fix.partition(" in place of ")[0])
+    assert hf_config("qwen3", *words, cache=folder).family_sections()["lora"].rank > 0
+    assert "does not fit" not in error.value.fix
 
 
 def test_without_peft_it_says_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

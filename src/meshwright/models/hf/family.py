@@ -40,7 +40,13 @@ class HfFamily(Family):
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         """Check the layout against what the model allows."""
-        structure = structure_of(f)
+        try:
+            structure = structure_of(f)
+        except ConfigError as error:
+            if error.where != "lora.targets":
+                raise
+            yield Violation(ConfigError, error.what, error.where, error.rule, [], error.fix)
+            return
         if f.axes.pp > 1 and structure.not_split:
             what, rule = f"mesh.pp = {f.axes.pp}: {structure.not_split}", "only the stream passes between stages"
             yield Violation(LayoutError, what, "mesh.pp", rule, [{"mesh.pp": 1}])
