@@ -331,6 +331,8 @@ def test_the_nearest_preset_is_none_for_unknown_words():
 @pytest.mark.parametrize("value", ["2", "true", "anything"])
 def test_what_every_name_suggests_loads(value):
     for name in all_names():
+        if find_meaning(name).key.startswith("lora."):  # needs transformers, see tests/models/hf/test_lora.py
+            continue
         preset = "llama-tiny" if find_meaning(name).key in fields(load(None).model.kind) else "moe-tiny"
         error = outcome([f"{name}={value}"], preset)
         words = suggestion(error)

@@ -62,12 +62,13 @@ def verify_checkpoints(folder: Annotated[Path, typer.Argument(help=FOLDER_HELP)]
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder for its newest valid one.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Add LoRA adapters into the weights that they adapt.")] = False,
 ) -> None:
-    """Write the model's weights in Hugging Face's format, with its parameter names."""
+    """Write the model's weights in Hugging Face's format, with its parameter names; of a LoRA run, the adapters."""
     from meshwright.data.tokenizer_files import TOKENIZER
 
     path = _newest_valid(checkpoint)
-    _weights_of(path).export(path, out)
+    _weights_of(path).export(path, out, merge=merge)
     show(f"{path} → {out}")
     if not (out / TOKENIZER).is_file():
         show("no tokenizer to export: the weights were imported without one, or trained on bytes or a token file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
@@ -82,8 +82,10 @@ def _carried(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[
     choices = {normalize(name): own for name, own in (one.meaning.choices or {}).items()}
     chosen = choices.get(normalize(str(value)))
     candidates = likely_values(key, value, annotation) if chosen is None else [parse_value(chosen, annotation)]
-    # Configurations are hashed, so a list is a tuple.
-    frozen = (tuple(own) if isinstance(own, list) else own for own in candidates)
+    # Configurations are hashed, so a list is a tuple; a single string may stand for one.
+    is_tuple = get_origin(annotation) is tuple
+    words_of = ([own] if is_tuple and isinstance(own, str) else own for own in candidates)
+    frozen = (tuple(own) if isinstance(own, list) else own for own in words_of)
     return next(({key: own} for own in frozen if is_valid(kind, key, own)), None)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.comm.compression.catalogue import is_lossy
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.rules_compression import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
@@ -69,7 +70,7 @@ def as_proof(config: RunConfig) -> RunConfig:
     """
     _refuse_lossy(lossy_keys(config))
     train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False, "capture.backend": "auto"}
-    return config.with_keys({**train, "float8.recipe": "none", **config.family.proof})
+    return config.with_keys({**train, "float8.recipe": "none", **config.family.proof(run_facts(config))})
 
 
 def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
 
 def overridden(config: RunConfig) -> Iterator[str]:
     """Yield a line for each key that the family's proofs override."""
-    for key, value in config.family.proof.items():
+    for key, value in config.family.proof(run_facts(config)).items():
         section, _, name = key.partition(".")
         found = getattr(getattr(config, section), name)
         if found != value:

@@ -44,7 +44,15 @@ def documents_in_one(job: Job, step: TrainStep) -> None:
     origin_module.restarting_positions = lambda layout, device: {}
 
 
+def averaged_adapters(job: Job, step: TrainStep) -> None:
+    """Ranks average over tp what the first matrices of adapters should get the sum of."""
+    for module in job.model.modules():
+        for first in getattr(module, "lora_A", {}).values():
+            first.register_forward_hook(lambda module, inputs, out: out / 2 + (out / 2).detach())
+
+
 FAULTS = {
+    "adapters are averaged over tp": averaged_adapters,
     # Gradients of norms of heads stay those of the rank's own heads, as if the norms were replicated.
     "norms of heads are not summed over tp": skip_partial_sums_over_tp,
     "accumulated norms of heads are summed over tp in every backward": sum_accumulated_over_tp,

@@ -14,8 +14,10 @@ from tests.models.hf.faults import FAULTS, proof_of
 from tests.models.hf.runs import hf_config
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
 CASES = {
+    "adapters are averaged over tp": ("qwen3", "mesh.tp=2 lora.rank=4", (".lora_A.default.weight",)),
     "norms of heads are not summed over tp": (
         "qwen3",
         "mesh.tp=2",

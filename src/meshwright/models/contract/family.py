@@ -57,8 +57,8 @@ class OtherWeights(Protocol):
     def model_type(self) -> str | None:
         """Value of `model_type` in the format's config.json; None for any."""
 
-    def export(self, checkpoint: Path, out: Path) -> Any:
-        """Export a checkpoint's weights to a directory in this format."""
+    def export(self, checkpoint: Path, out: Path, *, merge: bool = False) -> Any:
+        """Export a checkpoint's weights to a directory in this format; with `merge`, with its adapters merged."""
 
     def load(self, source: Path, root: Path) -> Any:
         """Import a directory in this format as a checkpoint at step 0."""
@@ -69,8 +69,6 @@ class Family(ABC):
 
     sections: ClassVar[Mapping[str, type[Section]]]
     """Configuration sections that the family defines, by name: `model` and any others it needs."""
-    proof: ClassVar[Mapping[str, Any]] = {}
-    """Overrides applied by `prove`, for keys whose defaults make all gradients of the first step zero."""
     decides_samples: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys by section that determine the samples of a step; a resumed run must keep their values."""
     preload: ClassVar[tuple[str, ...]] = ()
@@ -101,6 +99,10 @@ class Family(ABC):
     @abstractmethod
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the initial values of a parameter or buffer, given its name in the full model."""
+
+    def proof(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return overrides applied by `prove`, for keys whose values make gradients of the first step zero."""
+        return {}
 
     def other_weights(self) -> OtherWeights | None:
         """Return the importer and exporter for an external weight format, or None."""

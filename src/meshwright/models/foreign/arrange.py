@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.models.foreign import private
-from meshwright.models.foreign.probe import Probe
+from meshwright.models.foreign.findings import Probe
 
 
 @dataclass(frozen=True)

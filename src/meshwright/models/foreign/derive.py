@@ -15,8 +15,9 @@ from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, 
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.foreign.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
+from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import MAX_ON_CPU, NotSharded, Origin
-from meshwright.models.foreign.probe import NoForward, Probe, probe
+from meshwright.models.foreign.probe import NoForward, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits
@@ -34,6 +35,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
         ConfigError: the model has no layers that can be told apart, or shares parameters between them.
     """
     model, found = _probed(origin)
+    origin.check_probe(model, found)
     sides, stubs, blanks = _sides(model, found)
     aliases = _aliases(model, sides)
     remove_aliases(model, aliases)
@@ -46,6 +48,9 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
             styles = first_that_fits(model, origin, found, tp)
         except NotSharded as error:
             unfit = str(error)
+    frozen = found.unused | found.frozen
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
     deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len)
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
     if tp > 1 and apart:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 
@@ -39,6 +39,13 @@ def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
 
 def _end(name: str, end: EndFacts) -> KindFacts:
     return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+
+
+def parameter_of(structure: Structure, name: str) -> ParameterFacts:
+    """Return a layer's parameter by its name in the model."""
+    layer, _, inside = name.removeprefix(f"{structure.layers_path}.").partition(".")
+    block = next(block for block in structure.blocks if block.name == structure.layers[int(layer)])
+    return next(parameter for parameter in block.parameters if parameter.name == inside)
 
 
 def fill_of(structure: Structure, name: str) -> FillFacts:

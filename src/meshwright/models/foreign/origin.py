@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.tp_styles import Style
+from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.linear import Linear
@@ -74,6 +75,13 @@ class Origin(ABC):
             width: features of the stream between layers.
         """
 
+    def check_probe(self, model: nn.Module, found: Probe) -> None:  # noqa: B027, most models are trained whole
+        """Check what a probe of the model has found, and add the parameters that are not trained to `found.frozen`.
+
+        Raises:
+            ConfigError: something that is trained is not used.
+        """
+
     def not_split(self) -> str:
         """Return a known reason why the layers can't be split over pp, or an empty string."""
         return ""
@@ -90,25 +98,28 @@ class Origin(ABC):
         """Prepare a model for float64, if it has parts that choose their kernels."""
 
     def largest_list(self, model: nn.Module, length: int | None) -> str:
-        """Return the path of the list of modules with the most parameters, among those of a length if there are such.
+        """Return the path of the largest list of modules (see `largest_list`).
 
         Raises:
             ConfigError: there is none.
         """
-        lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        length = length if any(len(module) == length for _, module in lists) else None
-        sizes = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists
-                 if len(module) == length or length is None]  # fmt: skip
-        if not sizes:
-            what = f"{type(model).__name__} has no list of layers"
-            raise self.error(what, "a model has a torch.nn.ModuleList of layers, to shard, recompute and split")
-        largest: tuple[int, str] = max(sizes)
-        return largest[1]
+        found = largest_list(model, length)
+        if found is None:
+            rule = "a model has a torch.nn.ModuleList of layers, to shard, recompute and split"
+            raise self.error(f"{type(model).__name__} has no list of layers", rule)
+        return found
 
     def error(self, what: str, rule: str, fix: str = "") -> ConfigError:
         """Return an error about the model."""
         own = f"{self.fix}, or a family of your own (model.kind=package.module:Family)"
         return ConfigError(what, where=self.key, rule=rule, fix=fix or own)
+
+
+def largest_list(model: nn.Module, length: int | None) -> str | None:
+    """Return the path of the list of modules with the most parameters, among those of a length if there are such."""
+    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    wanted = [one for one in lists if len(one[1]) == length] or lists
+    return max(wanted, key=lambda one: sum(p.numel() for p in one[1].parameters()))[0] if wanted else None
 
 
 def with_own_linear(model: nn.Module) -> nn.Module:

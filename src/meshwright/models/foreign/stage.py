@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
+from meshwright.models.foreign.findings import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM
 from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.foreign.origin import Origin
-from meshwright.models.foreign.probe import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM
 from meshwright.models.foreign.structure import Structure
 from meshwright.nn.attention.token_layout import TokenLayout
 

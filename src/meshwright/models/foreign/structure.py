@@ -29,7 +29,7 @@ class BlockFacts:
     parameters: tuple[ParameterFacts, ...]
     buffers: tuple[BufferFacts, ...]
     fills: dict[str, FillFacts]
-    """Initial values by name inside the layer."""
+    """Initial values by name inside the layer, without adapters."""
     saved: Saved
     flops: float
     """Forward floating-point operations per token."""

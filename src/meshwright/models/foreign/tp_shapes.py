@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, ROW, Style, StyleKind
+from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import NotSharded, Origin
-from meshwright.models.foreign.probe import Probe
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:

@@ -13,6 +13,8 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.models.foreign.origin import with_own_linear
 from meshwright.models.hf import private
+from meshwright.models.hf.config import LoraConfig
+from meshwright.models.hf.lora import inject_adapters
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.tiny_config import tiny_config
 
@@ -53,13 +55,16 @@ def _dropouts(config: Any) -> Iterator[str]:
             yield name
 
 
-def build_model(config: Any, *, attention: str = "auto", experts: str | None = "eager") -> nn.Module:
+def build_model(
+    config: Any, *, attention: str = "auto", experts: str | None = "eager", lora: LoraConfig | None = None
+) -> nn.Module:
     """Build the model with its plain forward, in training mode, with linear layers that can defer their gradients.
 
     Args:
         config: return value of `load_config`.
         attention: `model.attention`.
         experts: implementation of experts; `eager` runs in every dtype, None is transformers' choice.
+        lora: adapters of its linear layers, or None.
     """
     try:
         model: nn.Module = private.causal_lm(config, attention=attention, experts=experts)
@@ -67,6 +72,8 @@ def build_model(config: Any, *, attention: str = "auto", experts: str | None = "
         raise
     except Exception as error:
         raise _no_model(config.model_type, f"{type(error).__name__}: {error}") from error
+    if lora is not None:
+        inject_adapters(model, config, lora)
     transposed = private.transposed_linear()
     for module in model.modules():
         if type(module) is transposed.__base__:

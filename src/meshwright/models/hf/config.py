@@ -1,12 +1,22 @@
-"""The `model` section of a transformers model. Torch-free."""
+"""The sections `model` and `lora` of a transformers model. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
-from meshwright.settings.section import ModelSection
+from meshwright.settings.section import ModelSection, Names, Section
+
+FOREIGN_NAMES: Mapping[str, str] = {
+    "lora.rank": "lora_r lora_rank lora_dim lora.r lora.dim peft.dim peft.r peft_config.r",
+    "lora.alpha": "lora_alpha lora.lora_alpha peft.alpha peft_config.lora_alpha",
+    "lora.targets": "target_modules lora_target_modules lora.target_modules peft.target_modules lora_attn_modules",
+    "lora.rslora": "use_rslora lora.use_rslora",
+    "lora.zero_init": "init_lora_weights lora.init_lora_weights",
+}
+"""Names of peft, TRL, NeMo and torchtune by our keys."""
 
 
 class HfConfig(ModelSection):
@@ -26,3 +36,25 @@ class HfConfig(ModelSection):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention of transformers: sdpa (PyTorch's kernels), or eager; auto takes the model's own"
     )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters of peft, which are trained in place of the model's own weights."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0 trains the model's own weights instead")
+    alpha: float = Field(
+        16.0, gt=0, description="adapters add alpha / rank times their product; with lora.rslora alpha / √rank"
+    )
+    targets: Names = Field(
+        (),
+        description="linear layers of the decoder layers that get adapters: last parts of their paths, such as q_proj, "
+        "or globs over paths; all by default",
+    )
+    rslora: bool = Field(False, description="scale what adapters add by 1 / √rank in place of 1 / rank")
+    zero_init: bool = Field(
+        True, description="start the second matrix of adapters at zero, so that they add nothing at first"
+    )
+
+    def identity(self) -> dict[str, Any]:
+        """Return what determines the adapters and their meaning; nothing without adapters."""
+        return self.model_dump(mode="json", exclude={"zero_init"}) if self.rank else {}

@@ -1,4 +1,5 @@
-"""Export of a checkpoint as a folder that `from_pretrained` opens, written by transformers itself."""
+"""Export of a checkpoint as a folder that `from_pretrained` opens, written by transformers itself, or of its adapters
+as one that peft opens."""
 
 from __future__ import annotations
 
@@ -6,14 +7,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from meshwright.checkpoint import layout_file, manifest
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.data.tokenizer_files import TOKENIZER_FILES, read_files
 from meshwright.errors import CheckpointError
 from meshwright.models.hf import private
-from meshwright.models.hf.build_model import original_config
+from meshwright.models.hf.build_model import build_model, load_config, original_config
+from meshwright.models.hf.config import LoraConfig
+from meshwright.models.hf.lora import merged
+from meshwright.models.hf.lora_names import is_adapter, original_name
 from meshwright.models.hf.source import Source
-from meshwright.models.huggingface.export_weights import PREFIX, new_directory
+from meshwright.models.huggingface.export_weights import PREFIX, new_directory, no_adapters
 
 KEPT = ("generation_config.json", *TOKENIZER_FILES)
 """Files of the model's folder that an export has, too."""
@@ -25,25 +32,34 @@ class TransformersWeights:
     description = "any causal language model of transformers"
     model_type = None
 
-    def export(self, checkpoint: Path, out: Path) -> Path:
-        """Write a checkpoint's weights, configuration and tokenizer, through the memory of one process.
+    def export(self, checkpoint: Path, out: Path, *, merge: bool = False) -> Path:
+        """Write a checkpoint's weights or adapters, configuration and tokenizer, through the memory of one process.
 
         Args:
             checkpoint: a checkpoint of this family, saved from any layout.
             out: output directory, missing or empty.
+            merge: whether to write the model to whose weights its adapters have been added, in place of the adapters.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or `out` is not empty.
+            CheckpointError: the checkpoint is damaged or has no adapters to merge, or `out` is not empty.
             RunError: `out` cannot be written.
         """
         verified = manifest.verify(checkpoint)
         stored, model = layout_file.read(checkpoint), verified.model
         fields = model.get("fields")
         source = Source(str(model["model_type"]), None, "" if fields is None else json.dumps(fields))
-        names = [name for name in stored.tensors if name.startswith(PREFIX)]
+        adapters = model.get("lora")
+        if merge and not adapters:
+            raise no_adapters(checkpoint)
+        names = [name.removeprefix(PREFIX) for name in stored.tensors if name.startswith(PREFIX)]
+        wanted = names if merge or not adapters else [name for name in names if is_adapter(name)]
         with new_directory(out) as folder:
-            tensors = {name.removeprefix(PREFIX): read_tensor(stored, name) for name in names}
-            private.save_model(original_config(source), tensors, folder)
+            tensors = {name: read_tensor(stored, f"{PREFIX}{name}") for name in wanted}
+            if adapters:
+                base = _existing_folder(verified.run)
+                tensors = _export_adapters(source, LoraConfig(**adapters), tensors, folder, merge=merge, base=base)
+            if merge or not adapters:
+                private.save_model(original_config(source), tensors, folder)
             for name, content in _kept(verified.run).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
@@ -62,6 +78,24 @@ class TransformersWeights:
             fix=f"meshwright run hf-tiny model.config={source} model.weights=folder "
             f"data.tokenizer={source}/tokenizer.json",
         )
+
+
+def _export_adapters(
+    source: Source, lora: LoraConfig, tensors: dict[str, Tensor], folder: Path, *, merge: bool, base: str | None
+) -> dict[str, Tensor]:
+    """Return the tensors with adapters merged, or else write them as peft does."""
+    with torch.device("meta"):
+        model = build_model(load_config(source), lora=lora)
+    if merge:
+        return {original_name(name): tensor for name, tensor in merged(model, tensors).items()}
+    private.save_adapter(model, tensors, folder, base=base)
+    return tensors
+
+
+def _existing_folder(run: Any) -> str | None:
+    """Return the folder of the model that the run's adapters are for; None if it started from random weights."""
+    section = run.get("config", {}).get("model", {})
+    return str(section["config"]) if section.get("weights") == "folder" else None
 
 
 def _kept(run: Any) -> dict[str, bytes]:

@@ -6,19 +6,24 @@ Doesn't import torch or transformers: what it needs to know of a model is cached
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
+from itertools import chain
+from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import OtherWeights
-from meshwright.models.contract.initial_values import Computed, Fill
+from meshwright.models.contract.initial_values import ZEROS, Computed, Fill, Uniform
+from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.foreign.description import saved_names
+from meshwright.models.foreign.description import parameter_of, saved_names
 from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure
-from meshwright.models.hf.config import HfConfig
+from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig
+from meshwright.models.hf.lora_names import SECOND, check_peft, is_adapter, original_name
 from meshwright.models.hf.source import Source, find_source, transformers_version
 from meshwright.settings.violation import Violation
 
@@ -31,7 +36,8 @@ if TYPE_CHECKING:
 class HfFamily(ForeignFamily):
     """Any causal language model of transformers, trained on text."""
 
-    sections = {"model": HfConfig}
+    sections = {"model": HfConfig, "lora": LoraConfig}
+    foreign_names = FOREIGN_NAMES
     preload = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
 
     def structure(self, f: RunFacts) -> Structure:
@@ -40,18 +46,45 @@ class HfFamily(ForeignFamily):
 
     def identity(self, f: RunFacts) -> Mapping[str, Any]:
         """Return what determines the model's configuration."""
-        return {"kind": "hf", **_source(_section(f)).identity()}
+        lora = _lora(f)
+        adapters = {} if lora is None else {"lora": lora.identity()}
+        return {"kind": "hf", **_source(_section(f)).identity(), **adapters}
 
     def origin(self, f: RunFacts) -> TransformersModel:
         """Return how the model is built and called."""
-        return _origin(_section(f))
+        return _origin(_section(f), _lora(f))
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Check the layout and the weights against what the model allows."""
+        """Check the layout, the weights and the adapters against what the model allows."""
+        try:
+            structure_of(f)
+        except ConfigError as error:
+            if error.where != "lora.targets":
+                raise
+            yield Violation(ConfigError, error.what, error.where, error.rule, [], error.fix)
+            return
         yield from super().rules(f)
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
+        lora = f.section(LoraConfig)
+        unread = [key for key, value in lora if lora.rank == 0 and value != LoraConfig.model_fields[key].default]
+        for key in unread:
+            what, rule = f"lora.{key} is set, but lora.rank = 0", "a rank of 1 or more turns adapters on"
+            default = LoraConfig.model_fields[key].default
+            yield Violation(ConfigError, what, "lora.rank", rule, [{"lora.rank": 8}, {f"lora.{key}": default}])
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        """Describe the model's parameters and costs. Matrices that have adapters have no gradients to compute."""
+        facts = super().describe(f)
+        if _lora(f) is None:
+            return facts
+        structure = structure_of(f)
+        by_name = {block.name: block for block in structure.blocks}
+        parameters = chain(*(by_name[name].parameters for name in structure.layers), structure.last.parameters)
+        frozen = sum(prod(p.shape) for p in parameters if p.frozen and len(p.shape) == 2)
+        forward = facts.flops_per_token / 3
+        return replace(facts, flops_per_token=max(2 * forward, 3 * forward - 2 * frozen))
 
     def make(self, f: RunFacts) -> nn.Module:
         """Build the whole model on the meta device, with grouped experts where they are right."""
@@ -62,7 +95,7 @@ class HfFamily(ForeignFamily):
         # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
         experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
         with torch.device("meta"):
-            return build_model(self.origin(f).config, attention=_section(f).attention, experts=experts)
+            return build_model(self.origin(f).config, attention=_section(f).attention, experts=experts, lora=_lora(f))
 
     def other_weights(self) -> OtherWeights:
         """Return the export to a folder that `from_pretrained` opens."""
@@ -72,11 +105,16 @@ class HfFamily(ForeignFamily):
 
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the values of the folder's weights, or those that the model's own rules give."""
-        folder, structure = _source(_section(f)).folder, structure_of(f)
-        if _section(f).weights == "folder" and folder is not None and name in saved_names(structure):
+        folder, structure, lora = _source(_section(f)).folder, structure_of(f), _lora(f)
+        if lora is not None and is_adapter(name):
+            width = parameter_of(structure, name).shape[1]
+            return ZEROS if lora.zero_init and SECOND in name else Uniform(1 / sqrt(width))  # as a linear layer's
+        names = frozenset(original_name(saved) for saved in saved_names(structure) if not is_adapter(saved))
+        name = name if lora is None else original_name(name)
+        if _section(f).weights == "folder" and folder is not None and name in names:
             from meshwright.models.hf.pretrained import read_pretrained
 
-            names, cache_dir = saved_names(structure), f.data.cache_dir
+            cache_dir = f.data.cache_dir
             return Computed(lambda: read_pretrained(folder, name, names, cache_dir=cache_dir))
         return super().initial(f, name)
 
@@ -86,9 +124,22 @@ class HfFamily(ForeignFamily):
 
         return compute(lambda small: _without_values(_section(f), small), name, f.seed)
 
+    def proof(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return overrides for proofs: the first gradients of adapters that start at zero are zero."""
+        return {} if _lora(f) is None else {"lora.zero_init": False}
+
 
 def _section(f: RunFacts) -> HfConfig:
     return f.section(HfConfig)
+
+
+def _lora(f: RunFacts) -> LoraConfig | None:
+    """Return the section of adapters, or None without them."""
+    lora = f.section(LoraConfig)
+    if not lora.rank:
+        return None
+    check_peft()
+    return lora
 
 
 @lru_cache(maxsize=64)
@@ -97,28 +148,30 @@ def _source(section: HfConfig) -> Source:
 
 
 @lru_cache(maxsize=64)
-def _origin(section: HfConfig) -> TransformersModel:
+def _origin(section: HfConfig, lora: LoraConfig | None = None) -> TransformersModel:
     from meshwright.models.hf.origin import TransformersModel
 
-    return TransformersModel(_source(section), section.attention)
+    return TransformersModel(_source(section), section.attention, lora)
 
 
 def structure_of(f: RunFacts) -> Structure:
     """Return the structure of a run's model, from the cache if it was derived before."""
-    return _structure(_section(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+    return _structure(_section(f), _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
 
 
 @lru_cache(maxsize=64)
-def _structure(section: HfConfig, seq_len: int, tp: int, cache_dir: str | None) -> Structure:
+def _structure(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None) -> Structure:
     source = _source(section)
 
     def derive() -> Structure:
         from meshwright.models.foreign.derive import derive_structure
 
-        return derive_structure(_origin(section), seq_len=seq_len, tp=tp)
+        return derive_structure(_origin(section, lora), seq_len=seq_len, tp=tp)
 
     versions = {"transformers": transformers_version(), "torch": version("torch")}
     key = {**source.identity(), "attention": section.attention, "seq_len": seq_len, "tp": tp, **versions}
+    if lora is not None:
+        key |= {"lora": lora.identity(), "peft": version("peft")}
     return cached_structure(key, derive, cache_dir=cache_dir)
 
 

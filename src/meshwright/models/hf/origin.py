@@ -7,21 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.tp_styles import Style
+from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import Origin, restarting_positions
 from meshwright.models.foreign.packing import why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards
 from meshwright.models.hf import private
 from meshwright.models.hf.build_model import build_model, load_config
+from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import NOT_SPLIT, PLAN_UNFIT
+from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter_styles
+from meshwright.models.hf.lora_names import is_adapter
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.tp_styles import tp_styles
 from meshwright.nn.attention.token_layout import TokenLayout
@@ -37,10 +41,12 @@ class TransformersModel(Origin):
     Attributes:
         source: the model that `model.config` names.
         attention: `model.attention`.
+        lora: adapters, or None.
     """
 
     source: Source
     attention: str = "auto"
+    lora: LoraConfig | None = None
     key = KEY
     fix = f"{KEY}=qwen3"
 
@@ -63,7 +69,7 @@ class TransformersModel(Origin):
     def build(self) -> nn.Module:
         """Build the model on the current device."""
         experts = EXPERTS_ON_META if torch.get_default_device().type == "meta" else "eager"
-        return build_model(self.config, attention=self.attention, experts=experts)
+        return build_model(self.config, attention=self.attention, experts=experts, lora=self.lora)
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids; transformers makes its masks of documents from their positions."""
@@ -78,10 +84,26 @@ class TransformersModel(Origin):
 
     def fills(self) -> dict[str, FillFacts]:
         """Return the initial values that the model's own rules give."""
-        return fills_of(self.build)
+        return fills_of(self._plain().build)
+
+    def _plain(self) -> TransformersModel:
+        """Return the model without adapters, which change names and types."""
+        return replace(self, lora=None)
+
+    def check_probe(self, model: nn.Module, found: Probe) -> None:
+        """Check that the output depends on every adapter, and freeze the rest."""
+        if self.lora is not None:
+            check_called(model, found.unused)
+            found.frozen |= {name for name, _ in model.named_parameters() if not is_adapter(name)}
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
         """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""
+        if self.lora is not None:
+            with torch.device("meta"):
+                plain = self._plain().build()
+            for styles in self._plain().styles(plain, width):
+                yield with_adapter_styles(styles, adapted_layers(model))
+            return
         config = self.config
         plan = {} if config.model_type in PLAN_UNFIT else private.tensor_parallel_plan(model)
         if plan:

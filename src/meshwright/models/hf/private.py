@@ -7,6 +7,7 @@ transformers is optional, and a plan needs neither.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -66,6 +67,33 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
         options["experts_implementation"] = experts
     with quiet():
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+
+
+def inject_lora(model: Any, **options: Any) -> None:
+    """Inject peft's adapters, in place, without its notes about names that it doesn't find in a model."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(LoraConfig(**options), model)
+
+
+def save_adapter(model: Any, tensors: Mapping[str, Any], folder: Path, *, base: str | None) -> None:
+    """Write adapters as `PeftModel.from_pretrained` reads them.
+
+    Args:
+        model: model with adapters, without values.
+        tensors: values of the adapters by name.
+        folder: an existing folder.
+        base: folder of the model that they are for, if it has one.
+    """
+    from safetensors.torch import save_file
+
+    config = model.peft_config["default"]
+    config.inference_mode, config.base_model_name_or_path = True, base
+    config.save_pretrained(folder)
+    named = {f"base_model.model.{name.replace('.default.', '.')}": tensor for name, tensor in tensors.items()}
+    save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / "adapter_model.safetensors")
 
 
 def run_experts_eagerly(model: Any) -> None:

@@ -31,6 +31,16 @@ PREFIX = "model."
 MAX_SHARD_BYTES = 5 * 10**9
 
 
+def no_adapters(checkpoint: Path) -> CheckpointError:
+    """Return the error of merging adapters that a checkpoint doesn't have."""
+    return CheckpointError(
+        "the checkpoint has no adapters to merge",
+        where=str(checkpoint),
+        rule="--merge adds adapters (lora.rank) into the weights that they adapt",
+        fix="meshwright checkpoint export without --merge",
+    )
+
+
 def export_safetensors(
     architecture: Architecture,
     checkpoint: Path,

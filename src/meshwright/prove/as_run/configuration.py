@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.comm.compression.catalogue import find_method
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.plan.run_plan import RunPlan
@@ -36,7 +37,8 @@ def as_configured(config: RunConfig) -> RunConfig:
                 fix=f"{format_fix({key: value})}; without --as-run, the layout is proved in float64",
             )
     backend = "eager" if config.train.compile else "simulate"
-    return config.with_keys({"train.device": "cpu", "capture.backend": backend, **config.family.proof})
+    overrides = config.family.proof(run_facts(config))
+    return config.with_keys({"train.device": "cpu", "capture.backend": backend, **overrides})
 
 
 def plan_as_configured(plan: RunPlan) -> RunPlan:
