@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
+from meshwright.models.hf import private
 from meshwright.models.hf.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.hf.build_model import build_model, load_config
-from meshwright.models.hf.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
+from meshwright.models.hf.costs import AFTER, BEFORE, count_flops, final_modules, measure_saved, saved_by_kind
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import NOT_SPLIT, NOT_TENSOR_PARALLEL
 from meshwright.models.hf.packing import why_not_packed
@@ -22,11 +23,13 @@ from meshwright.models.hf.probe import NoForward, Probe, probe
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.stage import stub_shapes
 from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Structure
-from meshwright.models.hf.tp_styles import Unfit, tp_styles
+from meshwright.models.hf.tp_styles import Unfit, sharded, tp_styles
 from meshwright.units import format_count
 
 EXPERTS_ON_META = "batched_mm"
 """Implementation of experts whose shapes depend on no values."""
+SAVING_EXPERTS = "grouped_mm"
+"""Implementation that, on the meta device too, saves what experts save; the other copies an expert for each token."""
 MAX_ON_CPU = 200_000_000
 """Parameters of a model that is probed with values, at most."""
 NOTHING_SAVED = Saved()
@@ -61,7 +64,7 @@ def derive_structure(source: Source, *, attention: str, seq_len: int, tp: int) -
             styles = tp_styles(model, config, tp)
         except Unfit as error:
             unfit = str(error)
-    deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len)
+    deriver = _Deriver(model, config, found, sides, stubs, styles, seq_len, tp)
     if tp > 1 and aliases:
         unfit = unfit or f"{next(iter(aliases))} is another module's parameter"
     return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases)
@@ -129,6 +132,7 @@ class _Deriver:
         stubs: dict[str, tuple[int, ...]],
         styles: dict[str, Style],
         seq_len: int,
+        tp: int,
     ) -> None:
         self._model, self._config, self._found, self._sides, self._stubs = model, config, found, sides, stubs
         self._styles = styles
@@ -143,8 +147,15 @@ class _Deriver:
         self._tables = [m for _, m in model.named_modules() if isinstance(m, nn.Embedding)]
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
-        model.to(torch.bfloat16)
-        self._costs: Costs = measure_costs(model, self._layers, seq_len)
+        self._flops = count_flops(model, self._layers, seq_len)
+        if next(model.parameters()).is_meta:
+            private.set_experts(model, SAVING_EXPERTS)
+        with sharded(model.to(torch.bfloat16), styles, tp):
+            self._saved = measure_saved(model, self._layers, seq_len)
+            inside = [path for path in styles if path.startswith(f"{found.layers_path}.")]
+            reducing = [path for path in inside if styles[path].reduces_output]
+            for path in final_modules(model, self._layers, seq_len, reducing):
+                styles[path] = replace(styles[path], kept=False)
 
     def _check_ties(self) -> None:
         for names in self._names.values():
@@ -166,14 +177,13 @@ class _Deriver:
         stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
         owners = {name.rpartition(".")[0] for name in self._sides.last}
         late = [n for n in outside if n not in stubbed and n.rpartition(".")[0] in owners]
-        costs = self._costs
         return Structure(
             layers_path=path,
             layers=layers,
             blocks=blocks,
-            first=self._end(self._sides.first, stubbed, costs.saved.get(BEFORE, Saved()), costs.flops.get(BEFORE, 0.0)),
+            first=self._end(self._sides.first, stubbed, self._saved[BEFORE], self._flops[BEFORE]),
             every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
-            last=self._end(self._sides.last, late, costs.saved.get(AFTER, Saved()), costs.flops.get(AFTER, 0.0)),
+            last=self._end(self._sides.last, late, self._saved[AFTER], self._flops[AFTER]),
             stubs=self._stubs,
             blanks={
                 name: tuple(self._model.get_parameter(name).shape)
@@ -231,7 +241,7 @@ class _Deriver:
                 kinds.append(signatures[key])
             layers.append(signatures[key].name)
             by_kind.setdefault(signatures[key].name, []).append(index)
-        saved = {name: saved_by_kind(self._costs.saved, indices) for name, indices in by_kind.items()}
+        saved = {name: saved_by_kind(self._saved, indices) for name, indices in by_kind.items()}
         return tuple(replace(kind, saved=saved[kind.name]) for kind in kinds), tuple(layers)
 
     def _block(self, index: int) -> BlockFacts:
@@ -250,7 +260,7 @@ class _Deriver:
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
-        flops = self._costs.flops.get(index, 0.0)
+        flops = self._flops.get(index, 0.0)
         return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles)
 
     def _max_len(self) -> int | None:

@@ -6,6 +6,7 @@ Doesn't import torch or transformers: what it needs to know of a model is cached
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from meshwright.models.contract.family import Family, OtherWeights
 from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.tp_styles import Style
+from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.models.hf.config import HfConfig
 from meshwright.models.hf.facts_cache import cached_structure
 from meshwright.models.hf.source import Source, find_source, transformers_version
@@ -143,7 +144,7 @@ def describe(structure: Structure, f: RunFacts) -> ModelFacts:
         identity={"kind": "hf", **_source(_section(f)).identity()},
         first=(first,),
         every=(every,) if has_every else (),
-        last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
+        last=(replace(last, output=float(structure.vocab_size), output_divided=_shards_logits(structure)),),
         keeps_documents_apart=not structure.not_packed,
         # The backward costs twice the forward.
         flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
@@ -157,6 +158,11 @@ def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
 
 def _end(name: str, end: EndFacts) -> KindFacts:
     return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+
+
+def _shards_logits(structure: Structure) -> bool:
+    """Return whether logits are sharded over tp."""
+    return any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
 
 
 def _fill(structure: Structure, name: str) -> FillFacts:

@@ -1,8 +1,9 @@
 """Names of `transformers` and PyTorch that they don't document, or may move.
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`, `Module._modules`,
-`Tensor._base` and `UntypedStorage._cdata`. Checked on 2.13, and transformers 5.23.0. Nothing else in this room reads
-one. Both are imported inside the functions: transformers is optional, and a plan needs neither.
+`Tensor._base`, `UntypedStorage._cdata` and `aten._scaled_dot_product_flash_attention_for_cpu`. Checked on 2.13, and
+transformers 5.23.0. Nothing else in this room reads one. Both are imported inside the functions: transformers is
+optional, and a plan needs neither.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
 
-def run_experts_eagerly(model: Any) -> None:
-    """Make a model's experts run one after the other, in any dtype, where it has a choice."""
+def set_experts(model: Any, implementation: str) -> None:
+    """Choose how a model's experts run, where it has a choice; `eager` runs one after the other, in any dtype."""
     if type(model)._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation(implementation)
 
 
 @contextmanager
@@ -218,6 +219,13 @@ def order_children(module: Any, rank: Callable[[str], int]) -> None:
     """Register a module's children in the order of their rank by name, and otherwise as they are."""
     for name in sorted(module._modules, key=rank):
         module._modules[name] = module._modules.pop(name)
+
+
+def fused_attention() -> Any:
+    """Return PyTorch's operator of attention that doesn't save scores, as it is on the CPU."""
+    import torch
+
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def leaves(value: Any) -> list[Any]:

@@ -89,7 +89,7 @@ def _stage_forward(
             owner, _, leaf = name.rpartition(".")
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         if call.is_first and _is_float64(model):  # the reference of a run in bfloat16, whose experts may be grouped
-            private.run_experts_eagerly(model)
+            private.set_experts(model, "eager")
         call.is_first = False
         try:
             with _mode(model):
