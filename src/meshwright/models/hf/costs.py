@@ -124,18 +124,27 @@ class _FusedAttention(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator."""
-        named = dict(kwargs or {})
-        if func is not scaled_dot_product_attention or not _is_fused(*args[:3], named.get("attn_mask")):
-            return func(*args, **named)
-        mask = named.get("attn_mask")
-        if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=args[0].dtype)  # each call converts its mask
-        options = {name: named[name] for name in ("dropout_p", "is_causal", "scale") if name in named}
-        return private.fused_attention()(*args[:3], **options, attn_mask=mask)[0]
+        return (_attention if func is scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
-def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    return query.is_meta and query.shape[-1] == value.shape[-1] and (mask is None or not mask.requires_grad)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    named: dict[str, Any] = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    is_learned = attn_mask is not None and attn_mask.requires_grad
+    if not query.is_meta or query.shape[-1] != value.shape[-1] or is_learned:
+        return scaled_dot_product_attention(query, key, value, **named, enable_gqa=enable_gqa)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        named["attn_mask"] = torch.zeros_like(attn_mask, dtype=query.dtype)  # each call converts its mask
+    out: Tensor = private.fused_attention()(query, key, value, **named)[0]
+    return out
 
 
 def _saved(tensor: Tensor, seq_len: int) -> Saved:
