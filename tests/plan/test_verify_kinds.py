@@ -110,6 +110,15 @@ FAULTS = {
         None,
         "style column of ffn.gate_proj matches no parameter of block",
     ),
+    "an output that is not reduced": (
+        TIED,
+        lambda p: with_kind(
+            p, "block", styles=tuple((path, replace(one, kept=False)) for path, one in p.kind("block").styles)
+        ),
+        None,
+        None,
+        "style column of attention.wq has kept = false",
+    ),
     "an axis that is not there": (
         TIED,
         lambda p: with_parameter(p, QUERY, work=("dp_replicate", "dp_shard", "ep")),

@@ -163,6 +163,8 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
             # At most: the block saves all but its input again, and selective recomputation has kept some of it.
             recompute = max(recompute, kind.saved.none - stream * compute + context.none)
     output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
+    # The output and its gradient are freed before the last block is recomputed.
+    recompute = max(0, recompute - output)
     return StageCosts(
         activation_bytes=samples * (kept + output),
         recompute_bytes=samples * recompute,

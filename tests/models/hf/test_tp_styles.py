@@ -10,6 +10,7 @@ from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.tp_styles import (
     COLUMN,
     DIVIDED,
+    FINAL_ROW,
     GATHERED_COLUMN,
     HEAD,
     REPLICATED,
@@ -40,7 +41,7 @@ def test_norms_of_sharded_heads_are_divided(structure):
         assert block.styles["self_attn.q_norm"] == block.styles["self_attn.k_norm"] == DIVIDED
         assert block.styles["input_layernorm"] == block.styles["post_attention_layernorm"] == REPLICATED
         assert block.styles["self_attn.q_proj"] == block.styles["mlp.up_proj"] == COLUMN
-        assert block.styles["self_attn.o_proj"] == block.styles["mlp.down_proj"] == ROW
+        assert (block.styles["self_attn.o_proj"], block.styles["mlp.down_proj"]) == (ROW, FINAL_ROW)
     assert found.first.styles == {"model.embed_tokens": VOCABULARY}
     assert found.last.styles == {"model.norm": REPLICATED, "lm_head": HEAD}
 

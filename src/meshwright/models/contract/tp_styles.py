@@ -56,8 +56,8 @@ class Style:
     num_inputs: int = 1
     """Number of positional inputs of a gathering module; only the first is from the stream."""
     kept: bool = True
-    """Whether the backward needs the output of a row-parallel layer or region. Recomputation stops before the last
-    layer whose output it doesn't need."""
+    """Whether the backward needs the output of a module that reduces it, such as a row-parallel layer. Recomputation
+    stops before the last layer whose output it doesn't need."""
     dims: tuple[tuple[str, int], ...] = ()
     """Name and sharded dim of each parameter of a local module; parameters that are not listed are replicated."""
     summed_input: int = 0
@@ -78,6 +78,11 @@ class Style:
     the module is called."""
     top_k: int = 0
     """Experts per token, of the style experts."""
+
+    @property
+    def reduces_output(self) -> bool:
+        """Whether a block's module reduces its output into the stream."""
+        return self.kind in (StyleKind.ROW, StyleKind.REGION, StyleKind.EXPERTS) or self.reduced_output > 0
 
 
 COLUMN, ROW, VOCABULARY = Style(StyleKind.COLUMN), Style(StyleKind.ROW), Style(StyleKind.VOCABULARY)

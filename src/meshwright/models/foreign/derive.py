@@ -14,13 +14,13 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
-from meshwright.models.foreign.costs import AFTER, BEFORE, Costs, measure_costs, saved_by_kind
+from meshwright.models.foreign.costs import AFTER, BEFORE, count_flops, final_modules, measure_saved, saved_by_kind
 from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import MAX_ON_CPU, NotSharded, Origin
 from meshwright.models.foreign.probe import NoForward, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
-from meshwright.models.foreign.tp_shapes import first_that_fits
+from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
 from meshwright.nn.deferred_weight_gradients import undeferred_parameters
 from meshwright.units import format_count
 
@@ -51,7 +51,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
-    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len)
+    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len, tp)
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
     if tp > 1 and apart:
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
@@ -123,6 +123,7 @@ class _Deriver:
         blanks: list[str],
         styles: dict[str, Style],
         seq_len: int,
+        tp: int,
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
@@ -137,13 +138,13 @@ class _Deriver:
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
         self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model)
-        model.to(torch.bfloat16)
-        self._costs = self._measured(seq_len)
+        self._measure(seq_len, tp)
 
-    def _measured(self, seq_len: int) -> Costs:
-        """Return what the model saves and computes for samples of `seq_len` tokens."""
+    def _measure(self, seq_len: int, tp: int) -> None:
+        """Measure what the model computes, and what a rank of tp saves, for samples of `seq_len` tokens."""
+        model, layers, origin, styles = self._model, self._layers, self._origin, self._styles
         try:
-            return measure_costs(self._model, self._layers, seq_len, self._origin)
+            self._flops = count_flops(model, layers, seq_len, origin)
         except Exception as error:
             raise ConfigError(
                 f"the forward of {type(self._model).__name__} fails for {seq_len} tokens: {str(error)[:150]}",
@@ -151,6 +152,13 @@ class _Deriver:
                 rule="samples have train.seq_len tokens, which the model takes",
                 fix=f"{LENGTH}={self._longest(seq_len)}",
             ) from error
+        origin.prepare_saving(model)
+        with sharded(model.to(torch.bfloat16), styles, tp):
+            self._saved = measure_saved(model, layers, seq_len, origin)
+            inside = [path for path in styles if path.startswith(f"{self._found.layers_path}.")]
+            reducing = [path for path in inside if styles[path].reduces_output]
+            for path in final_modules(model, layers, seq_len, reducing, origin):
+                styles[path] = replace(styles[path], kept=False)
 
     def _longest(self, seq_len: int) -> int:
         """Return the largest half, quarter, … of a length that the model takes."""
@@ -178,14 +186,13 @@ class _Deriver:
         stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
         owners = {name.rpartition(".")[0] for name in self._sides.last}
         late = [n for n in outside if n not in stubbed and n.rpartition(".")[0] in owners]
-        costs = self._costs
         return Structure(
             layers_path=path,
             layers=layers,
             blocks=blocks,
-            first=self._end(self._sides.first, stubbed, costs.saved.get(BEFORE, Saved()), costs.flops.get(BEFORE, 0.0)),
+            first=self._end(self._sides.first, stubbed, self._saved[BEFORE], self._flops[BEFORE]),
             every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
-            last=self._end(self._sides.last, late, costs.saved.get(AFTER, Saved()), costs.flops.get(AFTER, 0.0)),
+            last=self._end(self._sides.last, late, self._saved[AFTER], self._flops[AFTER]),
             stubs=self._stubs,
             blanks={name: tuple(self._model.get_parameter(name).shape) for name in self._blanks},
             aliases={},
@@ -241,7 +248,7 @@ class _Deriver:
                 kinds.append(signatures[key])
             layers.append(signatures[key].name)
             by_kind.setdefault(signatures[key].name, []).append(index)
-        saved = {name: saved_by_kind(self._costs.saved, indices) for name, indices in by_kind.items()}
+        saved = {name: saved_by_kind(self._saved, indices) for name, indices in by_kind.items()}
         return tuple(replace(kind, saved=saved[kind.name]) for kind in kinds), tuple(layers)
 
     def _block(self, index: int) -> BlockFacts:
@@ -260,7 +267,7 @@ class _Deriver:
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
-        flops = self._costs.flops.get(index, 0.0)
+        flops = self._flops.get(index, 0.0)
         return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts
 from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.tp_styles import StyleKind
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 
 
@@ -24,7 +26,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
         identity=identity,
         first=(first,),
         every=(every,) if has_every else (),
-        last=(KindFacts(**{**vars(last), "output": float(structure.vocab_size)}),),
+        last=(replace(last, output=float(structure.vocab_size), output_divided=_shards_logits(structure)),),
         keeps_documents_apart=not structure.not_packed,
         undeferred=structure.undeferred,
         # The backward costs twice the forward.
@@ -39,6 +41,11 @@ def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
 
 def _end(name: str, end: EndFacts) -> KindFacts:
     return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+
+
+def _shards_logits(structure: Structure) -> bool:
+    """Return whether logits are sharded over tp."""
+    return any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
 
 
 def parameter_of(structure: Structure, name: str) -> ParameterFacts:

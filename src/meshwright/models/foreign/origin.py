@@ -94,6 +94,9 @@ class Origin(ABC):
         """Return the number of learned positions, or None without such a table."""
         return None
 
+    def prepare_saving(self, model: nn.Module) -> None:  # noqa: B027, most models need nothing
+        """Prepare a model on the meta device for measuring what it saves."""
+
     def prepare_float64(self, model: nn.Module) -> None:  # noqa: B027, most models need nothing
         """Prepare a model for float64, if it has parts that choose their kernels."""
 

@@ -1,8 +1,8 @@
 """Names of PyTorch that it doesn't document, or may move.
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
-`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules` and `UntypedStorage._cdata`.
-Checked on 2.13.
+`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `UntypedStorage._cdata` and
+`aten._scaled_dot_product_flash_attention_for_cpu`. Checked on 2.13.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -42,6 +43,11 @@ def order_children(module: Any, rank: Callable[[str], int]) -> None:
     """Register a module's children in the order of their rank by name, and otherwise as they are."""
     for name in sorted(module._modules, key=rank):
         module._modules[name] = module._modules.pop(name)
+
+
+def fused_attention() -> Any:
+    """Return PyTorch's operator of attention that doesn't save scores, as it is on the CPU."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def leaves(value: Any) -> list[Any]:

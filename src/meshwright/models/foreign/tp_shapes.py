@@ -157,11 +157,11 @@ def sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator[
             dim = _dim(style, leaf, parameter)
             if dim is None:
                 continue
-            if parameter.shape[dim] % tp:
+            if parameter.shape[dim] % tp and style.kind is not StyleKind.HEAD:
                 raise NotSharded(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
-            shape = [n // tp if d == dim else n for d, n in enumerate(parameter.shape)]
+            shape = [-(-n // tp) if d == dim else n for d, n in enumerate(parameter.shape)]
             original.append((module, leaf, parameter))
-            setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape)))
+            setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape), requires_grad=parameter.requires_grad))
         if style.kind is StyleKind.EXPERTS:
             count = cast("int", module.num_experts)
             counts.append((module, count))
@@ -179,7 +179,7 @@ def sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator[
 
 
 def _dim(style: Style, leaf: str, parameter: Tensor) -> int | None:
-    if style.kind is StyleKind.COLUMN or style.kind is StyleKind.EXPERTS:
+    if style.kind in (StyleKind.COLUMN, StyleKind.HEAD, StyleKind.EXPERTS):
         return 0
     if style.kind is StyleKind.ROW:
         return 1 if parameter.dim() == 2 else None
@@ -189,11 +189,30 @@ def _dim(style: Style, leaf: str, parameter: Tensor) -> int | None:
 
 
 def _gathering(module: nn.Module, style: Style, tp: int) -> Iterator[Any]:
-    """Imitate the gathering of outputs and splitting of inputs by shape."""
+    """Imitate the gathering of outputs and splitting of inputs, and experts for a rank's share of tokens, by shape."""
     if style.gathered and style.kind is StyleKind.COLUMN:
         yield module.register_forward_hook(lambda module, inputs, out: torch.cat([out] * tp, -1))
     elif style.gathered:
         yield module.register_forward_pre_hook(lambda module, inputs: (inputs[0].chunk(tp, -1)[0], *inputs[1:]))
+    elif style.kind is StyleKind.EXPERTS:
+        yield from _sharing(module, tp)
+
+
+def _sharing(module: nn.Module, tp: int) -> Iterator[Any]:
+    """Imitate experts for a rank's share of the tokens, which add their rows to the output, and save them for it."""
+    whole = [0]
+
+    def share(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        whole[0] = len(inputs[0])
+        return tuple(x[: -(-len(x) // tp)] for x in inputs)
+
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        chosen = inputs[1]
+        rows = out.repeat(chosen.shape[-1], *[1] * (out.dim() - 1))
+        return out.new_zeros((whole[0], *out.shape[1:])).index_add(0, chosen.flatten()[: len(rows)], rows)
+
+    yield module.register_forward_pre_hook(share)
+    yield module.register_forward_hook(add)
 
 
 class _View(torch.autograd.Function):

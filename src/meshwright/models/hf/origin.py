@@ -30,8 +30,8 @@ from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.tp_styles import tp_styles
 from meshwright.nn.attention.token_layout import TokenLayout
 
-EXPERTS_ON_META = "batched_mm"
-"""Implementation of experts whose shapes depend on no values."""
+EXPERTS_ON_META, SAVING_EXPERTS = "batched_mm", "grouped_mm"
+"""Implementations of experts whose shapes depend on no values, and that save what experts save on the meta device."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ class TransformersModel(Origin):
         found = [positions for n in rows if positions is not None and positions <= n <= positions + 8]
         return min(found, default=None)
 
+    def prepare_saving(self, model: nn.Module) -> None:
+        """Run experts by grouped products on the meta device: without values the others save more than a run does."""
+        if next(model.parameters()).is_meta:
+            private.set_experts(model, SAVING_EXPERTS)
+
     def prepare_float64(self, model: nn.Module) -> None:
         """Run experts one after the other: the reference of a run in bfloat16 may have grouped ones."""
-        private.run_experts_eagerly(model)
+        private.set_experts(model, "eager")

@@ -96,10 +96,10 @@ def save_adapter(model: Any, tensors: Mapping[str, Any], folder: Path, *, base: 
     save_file({name: tensor.contiguous() for name, tensor in named.items()}, folder / "adapter_model.safetensors")
 
 
-def run_experts_eagerly(model: Any) -> None:
-    """Make a model's experts run one after the other, in any dtype, where it has a choice."""
+def set_experts(model: Any, implementation: str) -> None:
+    """Choose how a model's experts run, where it has a choice; `eager` runs one after the other, in any dtype."""
     if type(model)._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation(implementation)
 
 
 @contextmanager

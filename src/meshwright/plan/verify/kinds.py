@@ -157,9 +157,9 @@ def _styles(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
         if style.num_inputs != 1 and (style.kind is not StyleKind.GATHER or style.num_inputs < 1):
             what = f"style {style.kind.value} of {glob} has num_inputs = {style.num_inputs}"
             yield Fault(what, "only style gather has num_inputs, which is at least 1", field)
-        if not style.kept and style.kind not in (StyleKind.ROW, StyleKind.REGION):
+        if not style.kept and not style.reduces_output:
             what = f"style {style.kind.value} of {glob} has kept = false"
-            yield Fault(what, "only styles row and region can have kept = false", field)
+            yield Fault(what, "only styles with a reduced output, such as row, can have kept = false", field)
     yield from _style_collectives(plan, kind)
 
 
