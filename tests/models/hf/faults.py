@@ -48,15 +48,15 @@ FAULTS = {
 }
 
 
-def record(rank: int, world_size: int, config: RunConfig, fault: str) -> RankRecord:
+def record(rank: int, world_size: int, config: RunConfig, fault: str, num_steps: int) -> RankRecord:
     """Gang body: train as this rank, with a fault if one is named."""
     board = StatusBoard([0] * StatusBoard.length(world_size))
     context = RankContext(rank, world_size, rank, world_size, None, board)
     with restored(*REPLACED, stage_module):
         tamper = FAULTS[fault] if fault else None
-        return record_rank(config, context, open_data(config), num_steps=FEW_STEPS, tamper=tamper, nonfinite=False)
+        return record_rank(config, context, open_data(config), num_steps=num_steps, tamper=tamper, nonfinite=False)
 
 
-def records_of(gang: GangPool, config: RunConfig, fault: str = "") -> list[RankRecord]:
+def records_of(gang: GangPool, config: RunConfig, fault: str = "", num_steps: int = FEW_STEPS) -> list[RankRecord]:
     """Records of all ranks."""
-    return gang(config.mesh.axes().num_ranks()).run(record, config, fault)
+    return gang(config.mesh.axes().num_ranks()).run(record, config, fault, num_steps)

@@ -23,6 +23,8 @@ from meshwright.models.hf.structure import BlockFacts, EndFacts, FillFacts, Stru
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
@@ -53,6 +55,9 @@ class HfFamily(Family):
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
+        if (folder := _forgotten_tokenizer(f)) is not None:
+            what, rule = f"data.tokenizer = bytes, but {folder} has a tokenizer", "weights go on with their own tokens"
+            yield Violation(ConfigError, what, "data.tokenizer", rule, [{"data.tokenizer": str(folder)}])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"
@@ -95,11 +100,11 @@ class HfFamily(Family):
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the initial values that the model's own rules give."""
         section, structure = _section(f), structure_of(f)
-        folder = _source(section).folder
-        if section.weights == "folder" and folder is not None and name in _saved_names(structure):
+        folder, names = _source(section).folder, frozenset(_saved_shapes(structure))
+        if section.weights == "folder" and folder is not None and name in names:
             from meshwright.models.hf.pretrained import read_pretrained
 
-            names, cache_dir = _saved_names(structure), f.data.cache_dir
+            cache_dir = f.data.cache_dir
             return Computed(lambda: read_pretrained(folder, name, names, cache_dir=cache_dir))
         facts = _fill(structure, name)
         if facts.how == "normal":
@@ -111,10 +116,17 @@ class HfFamily(Family):
         return to_fill(facts, lambda small: _without_values(section, small), name, seed=f.seed)
 
     def open_data(self, f: RunFacts) -> Any:
-        """Open the text of the `data` section."""
+        """Open the text of the `data` section, and check the folder's weights if the run starts from them."""
         from meshwright.models.tasks.text_data import open_text
 
-        return open_text(f, vocab_size=structure_of(f).vocab_size)
+        structure, section = structure_of(f), _section(f)
+        text = open_text(f, vocab_size=structure.vocab_size)
+        folder = _source(section).folder
+        if section.weights == "folder" and folder is not None:
+            from meshwright.models.hf.pretrained import check_pretrained
+
+            check_pretrained(folder, _saved_shapes(structure), cache_dir=f.data.cache_dir)
+        return text
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """Return the next-token task."""
@@ -167,21 +179,35 @@ def _fill(structure: Structure, name: str) -> FillFacts:
     return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
 
 
-def _saved_names(structure: Structure) -> frozenset[str]:
-    """Return the names of the parameters and saved buffers, tied ones by their first name."""
-    ends = (structure.first, structure.every, structure.last)
-    found = [p.name for end in ends for p in end.parameters if p.tied_to is None]
-    found += [buffer.name for end in ends for buffer in end.buffers if buffer.saved]
+def _saved_shapes(structure: Structure) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters and saved buffers by name, tied ones by their first name."""
+    ends = [("", end) for end in (structure.first, structure.every, structure.last)]
     by_name = {block.name: block for block in structure.blocks}
-    for layer, kind in enumerate(structure.layers):
-        block = by_name[kind]
-        inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
-        found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
-    return frozenset(found)
+    layers = [(f"{structure.layers_path}.{i}.", by_name[kind]) for i, kind in enumerate(structure.layers)]
+    found: dict[str, tuple[int, ...]] = {}
+    for prefix, part in [*ends, *layers]:
+        found |= {prefix + p.name: p.shape for p in part.parameters if p.tied_to is None}
+        found |= {prefix + b.name: b.shape for b in part.buffers if b.saved}
+    return found
 
 
 def _section(f: RunFacts) -> HfConfig:
     return f.section(HfConfig)
+
+
+def _forgotten_tokenizer(f: RunFacts) -> Path | None:
+    """Return the folder whose weights would read the bytes of text, though it has a tokenizer; None if they don't."""
+    section, data = _section(f), f.data
+    folder = _source(section).folder
+    if section.weights != "folder" or folder is None:
+        return None
+    from meshwright.data.token_files import is_token_file
+    from meshwright.data.tokenizer import BYTES, TOKENIZER
+    from meshwright.models.tasks.text_sources import all_sources
+
+    if data.tokenizer != BYTES or not (folder / TOKENIZER).is_file():
+        return None
+    return None if all(is_token_file(one.source) for one in all_sources(data)) else folder
 
 
 @lru_cache(maxsize=64)

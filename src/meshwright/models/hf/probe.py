@@ -66,11 +66,11 @@ def layers_path(model: nn.Module, config: Any) -> str:
     """
     count = getattr(config, "num_hidden_layers", None)
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    found = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists if len(module) == count]
+    found = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists if len(module) == count > 0]
     if not found:
         lengths = ", ".join(f"{path} ({len(module)})" for path, module in lists) or "none"
         raise ConfigError(
-            f"{type(model).__name__} has no list of {count} decoder layers; its lists of modules: {lengths}",
+            f"{type(model).__name__} has no list of num_hidden_layers = {count} layers; its lists: {lengths}",
             where=KEY,
             rule="a model has a torch.nn.ModuleList of num_hidden_layers layers, to shard, recompute and split",
             fix=f"{KEY}=qwen3, or a family of your own (model.kind=package.module:Family)",
