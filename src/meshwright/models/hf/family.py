@@ -35,7 +35,7 @@ class HfFamily(Family):
     """Any causal language model of transformers, trained on text."""
 
     sections = {"model": HfConfig}
-    preload = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+    preload = ("meshwright.models.hf.preload",)
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         """Check the layout against what the model allows."""
