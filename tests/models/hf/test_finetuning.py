@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.loader import IGNORED_TARGET
+from meshwright.data.mixtures.joined_windows import JoinedPacked
 from meshwright.models.contract.task import Batch
 from meshwright.models.hf import stage
 from meshwright.models.hf.export import TransformersWeights
@@ -61,10 +64,14 @@ def tuning(tokenizer: Tokenizer, *words: str) -> RunConfig:
         "train.sample_tokens=0", *words])  # fmt: skip
 
 
-def batch_of(config: RunConfig) -> Batch:
-    """The batch that a run's task reads for its first step."""
-    task = config.family.task(run_facts(config), open_data(config), torch.device("cpu"))
-    return task.batch(range(8))
+def batch_of(config: RunConfig, *, mask_later: int = 0) -> Batch:
+    """The batch that a run's task reads for its first step; a fault counts tokens `mask_later` later."""
+    task: Any = config.family.task(run_facts(config), open_data(config), torch.device("cpu"))
+    (windows,) = task._loader._windows.sources
+    mask = replace(windows.mask, start=windows.mask.start - mask_later)
+    task._loader._windows = JoinedPacked((replace(windows, mask=mask),))
+    batch: Batch = task.batch(range(8))
+    return batch
 
 
 def documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
@@ -97,11 +104,12 @@ def test_only_tokens_of_the_assistant_count(tokenizer: Tokenizer) -> None:
     batch, right = batch_of(tuning(tokenizer)), expected(tokenizer)
     read = documents(batch)
     assert len(read) > 2 * len(batch.inputs), "several conversations in a sample"
-    for inputs, targets in read:
-        assert targets == right[tuple(inputs)]
+    assert all(targets == right[tuple(inputs)] for inputs, targets in read)
     counted = sum(one != IGNORED_TARGET for _, targets in read for one in targets)
     assert counted == (batch.targets != IGNORED_TARGET).sum()  # nothing counts elsewhere
     assert 0.2 * batch.targets.numel() < counted < 0.8 * batch.targets.numel()
+    wrong = documents(batch_of(tuning(tokenizer), mask_later=1))
+    assert any(targets != right[tuple(inputs)] for inputs, targets in wrong)
 
 
 def alone(config: RunConfig, tokenizer: Tokenizer) -> float:
