@@ -181,11 +181,12 @@ def _fill(structure: Structure, name: str) -> FillFacts:
 
 def _saved_shapes(structure: Structure) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters and saved buffers by name, tied ones by their first name."""
-    ends = [("", end) for end in (structure.first, structure.every, structure.last)]
+    parts: list[tuple[str, EndFacts | BlockFacts]] = []
+    parts += [("", end) for end in (structure.first, structure.every, structure.last)]
     by_name = {block.name: block for block in structure.blocks}
-    layers = [(f"{structure.layers_path}.{i}.", by_name[kind]) for i, kind in enumerate(structure.layers)]
+    parts += [(f"{structure.layers_path}.{i}.", by_name[kind]) for i, kind in enumerate(structure.layers)]
     found: dict[str, tuple[int, ...]] = {}
-    for prefix, part in [*ends, *layers]:
+    for prefix, part in parts:
         found |= {prefix + p.name: p.shape for p in part.parameters if p.tied_to is None}
         found |= {prefix + b.name: b.shape for b in part.buffers if b.saved}
     return found

@@ -92,7 +92,7 @@ def quiet() -> Iterator[None]:
     before, disabled = its_logging.get_verbosity(), logging.root.manager.disable
     has_bars = its_logging.is_progress_bar_enabled()
     its_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    its_logging.disable_progress_bar()
+    its_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.disable(logging.WARNING)
     try:
         yield
@@ -100,7 +100,7 @@ def quiet() -> Iterator[None]:
         logging.disable(disabled)
         its_logging.set_verbosity(before)
         if has_bars:
-            its_logging.enable_progress_bar()
+            its_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -264,9 +264,10 @@ def convert_weights(folder: Path, names: Iterable[str], out: Path) -> list[str]:
     with quiet():
         from transformers import AutoModelForCausalLM
 
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
         )
+    model, found = loaded
     tensors = {_text_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     filled = {_text_name(name) for name in found["missing_keys"]}  # at random
     unfit = [f"no {name}" for name in sorted(names) if name in filled or name not in tensors]

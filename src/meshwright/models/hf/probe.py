@@ -64,7 +64,7 @@ def layers_path(model: nn.Module, config: Any) -> str:
     Raises:
         ConfigError: there is no such list.
     """
-    count = getattr(config, "num_hidden_layers", None)
+    count: Any = getattr(config, "num_hidden_layers", None)
     lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found = [(sum(p.numel() for p in module.parameters()), path) for path, module in lists if len(module) == count > 0]
     if not found:
