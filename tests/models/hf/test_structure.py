@@ -111,7 +111,7 @@ def test_an_encoder_is_refused(tmp_path):
 
 
 def test_a_model_without_a_list_of_layers_is_refused():
-    with pytest.raises(ConfigError, match="no list of 2 decoder layers"):
+    with pytest.raises(ConfigError, match="no list of num_hidden_layers = 2 layers"):
         layers_path(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), SimpleNamespace(num_hidden_layers=2))
 
 
