@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cli.wrapping import CODE, wrapped
+from meshwright.cli.wrapping import CODE, show, wrapped
 
 HEADER = "1 process (cpu) · batch 16 × 128 tokens · predicted 0.31 GiB per rank · runs/a-1"
 
@@ -31,3 +31,10 @@ def test_codes_take_no_columns_and_long_words_stay_whole():
 def test_nothing_is_lost(text, columns):
     shown = "".join(wrapped(text, columns, more=""))
     assert shown.replace(" ", "") == CODE.sub("", text).replace(" ", "")
+
+
+def test_each_line_of_a_text_is_broken_by_itself(monkeypatch, capsys):
+    monkeypatch.setattr("meshwright.cli.wrapping.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    show("a b\n  indented lines of a text\nc")
+    assert capsys.readouterr().out == "a b\n  indented lines of\n    a text\nc\n"

@@ -36,8 +36,10 @@ def wrapped(text: str, columns: int, *, indent: str = "", more: str = "    ") ->
 
 
 def show(text: str, stream: TextIO | None = None, *, more: str = "    ") -> None:
-    """Print a line; on a terminal, broken between words to its width, with `more` before all lines but the first."""
-    stream = stream or sys.stdout
-    lines = wrapped(text, shutil.get_terminal_size().columns, more=more) if is_terminal(stream) else [text]
+    """Print lines; on a terminal, each broken between words to its width, with `more` before what follows its first."""
+    stream, lines = stream or sys.stdout, text.split("\n")
+    if is_terminal(stream):
+        columns = shutil.get_terminal_size().columns
+        lines = [one for line in lines for one in wrapped(line, columns, more=more)]
     for line in lines:
         print(line, file=stream)

@@ -48,12 +48,25 @@ def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None
     )
 
 
-def check_vocab(corpus: Corpus, vocab_size: int) -> None:
+def check_vocab(corpus: Corpus, vocab_size: int, *, is_key: bool = True) -> None:
     """Check that a model's vocabulary covers every id of a corpus.
+
+    Args:
+        corpus: the corpus to check.
+        vocab_size: tokens of the model's vocabulary.
+        is_key: whether the vocabulary is the key `model.vocab_size`, and not the size of a given model.
 
     Raises:
         DataError: the corpus has ids outside the vocabulary.
     """
+    if corpus.vocab_size > vocab_size and not is_key:
+        raise DataError(
+            f"the corpus has ids up to {corpus.vocab_size - 1}, but the model has a vocabulary of {vocab_size}",
+            where=f"data.tokenizer; data.source, {corpus.source}",
+            rule="every token id is less than the size of the model's vocabulary",
+            fix="data.tokenizer=<that of the model> (bytes for a model type, which is small), or "
+            f"resize_token_embeddings({corpus.vocab_size}) in transformers",
+        )
     if corpus.vocab_size > vocab_size:
         raise DataError(
             f"model.vocab_size = {vocab_size} is too small: the corpus has ids up to {corpus.vocab_size - 1}",

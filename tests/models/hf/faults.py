@@ -62,12 +62,12 @@ FAULTS = {
 }
 
 
-def record(rank: int, world_size: int, config: RunConfig, fault: str) -> RankRecord:
+def record(rank: int, world_size: int, config: RunConfig, fault: str, num_steps: int) -> RankRecord:
     """Gang body: train as this rank, with a fault if one is named."""
     context, data = _context(rank, world_size), open_data(config)
     with restored(*REPLACED, stage_module, origin_module):
         tamper = FAULTS[fault] if fault else None
-        return record_rank(config, context, data, num_steps=FEW_STEPS, tamper=tamper, nonfinite=False)
+        return record_rank(config, context, data, num_steps=num_steps, tamper=tamper, nonfinite=False)
 
 
 def record_pass(rank: int, world_size: int, config: RunConfig, fault: str, step: int) -> RankPass:
@@ -85,9 +85,14 @@ def _context(rank: int, world_size: int) -> RankContext:
 def proof_of(gang: GangPool, config: RunConfig, fault: str = "") -> ProofResult:
     """The proof with a fault, if one is named, and the second pass that looks for its place where one is due."""
     ranks = gang(config.mesh.axes().num_ranks())
-    result = prove_with(ranks.run(record, config, fault), config)
+    result = prove_with(ranks.run(record, config, fault, FEW_STEPS), config)
     step = step_to_locate(result)
     if step is None:
         return result
     passes = ranks.run(record_pass, config, fault, step)
     return with_place(result, find_place(config, open_data(config), make_plan(config), passes, step=step))
+
+
+def records_of(gang: GangPool, config: RunConfig, fault: str = "", num_steps: int = FEW_STEPS) -> list[RankRecord]:
+    """Records of all ranks."""
+    return gang(config.mesh.axes().num_ranks()).run(record, config, fault, num_steps)

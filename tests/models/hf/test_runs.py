@@ -1,48 +1,75 @@
-"""A run of a transformers model goes on from its checkpoint on another layout, and its export opens as that model."""
+"""Runs of transformers models: the same losses on all layouts, resumed on another one, exported as that model."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
 
-from meshwright.checkpoint import layout_file
-from meshwright.checkpoint.manifest import newest_valid
-from meshwright.checkpoint.reader import read_tensor
-from meshwright.models.huggingface.export_weights import PREFIX
-from tests.helpers import meshwright
+from meshwright.models.contract.task import SimpleBatch
+from meshwright.models.hf.export import TransformersWeights
+from meshwright.prove.record.reference_run import build_reference
+from meshwright.prove.spec import as_proof
+from meshwright.testing.gang import GangPool
+from tests.models.hf.faults import records_of
+from tests.models.hf.folders import open_folder
+from tests.models.hf.runs import hf_config, run, saved
 
-SIZES = ("train.global_batch=8", "train.seq_len=32", "train.num_microbatches=2", "train.validation_samples=8",
-         "train.sample_tokens=0", "checkpoint.every=0")  # fmt: skip
-LAYOUTS = (("mesh.pp=2", "mesh.dp_shard=2", "train.steps=2"), ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=4"))
+pytest.importorskip("transformers")
+
+LAYOUTS = {"qwen3": "mesh.pp=2 mesh.tp=2", "mistral": "mesh.dp_shard=2", "gemma3_text": "mesh.tp=2",
+           "olmo2": "mesh.pp=2", "mixtral": "mesh.tp=2", "gpt2": "mesh.pp=2 mesh.tp=2"}  # fmt: skip
+"""A layout for each model: all of them give the same losses for each."""
+FIRST = ("mesh.pp=2", "mesh.dp_shard=2", "train.steps=20")
+THEN = ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=30")
+SHORT = ("train.validation_samples=8", "train.sample_tokens=0", "train.warmup_steps=5", "checkpoint.every=0")
 
 
-def run(folder, *words, out="run"):
-    done = meshwright("run", "hf-tiny", *SIZES, *words, "--out", out, cwd=folder, timeout_s=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def losses(gang: GangPool, model: str, layout: str, cache: Path, *, fault: str = "") -> list[float]:
+    config = hf_config(model, "train.precision=float64", "train.warmup_steps=1", *layout.split(), cache=cache)
+    return records_of(gang, config, fault, num_steps=10)[0].losses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mixtral", "gpt2"])
-def test_a_run_resumes_on_another_layout_and_its_export_is_the_model(model, tmp_path):
-    first, then = LAYOUTS
-    run(tmp_path, f"model.config={model}", *first)
-    assert "step 4/4" in run(tmp_path, f"model.config={model}", *then, "--resume", "auto")
-    done = meshwright("checkpoint", "export", "run", "out", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_losses_are_those_of_one_process(gang: GangPool, model: str, tmp_path: Path) -> None:
+    alone = losses(gang, model, "", tmp_path)
+    assert losses(gang, model, LAYOUTS[model], tmp_path) == pytest.approx(alone, rel=0, abs=1e-9)
+    assert alone[-1] < alone[0] - 1
 
-    from transformers import AutoModelForCausalLM
 
-    stored = layout_file.read(newest_valid(tmp_path / "run" / "checkpoints")[0])
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
-    names = [name for name in stored.tensors if name.startswith(PREFIX)]
-    assert len(names) == len(exported.state_dict()) - (model == "gpt2")  # its head is its table of tokens
-    for name in names:
-        assert torch.equal(exported.state_dict()[name.removeprefix(PREFIX)], read_tensor(stored, name)), name
+@pytest.mark.slow
+def test_losses_show_gradients_that_are_wrong(gang: GangPool, tmp_path: Path) -> None:
+    wrong = losses(gang, "qwen3", "mesh.tp=2", tmp_path, fault="norms of heads are not summed over tp")
+    assert wrong != pytest.approx(losses(gang, "qwen3", "", tmp_path), rel=0, abs=1e-9)
 
-    # The weights of the folder start a run: after a step that moves none of them, they are its weights.
-    still = ("train.steps=1", "train.lr=1e-30", "train.warmup_steps=0")
-    run(tmp_path, f"model.config={tmp_path / 'out'}", "model.weights=folder", *still, out="again")
-    again = layout_file.read(newest_valid(tmp_path / "again" / "checkpoints")[0])
-    for name in names:
-        assert torch.equal(read_tensor(again, name), read_tensor(stored, name)), name
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_a_run_resumes_on_another_layout_and_its_export_is_the_model(
+    gang: GangPool, model: str, tmp_path: Path
+) -> None:
+    out, exported = tmp_path / "run", tmp_path / "out"
+    run(gang, hf_config(model, *SHORT, *FIRST, cache=tmp_path), out)
+    metrics = run(gang, hf_config(model, *SHORT, *THEN, cache=tmp_path), out, resume="auto")
+    assert [line["step"] for line in metrics] == list(range(1, 31))
+    TransformersWeights().export(out / "checkpoints/00000030", exported)
+
+    config = as_proof(hf_config(str(exported), "model.weights=folder", cache=tmp_path))
+    own, trained = build_reference(config), saved(out)
+    for name, tensor in trained.items():  # the weights of the folder would start a run
+        assert torch.equal(own.state_dict()[name], tensor.double()), name
+    tokens = torch.randint(3, 256, (2, 32), generator=torch.Generator().manual_seed(1))
+    theirs = open_folder(exported)
+
+    def difference() -> Tensor:
+        with torch.no_grad():
+            return (config.family.run(own, tokens, SimpleBatch(tokens)) - theirs(input_ids=tokens).logits).abs().max()
+
+    assert set(trained) == {name for name, _ in theirs.named_parameters()}
+    assert difference() < 1e-6
+    with torch.no_grad():
+        next(iter(own.parameters())).mul_(1.001)
+    assert difference() > 1e-5

@@ -64,17 +64,17 @@ def fill_of(structure: Structure, name: str) -> FillFacts:
     return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
 
 
-def saved_names(structure: Structure) -> frozenset[str]:
-    """Return the names of the parameters and saved buffers, tied ones by their first name."""
-    ends = (structure.first, structure.every, structure.last)
-    found = [p.name for end in ends for p in end.parameters if p.tied_to is None]
-    found += [buffer.name for end in ends for buffer in end.buffers if buffer.saved]
+def saved_shapes(structure: Structure) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters and saved buffers by name, tied ones by their first name."""
+    parts: list[tuple[str, EndFacts | BlockFacts]] = []
+    parts += [("", end) for end in (structure.first, structure.every, structure.last)]
     by_name = {block.name: block for block in structure.blocks}
-    for layer, kind in enumerate(structure.layers):
-        block = by_name[kind]
-        inside = [p.name for p in block.parameters] + [b.name for b in block.buffers if b.saved]
-        found += [f"{structure.layers_path}.{layer}.{name}" for name in inside]
-    return frozenset(found)
+    parts += [(f"{structure.layers_path}.{i}.", by_name[kind]) for i, kind in enumerate(structure.layers)]
+    found: dict[str, tuple[int, ...]] = {}
+    for prefix, part in parts:
+        found |= {prefix + p.name: p.shape for p in part.parameters if p.tied_to is None}
+        found |= {prefix + b.name: b.shape for b in part.buffers if b.saved}
+    return found
 
 
 def computed_names(structure: Structure) -> frozenset[str]:

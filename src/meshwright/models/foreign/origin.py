@@ -120,7 +120,7 @@ class Origin(ABC):
 
 def largest_list(model: nn.Module, length: int | None) -> str | None:
     """Return the path of the list of modules with the most parameters, among those of a length if there are such."""
-    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [(path, one) for path, one in model.named_modules() if isinstance(one, nn.ModuleList) and len(one)]
     wanted = [one for one in lists if len(one[1]) == length] or lists
     return max(wanted, key=lambda one: sum(p.numel() for p in one[1].parameters()))[0] if wanted else None
 

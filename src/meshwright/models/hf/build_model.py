@@ -16,7 +16,7 @@ from meshwright.models.hf import private
 from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.lora import inject_adapters
 from meshwright.models.hf.source import KEY, Source
-from meshwright.models.hf.tiny_config import tiny_config
+from meshwright.models.hf.tiny_config import not_causal, tiny_config
 
 
 def load_config(source: Source) -> Any:
@@ -34,12 +34,20 @@ def load_config(source: Source) -> Any:
 
 def original_config(source: Source) -> Any:
     """Return transformers' configuration of the text model as it is."""
-    config = _from_fields(source) if source.fields else tiny_config(source.model_type)
-    text = config.get_text_config()
-    return text if private.is_causal_config(type(text)) else config
+    if source.fields:
+        config = _from_fields(source)
+    else:
+        with private.quiet():  # notes about sizes that are small on purpose
+            config = tiny_config(source.model_type)
+    for found in (config.get_text_config(), config):
+        if private.is_causal_config(type(found)):
+            return found
+    raise not_causal(source.model_type)
 
 
 def _from_fields(source: Source) -> Any:
+    if not private.is_known(source.model_type):
+        raise not_causal(source.model_type)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(source.fields, "utf-8")
         try:
@@ -86,7 +94,7 @@ def _no_model(model_type: str, why: str) -> ConfigError:
         f"transformers can't build a causal language model of {model_type}: {' '.join(why.split())[:300]}",
         where=KEY,
         rule="model.config names a causal language model of transformers (AutoModelForCausalLM)",
-        fix=f"{KEY}=qwen3, or the folder of a decoder",
+        fix=f"the config.json that save_pretrained or hf download wrote, or {KEY}=qwen3",
     )
 
 

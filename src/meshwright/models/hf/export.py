@@ -12,6 +12,8 @@ from torch import Tensor
 
 from meshwright.checkpoint import layout_file, manifest
 from meshwright.checkpoint.reader import read_tensor
+from meshwright.checkpoint.sidecars import read_sidecars
+from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer_files import TOKENIZER_FILES, read_files
 from meshwright.errors import CheckpointError
 from meshwright.models.hf import private
@@ -22,8 +24,7 @@ from meshwright.models.hf.lora_names import is_adapter, original_name
 from meshwright.models.hf.source import Source
 from meshwright.models.huggingface.export_weights import PREFIX, new_directory, no_adapters
 
-KEPT = ("generation_config.json", *TOKENIZER_FILES)
-"""Files of the model's folder that an export has, too."""
+GENERATION = "generation_config.json"
 
 
 class TransformersWeights:
@@ -60,7 +61,7 @@ class TransformersWeights:
                 tensors = _export_adapters(source, LoraConfig(**adapters), tensors, folder, merge=merge, base=base)
             if merge or not adapters:
                 private.save_model(original_config(source), tensors, folder)
-            for name, content in _kept(verified.run).items():
+            for name, content in _kept(verified).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
         return out
@@ -98,13 +99,13 @@ def _existing_folder(run: Any) -> str | None:
     return str(section["config"]) if section.get("weights") == "folder" else None
 
 
-def _kept(run: Any) -> dict[str, bytes]:
-    """Return the files beside the weights from the folder that the run's model or tokenizer came from, if it exists."""
-    config = run.get("config", {})
-    named = (config.get("model", {}).get("config"), config.get("data", {}).get("tokenizer"))
-    for text in named:
-        path = Path(str(text)).expanduser()
-        folder = path if path.is_dir() else path.parent
-        if text and path.exists() and any(folder.glob("tokenizer*")):
-            return read_files(folder, KEPT)
-    return {}
+def _kept(verified: manifest.Manifest) -> dict[str, bytes]:
+    """Return the files beside the weights: the tokenizer that the checkpoint carries or, if it was trained on token
+    files, that of the model's folder; and the folder's settings of generation."""
+    kept, config = read_sidecars(verified), verified.run.get("config", {})
+    path = Path(str(config.get("model", {}).get("config"))).expanduser()
+    if verified.model.get("fields") is None or not path.exists():
+        return kept
+    folder = path if path.is_dir() else path.parent
+    is_tokens = is_token_file(str(config.get("data", {}).get("source")))
+    return {**read_files(folder, (GENERATION, *TOKENIZER_FILES) if is_tokens else (GENERATION,)), **kept}

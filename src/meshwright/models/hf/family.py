@@ -18,7 +18,7 @@ from meshwright.models.contract.family import OtherWeights
 from meshwright.models.contract.initial_values import ZEROS, Computed, Fill, Uniform
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.foreign.description import parameter_of, saved_names
+from meshwright.models.foreign.description import parameter_of, saved_shapes
 from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure
@@ -28,6 +28,8 @@ from meshwright.models.hf.source import Source, find_source, transformers_versio
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
     from meshwright.models.hf.origin import TransformersModel
@@ -38,7 +40,7 @@ class HfFamily(ForeignFamily):
 
     sections = {"model": HfConfig, "lora": LoraConfig}
     foreign_names = FOREIGN_NAMES
-    preload = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+    preload = ("meshwright.models.hf.preload",)
 
     def structure(self, f: RunFacts) -> Structure:
         """Return the structure of a run's model, from the cache if it was derived before."""
@@ -67,6 +69,9 @@ class HfFamily(ForeignFamily):
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
+        if (folder := _forgotten_tokenizer(f)) is not None:
+            what, rule = f"data.tokenizer = bytes, but {folder} has a tokenizer", "weights go on with their own tokens"
+            yield Violation(ConfigError, what, "data.tokenizer", rule, [{"data.tokenizer": str(folder)}])
         lora = f.section(LoraConfig)
         unread = [key for key, value in lora if lora.rank == 0 and value != LoraConfig.model_fields[key].default]
         for key in unread:
@@ -109,7 +114,7 @@ class HfFamily(ForeignFamily):
         if lora is not None and is_adapter(name):
             width = parameter_of(structure, name).shape[1]
             return ZEROS if lora.zero_init and SECOND in name else Uniform(1 / sqrt(width))  # as a linear layer's
-        names = frozenset(original_name(saved) for saved in saved_names(structure) if not is_adapter(saved))
+        names = frozenset(_saved_shapes(structure))
         name = name if lora is None else original_name(name)
         if _section(f).weights == "folder" and folder is not None and name in names:
             from meshwright.models.hf.pretrained import read_pretrained
@@ -128,6 +133,20 @@ class HfFamily(ForeignFamily):
         """Return overrides for proofs: the first gradients of adapters that start at zero are zero."""
         return {} if _lora(f) is None else {"lora.zero_init": False}
 
+    def open_data(self, f: RunFacts) -> Any:
+        """Open the text of the `data` section, and check the folder's weights if the run starts from them."""
+        text, folder = super().open_data(f), _source(_section(f)).folder
+        if _section(f).weights == "folder" and folder is not None:
+            from meshwright.models.hf.pretrained import check_pretrained
+
+            check_pretrained(folder, _saved_shapes(structure_of(f)), cache_dir=f.data.cache_dir)
+        return text
+
+
+def _saved_shapes(structure: Structure) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the model's own parameters and saved buffers by name, adapters aside."""
+    return {original_name(name): shape for name, shape in saved_shapes(structure).items() if not is_adapter(name)}
+
 
 def _section(f: RunFacts) -> HfConfig:
     return f.section(HfConfig)
@@ -140,6 +159,21 @@ def _lora(f: RunFacts) -> LoraConfig | None:
         return None
     check_peft()
     return lora
+
+
+def _forgotten_tokenizer(f: RunFacts) -> Path | None:
+    """Return the folder whose weights would read the bytes of text, though it has a tokenizer; None if they don't."""
+    section, data = _section(f), f.data
+    folder = _source(section).folder
+    if section.weights != "folder" or folder is None:
+        return None
+    from meshwright.data.token_files import is_token_file
+    from meshwright.data.tokenizer import BYTES, TOKENIZER
+    from meshwright.models.tasks.text_sources import all_sources
+
+    if data.tokenizer != BYTES or not (folder / TOKENIZER).is_file():
+        return None
+    return None if all(is_token_file(one.source) for one in all_sources(data)) else folder
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ stores a model otherwise than it computes, as experts one by one, it converts th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,18 +35,42 @@ def read_pretrained(folder: Path, name: str, names: frozenset[str], *, cache_dir
         cache_dir: directory of converted weights.
 
     Raises:
-        CheckpointError: the folder has no such tensor, or no safetensors.
+        CheckpointError: the folder has no safetensors, or lacks a tensor.
     """
     path = _converted(folder, names, cache_dir) or weight_file(folder, name)
     with open_tensors(path) as file:
-        if name in file.keys():  # noqa: SIM118
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-    raise CheckpointError(
-        f"the weights have no tensor {name}",
-        where=str(folder),
-        rule="the folder of model.config has a tensor for each parameter",
-        fix="model.weights=random, or a complete folder (hf download)",
+        tensor: Tensor = file.get_tensor(name)
+    return tensor
+
+
+def check_pretrained(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, cache_dir: str | None) -> None:
+    """Check that a folder's weights are complete and of the model's shapes, after converting them if they need it.
+
+    Args:
+        folder: folder with safetensors.
+        shapes: shapes of the parameters and saved buffers, by name.
+        cache_dir: directory of converted weights.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor is missing or has another shape.
+    """
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise _unfit(folder, "the folder has no weights")
+    if _converted(folder, frozenset(shapes), cache_dir) is not None:
+        return  # transformers has compared them
+    with open_weights(folder) as weights:
+        for name, shape in shapes.items():
+            found = tuple(weights[name].shape)
+            if found != shape:
+                raise _unfit(folder, f"the weights have {name} of shape {found}, but the model has {shape}")
+
+
+def _unfit(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        where=f"model.weights, {folder}",
+        rule="with model.weights = folder, its weights have a tensor for each parameter of its config.json",
+        fix="model.weights=random, or the complete folder (hf download)",
     )
 
 
@@ -55,7 +80,7 @@ def _converted(folder: Path, names: frozenset[str], cache_dir: str | None) -> Pa
     with open_weights(folder) as weights:
         if names <= weights.keys():
             return None
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(path for glob in ("config.json", "*.safetensors") for path in folder.glob(glob))
     state = [transformers_version(), *(f"{f.resolve()} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)]
     name = f"weights-{hashlib.sha256(str(state).encode()).hexdigest()[:32]}.safetensors"
     path = writable_directory(preferred_directory(cache_dir)) / name
@@ -63,5 +88,16 @@ def _converted(folder: Path, names: frozenset[str], cache_dir: str | None) -> Pa
         if not path.is_file():
             _log.info("converting the weights of %s to the names of transformers %s", folder, transformers_version())
             with atomic_write(path) as file:
-                private.convert_weights(folder, Path(file.name))
+                _convert(folder, names, Path(file.name))
     return path
+
+
+def _convert(folder: Path, names: frozenset[str], out: Path) -> None:
+    try:
+        unfit = private.convert_weights(folder, names, out)
+    except Exception as error:  # of whatever kind
+        reason = " ".join(str(error).split())[:200]
+        raise _unfit(folder, f"transformers can't load the weights: {type(error).__name__}: {reason}") from error
+    if unfit:
+        more = f" ({len(unfit) - 1} more like it)" if len(unfit) > 1 else ""
+        raise _unfit(folder, f"the weights have {unfit[0]}{more}")

@@ -7,8 +7,9 @@ transformers is optional, and a plan needs neither.
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,13 @@ def causal_names() -> tuple[str, ...]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def is_known(model_type: str) -> bool:
+    """Return whether transformers has a model type, of whatever kind."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
 
 
 def config_class(model_type: str) -> type[Any]:
@@ -59,13 +67,13 @@ def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
         attention: implementation of attention; `auto` takes the model's own choice.
         experts: implementation of experts, where the model has a choice; None takes transformers' own.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
-    if experts is not None and kind._can_set_experts_implementation():
-        options["experts_implementation"] = experts
     with quiet():
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if experts is not None and kind._can_set_experts_implementation():
+            options["experts_implementation"] = experts
         return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
 
 
@@ -104,15 +112,22 @@ def set_experts(model: Any, implementation: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' notes about defaults, for as long as this lasts."""
-    from transformers.utils import logging
+    """Silence, for as long as this lasts, transformers' notes about defaults, its progress bars, and the warnings of
+    packages that it imports."""
+    from transformers.utils import logging as its_logging
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    before, disabled = its_logging.get_verbosity(), logging.root.manager.disable
+    has_bars = its_logging.is_progress_bar_enabled()
+    its_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    its_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.disable(disabled)
+        its_logging.set_verbosity(before)
+        if has_bars:
+            its_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -217,16 +232,40 @@ def transposed_linear() -> type[Any]:
     return TransposedLinear
 
 
-def convert_weights(folder: Path, out: Path) -> None:
-    """Load a folder's weights, and write them as one file of safetensors with the names of the model's parameters."""
+def convert_weights(folder: Path, names: Iterable[str], out: Path) -> list[str]:
+    """Load a folder's weights, and write them as one file of safetensors with the names of the model's parameters.
+
+    Args:
+        folder: folder of the model, or of one with images or audio whose text model it is.
+        names: names of the text model's parameters and saved buffers.
+        out: file to write.
+
+    Returns:
+        What the folder lacks or has in another shape; if there is any, nothing is written.
+    """
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
 
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    names = dict(model.named_parameters()) | dict(model.named_buffers())
-    saved = {name: tensor.detach().contiguous() for name, tensor in names.items() if name in model.state_dict()}
-    save_file(saved, out)
+        from transformers import AutoModelForCausalLM
+
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    model, found = loaded
+    tensors = {_text_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    filled = {_text_name(name) for name in found["missing_keys"]}  # at random
+    unfit = [f"no {name}" for name in sorted(names) if name in filled or name not in tensors]
+    unfit += [
+        f"{name} of shape {tuple(a)}, but the model has {tuple(b)}" for name, a, b in sorted(found["mismatched_keys"])
+    ]
+    if not unfit:
+        save_file({name: tensors[name].detach().contiguous() for name in names}, out)
+    return unfit
+
+
+def _text_name(name: str) -> str:
+    """Return a parameter's name in the text model, which a model with images or audio calls `language_model`."""
+    return name.replace("language_model.", "")
 
 
 def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
@@ -238,10 +277,12 @@ def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
         folder: an existing folder.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with quiet(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.load_state_dict(dict(tensors), strict=False, assign=True)
     model.tie_weights()
     model.config.dtype = next(iter(tensors.values())).dtype

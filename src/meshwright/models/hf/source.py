@@ -43,7 +43,7 @@ def find_source(text: str) -> Source:
     if path.is_dir():
         path = path / CONFIG_FILE
         if not path.is_file():
-            fix = f"the folder that save_pretrained or hf download wrote, {KEY}=…"
+            fix = f"the folder that save_pretrained or hf download wrote, or {KEY}=qwen3"
             raise _error(f"{text} has no {CONFIG_FILE}", fix)
     if path.is_file():
         return _read(path)

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.hf import private
+from meshwright.models.hf.source import KEY, transformers_version
 from meshwright.models.hf.tiny_by_hand import BY_HAND, UNSUPPORTED
 from meshwright.models.hf.tiny_sizes import ALTERNATING_LISTS, LEADING_LISTS, NUM_LAYERS, PER_LAYER, SIZES
 
@@ -34,12 +35,7 @@ def causal_types() -> tuple[str, ...]:
 def text_type(model_type: str) -> str:
     """Return the model type of a causal type's text model, or the type itself if its text model has none."""
     if model_type not in private.causal_names():
-        raise ConfigError(
-            f"{model_type!r} is no causal language model of the installed transformers",
-            where="model.config",
-            rule="a model type that AutoModelForCausalLM knows",
-            fix=f"model.config={_nearest(model_type)}",
-        )
+        raise not_causal(model_type)
     config = private.config_class(model_type)
     if model_type in UNSUPPORTED:
         return model_type
@@ -85,8 +81,17 @@ def tiny_config(model_type: str) -> Any:
     return whole(**fields) if is_whole else whole(text_config=fields)
 
 
-def _nearest(model_type: str) -> str:
-    return next(iter(difflib.get_close_matches(model_type, private.causal_names(), n=1)), "qwen3")
+def not_causal(model_type: str) -> ConfigError:
+    """Return the error for a model type that has no causal language model."""
+    known = private.is_known(model_type)  # such as an encoder, which no name is a misspelling of
+    nearest = [] if known else difflib.get_close_matches(model_type.lower(), private.causal_names(), n=1)
+    newer = "" if known else ", or if the type is newer: pip install --upgrade transformers"
+    return ConfigError(
+        f"{model_type!r} is no causal language model of the installed transformers {transformers_version()}",
+        where=KEY,
+        rule="a model type that AutoModelForCausalLM knows",
+        fix=f"{KEY}={nearest[0] if nearest else 'qwen3'}{newer}",
+    )
 
 
 def _values(config: Any) -> dict[str, Any]:

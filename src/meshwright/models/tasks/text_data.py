@@ -74,7 +74,7 @@ def _prepared(one: RunSource, corpus: Corpus, f: RunFacts, vocab_size: int) -> C
             corpus = pack_corpus(corpus, seq_len=f.seq_len, cache_dir=f.data.cache_dir, multiple_of=multiple_of)
         else:
             check_windows(corpus, f.seq_len, multiple_of=multiple_of)
-        check_vocab(corpus, vocab_size)
+        check_vocab(corpus, vocab_size, is_key="vocab_size" in type(f.sections["model"]).model_fields)
     return corpus
 
 

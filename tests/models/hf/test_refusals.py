@@ -1,0 +1,163 @@
+"""What can't be trained is refused by the command before processes start, with a fix that works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import api
+from meshwright.cli.main import main
+from meshwright.errors import ConfigError
+from meshwright.models.hf import source
+from meshwright.plan.load_config import load
+from tests.helpers import alternatives, shown_error
+from tests.models.hf.folders import change_config, write_model
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+SIX_LAYERS = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+TEXT = ("data.source=text.txt", "train.validation_samples=8", "data.cache_dir=cache")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models in folders, of which all but `good` lack something."""
+    here = tmp_path_factory.mktemp("models")
+    (here / "text.txt").write_text("What is two and two?\n" * 3000, "utf-8")
+    write_model(here / "good")
+    write_model(here / "Llama-3.2-1B")  # where the error says to download a model of this name to
+    write_model(here / "no_tokenizer", tokenizer=False)
+    write_model(here / "few_tokens", vocab_size=256)
+    write_model(here / "encoder", "bert", weights=False, is_decoder=False)
+    write_model(here / "no_weights", weights=False)
+    write_model(here / "cut").joinpath("model.safetensors").write_bytes(
+        (here / "good/model.safetensors").read_bytes()[:-1000]
+    )
+    change_config(write_model(here / "narrower"), intermediate_size=96)
+    change_config(write_model(here / "deeper"), **SIX_LAYERS)
+    change_config(write_model(here / "narrower_experts", "mixtral"), intermediate_size=96)
+    change_config(write_model(here / "no_layers"), num_hidden_layers=0, layer_types=[])
+    change_config(write_model(here / "no_number"), hidden_size="x")
+    for model_type in ("vit", "t5", "qwen33"):
+        (here / model_type).mkdir()
+        (here / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (here / "empty").mkdir()
+    return here
+
+
+@dataclass(frozen=True)
+class Case:
+    """A refused command: words, and what the error and its fix say."""
+
+    words: str
+    what: str
+    fix: str
+    """Way out that the fix names and that works, or the part of the fix that names none."""
+
+
+WEIGHTS = "model.weights=folder data.tokenizer="
+CASES = {
+    "a folder that isn't there": Case("model.config=./nowhere", "not found: ./nowhere", "model.config=qwen3"),
+    "no config.json": Case("model.config=empty", "empty has no config.json", "model.config=qwen3"),
+    "a gated name of the hub": Case(
+        "model.config=meta-llama/Llama-3.2-1B", "nothing is downloaded", "model.config=Llama-3.2-1B"
+    ),
+    "a misspelt type": Case("model.config=Qwen33", "'Qwen33' is no causal language model", "model.config=qwen3"),
+    "a type of another kind": Case("model.config=whisperx", "is no causal", "model.config=whisper"),
+    "no language model": Case("model.config=./vit", "'vit' is no causal language model", "model.config=qwen3"),
+    "an encoder and a decoder": Case("model.config=./t5", "'t5' is no causal", "model.config=qwen3"),
+    "an unknown type in a folder": Case("model.config=./qwen33", "'qwen33' is no causal", "--upgrade transformers"),
+    "an encoder": Case("model.config=encoder", "bert is an encoder: each token sees later", "model.config=qwen3"),
+    "a type whose layers pass no stream": Case(
+        "model.config=hrm_text", "take no differentiable tensor", "model.config=qwen3"
+    ),
+    "no layers": Case("model.config=no_layers", "has no list of layers", "model.config=qwen3"),
+    "a size that is no number": Case("model.config=no_number", "hidden_size", "model.config=qwen3"),
+    "a tokenizer that isn't there": Case(
+        "model.config=good data.tokenizer=good/tokeniser.json", "not found: good/tokeniser.json",
+        "data.tokenizer=good/tokenizer.json",
+    ),
+    "a folder without a tokenizer": Case(
+        "model.config=no_tokenizer data.tokenizer=no_tokenizer", "without tokenizer.json", "data.tokenizer=bytes"
+    ),
+    "more tokens than the model has": Case(
+        "model.config=few_tokens data.tokenizer=good", "ids up to 319, but the model has a vocabulary of 256",
+        "resize_token_embeddings(320)",
+    ),
+    "weights of a type": Case("model.config=qwen3 model.weights=folder", "a model type", "model.weights=random"),
+    "a forgotten tokenizer": Case(
+        "model.config=good model.weights=folder", "data.tokenizer = bytes, but good", "data.tokenizer=good"
+    ),
+    "no weights": Case(f"model.config=no_weights {WEIGHTS}good", "has no weights", "model.weights=random"),
+    "weights cut off": Case(f"model.config=cut {WEIGHTS}good", "not fully covered", "restore this one from a copy"),
+    "weights of another width": Case(
+        f"model.config=narrower {WEIGHTS}good", "of shape (128, 64), but the model has (96, 64)", "model.weights=random"
+    ),
+    "weights of fewer layers": Case(
+        f"model.config=deeper {WEIGHTS}good", "no model.layers.4.input_layernorm.weight (21 more like it)",
+        "model.weights=random",
+    ),
+    "experts of another width": Case(
+        f"model.config=narrower_experts {WEIGHTS}good", "experts.down_proj of shape", "model.weights=random"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, as the current directory, without what runs have left in it."""
+    monkeypatch.chdir(folder)
+    shutil.rmtree("runs", ignore_errors=True)
+    return folder
+
+
+def command(words: list[str]) -> None:
+    """Run the command in this process, up to where it would start the run's processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["meshwright", "run", "hf-tiny", *words])
+        patch.setattr(api, "launch", started)
+        main()
+
+
+def started(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("it started processes")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_before_processes_start(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    case = CASES[name]
+    words = [*TEXT, *case.words.split()]
+    with pytest.raises(SystemExit) as caught:
+        command(words)
+    error = shown_error(capsys.readouterr().err)
+    assert caught.value.code == 2
+    assert case.what in error["error"] and case.fix in error["fix"], error
+    if [case.fix] in alternatives(error["fix"]):
+        with pytest.raises(AssertionError, match="started processes"):
+            command([*words, case.fix])
+    else:
+        assert "=" not in case.fix
+
+
+@pytest.mark.slow
+def test_refused_by_the_command_itself(here: Path, forked_meshwright: Callable[..., Any]) -> None:
+    words = CASES["weights of fewer layers"].words.split()
+    done = forked_meshwright("run", "hf-tiny", *TEXT, *words, "--out", "run", cwd=here)
+    assert done.returncode == 2 and "more like it" in shown_error(done.stderr)["error"]
+    assert not (here / "run").exists(), "the run's folder is made just before its processes start"
+
+
+def test_transformers_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="transformers is not installed") as caught:
+        load("hf-tiny", ["model.config=a-type-that-no-other-test-names"])
+    assert "meshwright[transformers]" in caught.value.fix
