@@ -56,6 +56,10 @@ class ConfigError(InputError):
     """An invalid key, value or combination of values in the configuration."""
 
 
+class ModelError(ConfigError):
+    """A model that can't be built, or doesn't run by itself, whatever the layout."""
+
+
 class LayoutError(InputError):
     """A layout that does not fit the model, the batch or the number of ranks."""
 

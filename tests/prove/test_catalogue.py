@@ -35,8 +35,9 @@ def test_the_table_has_a_row_a_model_and_the_reasons() -> None:
     ]
 
 
-def test_counts_leave_refusals_out() -> None:
-    assert counts(RESULTS) == ["dp_shard 2: 1 of 2 proved, 0 refused", "tp 2: 1 of 2 proved, 1 refused"]
+def test_counts_are_of_models_that_can_be_built() -> None:
+    more = [*RESULTS, Result("cpmant", DP, Outcome.NOT_BUILT, "no small configuration")]
+    assert counts(more) == ["dp_shard 2: 1 of 2 proved, 0 refused, 1 not", "tp 2: 1 of 3 proved, 1 refused, 1 not"]
     assert counts([]) == []
 
 

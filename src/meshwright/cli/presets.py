@@ -17,6 +17,7 @@ def presets(
     """List the presets with their size and layout, or print one."""
     from meshwright.config.dump import keys_table, to_toml
     from meshwright.config.facts_for_family import model_facts
+    from meshwright.config.load import load as load_keys
     from meshwright.config.source import preset_names
     from meshwright.plan.load_config import load
 
@@ -29,11 +30,13 @@ def presets(
     else:
         print("preset            parameters        batch  precision  ranks")
         for preset in preset_names():
-            config = load(preset)
-            axes, train, facts = config.mesh.axes(), config.train, model_facts(config)
+            config = load_keys(preset, rules=lambda *_: iter(()))  # they hold, and some build the model
+            axes, train, family = config.mesh.axes(), config.train, config.family
             ranks = f"{axes.num_ranks()} ({axes})" if axes.num_ranks() > 1 else "1"
-            batch = f"{train.global_batch} × {facts.tokens}"
-            print(f"{preset:<16}  {format_count(facts.num_params()):>10}  {batch:>11}  {train.precision:<9}  {ranks}")
+            facts = None if family.derives else model_facts(config)
+            size = "any" if facts is None else format_count(facts.num_params())
+            batch = f"{train.global_batch} × {train.seq_len if facts is None else facts.tokens}"
+            print(f"{preset:<16}  {size:>10}  {batch:>11}  {train.precision:<9}  {ranks}")
 
 
 def _print_devices() -> None:

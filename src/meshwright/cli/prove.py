@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,6 +97,7 @@ def show_catalogue(words: list[str], steps: int | None, json_path: Path | None) 
     from meshwright import api
     from meshwright.prove.catalogue.case import Outcome, Result
     from meshwright.prove.catalogue.layouts import counts, table
+    from meshwright.prove.catalogue.report import to_json
 
     _check_start(json_path)
     models = [word for word in words if "=" not in word]
@@ -113,7 +113,7 @@ def show_catalogue(words: list[str], steps: int | None, json_path: Path | None) 
     for line in (*table(results), "", *counts(results)):
         print(line, file=stream)
     print(f"{counted(len(results), 'case')} in {format_duration(time.perf_counter() - started)}", file=stream)
-    text = json.dumps([asdict(one) for one in results], indent=1)
+    text = to_json(results)
     if json_path == STDOUT:
         print(text)
     elif json_path is not None:

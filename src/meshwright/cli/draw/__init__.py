@@ -1,1 +1,1 @@
-"""`meshwright draw`: figures of schedules, redistributions, captures, drift and losses."""
+"""`meshwright draw`: figures of schedules, redistributions, captures, drift, losses and catalogues."""

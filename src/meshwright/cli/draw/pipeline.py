@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli.colors import paint
 from meshwright.cli.draw.capture import capture
+from meshwright.cli.draw.catalogue import catalogue
 from meshwright.cli.draw.drift import drift
 from meshwright.cli.draw.loss import loss
 from meshwright.cli.draw.reshard import reshard
@@ -30,8 +31,10 @@ from meshwright.pipeline.lower import num_slots
 from meshwright.pipeline.simulate import Simulation
 from meshwright.units import counted
 
-app = typer.Typer(cls=Commands, help="Draw schedules, CUDA graphs, redistributions and losses.", no_args_is_help=True)
+HELP = "Draw schedules, CUDA graphs, redistributions, losses and the catalogue of models."
+app = typer.Typer(cls=Commands, help=HELP, no_args_is_help=True)
 app.command("capture", cls=Command)(capture)
+app.command("catalogue", cls=Command)(catalogue)
 app.command("drift", cls=ConfigCommand)(drift)
 app.command("loss", cls=Command)(loss)
 app.command("reshard", cls=Command)(reshard)

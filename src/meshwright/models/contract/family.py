@@ -71,6 +71,8 @@ class Family(ABC):
     """Configuration sections that the family defines, by name: `model` and any others it needs."""
     decides_samples: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Keys by section that determine the samples of a step; a resumed run must keep their values."""
+    derives: ClassVar[bool] = False
+    """Whether a model is built and run to describe it, which takes seconds, instead of being described by its sizes."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that every rank needs besides PyTorch and that are slow to import: they are imported once."""
     conditions: ClassVar[tuple[str, ...]] = ()

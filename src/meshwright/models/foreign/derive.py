@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.foreign.costs import AFTER, BEFORE, count_flops, final_modules, measure_saved, saved_by_kind
 from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import MAX_ON_CPU, NotSharded, Origin
-from meshwright.models.foreign.probe import NoForward, probe
+from meshwright.models.foreign.probe import TIMES, NoForward, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
@@ -73,11 +73,22 @@ def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
             return model, probe(model, origin)
         except NoForward as error:
             reason = str(error)
+    runs_alone = size > MAX_ON_CPU or any(_takes(origin, model, time) for time in TIMES)
     raise origin.error(
         f"the forward of {type(model).__name__} fails: {reason}",
         "a forward of token ids alone shows what runs around the layers; it has no values, unless the model has at "
         f"most {format_count(MAX_ON_CPU)} parameters",
+        kind=ConfigError if runs_alone else ModelError,
     )
+
+
+def _takes(origin: Origin, model: nn.Module, length: int) -> bool:
+    """Return whether a model's forward takes samples of a length."""
+    ids = torch.zeros((1, length), dtype=torch.long, device=next(model.parameters()).device)
+    with suppress(Exception), torch.no_grad():
+        origin.call(model, ids)
+        return True
+    return False
 
 
 def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, ...]], list[str]]:
@@ -162,13 +173,8 @@ class _Deriver:
 
     def _longest(self, seq_len: int) -> int:
         """Return the largest half, quarter, … of a length that the model takes."""
-        ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(self._model.parameters()).device)
-        while ids.shape[1] > 1:
-            ids = ids[:, : ids.shape[1] // 2]
-            with suppress(Exception), torch.no_grad():
-                self._origin.call(self._model, ids)
-                return ids.shape[1]
-        return self._found.time
+        lengths = (seq_len >> shift for shift in range(1, seq_len.bit_length()))
+        return next((n for n in lengths if _takes(self._origin, self._model, n)), self._found.time)
 
     def _check_ties(self) -> None:
         for names in self._names.values():

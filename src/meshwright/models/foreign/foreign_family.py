@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class ForeignFamily(Family):
     """Models of token ids whose structure is derived, trained on text."""
 
+    derives = True
+
     @abstractmethod
     def structure(self, f: RunFacts) -> Structure:
         """Return the structure of a run's model, from the cache if it was derived before."""

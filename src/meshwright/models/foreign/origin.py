@@ -112,10 +112,10 @@ class Origin(ABC):
             raise self.error(f"{type(model).__name__} has no list of layers", rule)
         return found
 
-    def error(self, what: str, rule: str, fix: str = "") -> ConfigError:
+    def error(self, what: str, rule: str, fix: str = "", *, kind: type[ConfigError] = ConfigError) -> ConfigError:
         """Return an error about the model."""
         own = f"{self.fix}, or a family of your own (model.kind=package.module:Family)"
-        return ConfigError(what, where=self.key, rule=rule, fix=fix or own)
+        return kind(what, where=self.key, rule=rule, fix=fix or own)
 
 
 def largest_list(model: nn.Module, length: int | None) -> str | None:

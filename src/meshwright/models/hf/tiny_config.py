@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.models.hf import private
 from meshwright.models.hf.source import KEY, transformers_version
 from meshwright.models.hf.tiny_by_hand import BY_HAND, UNSUPPORTED
@@ -51,7 +51,7 @@ def tiny_fields(model_type: str) -> dict[str, Any]:
     """
     model_type = text_type(model_type)
     if model_type in UNSUPPORTED:
-        raise ConfigError(
+        raise ModelError(
             f"{model_type} has no tiny configuration: {UNSUPPORTED[model_type]}",
             where="model.config",
             rule="a model whose logits for each token follow from that token and those before it",

@@ -20,6 +20,8 @@ class Outcome(StrEnum):
     """A rank raised an error."""
     REFUSED = "refused"
     """A rule refused the layout before any process started."""
+    NOT_BUILT = "not built"
+    """The model has no small configuration, or doesn't run by itself."""
 
 
 @dataclass(frozen=True)

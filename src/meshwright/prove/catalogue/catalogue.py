@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, ModelError
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.catalogue.case import Case, Outcome, Result
 from meshwright.prove.spec import ProofSpec, as_proof
@@ -58,7 +58,8 @@ def prove_all(
                 spec = ProofSpec(config, make_plan(config), steps, Path(folder, str(number)))
                 config.family.open_data(run_facts(config))
             except MeshwrightError as error:
-                note([Result(model, layout, Outcome.REFUSED, error.what)])
+                outcome = Outcome.NOT_BUILT if isinstance(error, ModelError) else Outcome.REFUSED
+                note([Result(model, layout, outcome, error.what)])
                 continue
             spec.folder.mkdir()
             ranks = config.mesh.axes().num_ranks()

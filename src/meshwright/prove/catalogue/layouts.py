@@ -16,7 +16,7 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
 ALL = "all three"
 SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", "train.timeout_s=60")
 """Keys of every case: two micro-batches, since gradients that are reduced in every backward are right with one."""
-MARKS = {Outcome.PROVED: "✓", Outcome.WRONG: "✗", Outcome.FAILED: "✗", Outcome.REFUSED: "–"}
+MARKS = {Outcome.PROVED: "✓", Outcome.WRONG: "✗", Outcome.FAILED: "✗", Outcome.REFUSED: "–", Outcome.NOT_BUILT: ""}
 
 
 def table(results: Iterable[Result]) -> list[str]:
@@ -40,12 +40,13 @@ def first_line(text: str) -> str:
 
 
 def counts(results: Sequence[Result]) -> list[str]:
-    """Return a line per layout: how many models are proved of those that are not refused, and how many are refused."""
+    """Return a line per layout: how many models are proved of those that can be built, and how many are refused."""
     lines = []
     for layout in LAYOUTS:
         found = [one.outcome for one in results if one.layout == layout]
         if found:
-            refused = found.count(Outcome.REFUSED)
-            proved = found.count(Outcome.PROVED)
-            lines.append(f"{layout}: {proved} of {len(found) - refused} proved, {refused} refused")
+            built = len(found) - found.count(Outcome.NOT_BUILT)
+            proved, refused = found.count(Outcome.PROVED), found.count(Outcome.REFUSED)
+            wrong = f", {built - proved - refused} not" if built > proved + refused else ""
+            lines.append(f"{layout}: {proved} of {built} proved, {refused} refused{wrong}")
     return lines
