@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data.mixtures.entries import Entry, parse_mixture, shares
-from meshwright.data.mixtures.mixture_order import ONE
+from meshwright.data.mixtures.shares import ONE
 from meshwright.errors import ConfigError
 
 

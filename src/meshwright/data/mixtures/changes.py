@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.data.mixtures.entries import KEY, parse_mixture, shares
-from meshwright.data.mixtures.mixture_order import ONE
+from meshwright.data.mixtures.shares import ONE
 from meshwright.errors import ConfigError
 
 KEYS = (

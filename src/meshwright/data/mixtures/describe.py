@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshwright.data.mixtures.mixture import Mixture
-from meshwright.data.mixtures.mixture_order import ONE, MixtureOrder
+from meshwright.data.mixtures.mixture_order import MixtureOrder
+from meshwright.data.mixtures.shares import ONE
 from meshwright.data.sampler import SampleOrder
 from meshwright.units import counted
 

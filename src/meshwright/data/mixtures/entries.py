@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from meshwright.data.mixtures.mixture_order import BLOCK, MIN_SHARE, ONE
+from meshwright.data.mixtures.shares import BLOCK, MIN_SHARE, ONE
 from meshwright.errors import ConfigError
 
 KEY = "data.mixture"

@@ -23,14 +23,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.mixtures.shares import BLOCK, MIN_SHARE, ONE
 from meshwright.data.sampler import WindowOrder, shuffled
 
-BLOCK = 4096
-"""Samples in a block, B."""
-ONE = 2**32
-"""The sum of all shares."""
-MIN_SHARE = ONE // BLOCK
-"""Smallest share of a source: one sample of each block."""
 MAX_SAMPLES = 2**42
 """More than any run reads."""
 
