@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.nn import weight_init
-from meshwright.nn.weight_init import normal_shard
+from meshwright.nn.weight_init import normal_shard, uniform_shard
 
 
 @st.composite
@@ -31,7 +31,10 @@ def test_a_piece_is_the_slice_of_the_whole(box, seed, block_elements):
     with mock.patch.object(weight_init, "BLOCK_ELEMENTS", block_elements):
         whole = normal_shard(seed, "w", shape, std=0.5)
         piece = normal_shard(seed, "w", shape, std=0.5, index=index)
+        even = uniform_shard(seed, "w", shape, bound=0.5)
+        part = uniform_shard(seed, "w", shape, bound=0.5, index=index)
     assert whole.shape == shape and torch.equal(piece, whole[index])
+    assert even.shape == shape and torch.equal(part, even[index])
 
 
 def test_pieces_of_a_large_tensor_cross_blocks():
@@ -75,3 +78,11 @@ def test_the_numbers_stay_the_same_from_version_to_version():
 
 
 PINNED = [-1.8137085, -1.0112432, -0.7459622, -0.0256916, 0.3256201, 0.0731006]
+
+
+def test_it_is_uniform_within_the_bound_asked_for():
+    values = uniform_shard(1, "w", (2000, 500), bound=0.02).flatten().double()
+    n = len(values)
+    assert values.min() >= -0.02 and values.max() <= 0.02
+    assert abs(values.mean()) < 5 * 0.02 / math.sqrt(3 * n)
+    assert abs(values.square().mean() - 0.02**2 / 3) < 5 * 0.02**2 * math.sqrt(4 / 45 / n)

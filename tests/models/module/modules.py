@@ -22,13 +22,15 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A tied model whose layers come after its norm in the module, with a computed table and a loss of its own."""
+    """A tied model whose layers come after its norm in the module, with a computed table."""
+
+    layer: type[nn.Module] = Layer
 
     def __init__(self, width: int = 32, depth: int = 4, vocab_size: int = 256) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.table = nn.Embedding(vocab_size, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+        self.layers = nn.ModuleList(self.layer(width) for _ in range(depth))
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.table.weight
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
@@ -66,6 +68,99 @@ class TogetherModel(Model):
     def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Map token ids [b, t] to logits [b, t, v], whatever the positions are."""
         return super().forward(ids)
+
+
+class TimeFirstLayer(Layer):
+    """A layer whose stream is [t, b, d]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after the layer."""
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class TimeFirst(Model):
+    """A model whose stream is [t, b, d]."""
+
+    layer = TimeFirstLayer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = self.table(ids).transpose(0, 1) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x.transpose(0, 1)))
+
+
+class Scaled(Model):
+    """A model that scales and shifts the stream between its layers, by a parameter around them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x) * self.scale + 0.1
+        return self.head(self.norm(x))
+
+
+class AddingLayer(Layer):
+    """A layer that takes a table, too."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        """Return the stream after the layer."""
+        return super().forward(x + table)
+
+
+class FixedTable(Model):
+    """A model whose layers all add a table that isn't trained, which a module before them looks up."""
+
+    layer = AddingLayer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed = nn.Embedding(64, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = self.table(ids) * self.scale
+        with torch.no_grad():
+            fixed = self.fixed(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x, fixed)
+        return self.head(self.norm(x))
+
+
+class ChunkedLayer(Layer):
+    """A layer that takes chunks of 8 tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after the layer."""
+        chunks = x.view(x.shape[0], -1, 8, x.shape[2])
+        return super().forward(chunks.flatten(0, 1)).view_as(x)
+
+
+class Chunked(Model):
+    """A model whose samples are chunks of 8 tokens."""
+
+    layer = ChunkedLayer
+
+
+class ReadsDevice(Model):
+    """A model that reads what its table is like."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        return super().forward(ids.to(self.table.weight.device))
+
+
+class Skipping(Model):
+    """A model that adds the first layer's output before the last layer."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = first = self.layers[0](self.table(ids) * self.scale)
+        for layer in self.layers[1:3]:
+            x = layer(x)
+        return self.head(self.norm(self.layers[3](x + first)))
 
 
 class SharedLayers(Model):

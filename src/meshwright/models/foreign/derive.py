@@ -96,6 +96,8 @@ def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, 
     are read without calling their modules. What can't be replaced is on every stage."""
     sides, stubs, first = find_sides(model, found), dict[str, tuple[int, ...]](), list[str]()
     read = set(containers(found.layers_path))
+    if any(name.rpartition(".")[0] in read for name in sides.every):  # it comes before the first modules in the model
+        return Sides((), (*sides.first, *sides.every), sides.last), stubs, first
     for path in side_modules(model, found.layers_path):
         names = [name for name in sides.first if name.startswith(f"{path}.")]
         if not any(inner == path or inner.startswith(f"{path}.") for inner in found.phases):
