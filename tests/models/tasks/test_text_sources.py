@@ -12,7 +12,8 @@ import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.data.mixtures.mixture import Mixture
-from meshwright.data.mixtures.mixture_order import ONE, MixtureOrder
+from meshwright.data.mixtures.mixture_order import MixtureOrder
+from meshwright.data.mixtures.shares import ONE
 from meshwright.data.sources import text_pieces
 from meshwright.errors import ConfigError, DataError
 from meshwright.plan.load_config import load
