@@ -19,8 +19,8 @@ from meshwright.cli.wrapping import show
 from meshwright.units import GIB, counted, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
-EXTRAS = {"images": "scikit-learn"} | {
-    name: name for name in ("tokenizers", "tensorboard", "wandb", "trackio", "torchao")
+EXTRAS = {"images": "scikit-learn", "lora": "peft"} | {
+    name: name for name in ("transformers", "tokenizers", "tensorboard", "wandb", "trackio", "torchao")
 }
 MIN_PYTHON, MIN_TORCH, TESTED_TORCH = (3, 11), (2, 11), (2, 13)
 MIN_OPEN_FILES = 1024
