@@ -53,6 +53,32 @@ def test_norms_over_all_heads_gather(structure):
     assert block.styles["self_attn.q_norm"] == block.styles["self_attn.k_norm"] == REPLICATED
 
 
+def test_a_matrix_as_wide_as_the_vocabulary_is_a_head_only_around_the_layers(structure):
+    found = structure("phi3")
+    assert found.blocks[0].styles["mlp.gate_up_proj"] == GATHERED_COLUMN and found.vocab_size == 256
+    assert found.last.styles["lm_head"] == HEAD
+
+
+def test_layers_without_a_fitting_plan_have_sharded_feed_forwards(structure):
+    pairs = {"bert": ("intermediate.dense", "output.dense"), "lfm2": ("feed_forward.w1", "feed_forward.w2")}
+    for model, (up, down) in pairs.items():
+        found = structure(model)
+        assert not found.not_tensor_parallel
+        assert found.blocks[0].styles[up] == COLUMN and found.blocks[0].styles[down].kind is StyleKind.ROW
+
+
+def test_experts_that_a_rank_cannot_run_alone_are_replicated(structure):
+    blocks = structure("llama4_text").blocks
+    assert {block.styles["feed_forward.experts"] for block in blocks if "feed_forward.experts" in block.styles} == {
+        REPLICATED
+    }
+
+
+def test_outputs_that_a_model_writes_to_are_copied(structure):
+    assert structure("falcon").blocks[0].styles["mlp.dense_h_to_4h"].cloned
+    assert not any(style.cloned for style in structure("qwen3").blocks[0].styles.values())
+
+
 def test_rotary_keys_of_latent_attention_have_a_partial_tail(structure):
     for block in structure("deepseek_v2").blocks:
         assert block.styles["self_attn.kv_a_proj_with_mqa"].partial_tail == 8

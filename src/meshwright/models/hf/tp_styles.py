@@ -64,7 +64,8 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
     if name == ROWS and isinstance(module, nn.Embedding) and not list(module.children()):
         return VOCABULARY
     if name is not None and name in LINEAR and isinstance(module, nn.Linear):
-        is_head = path.endswith("lm_head") or module.out_features == getattr(config, "vocab_size", None)
+        is_outside = not any(part.isdigit() for part in path.split("."))  # layers are numbered
+        is_head = is_outside and module.out_features == getattr(config, "vocab_size", None)
         return HEAD if is_head and LINEAR[name] is GATHERED_COLUMN else LINEAR[name]
     own = {
         leaf: style
