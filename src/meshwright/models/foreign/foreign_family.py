@@ -67,6 +67,9 @@ class ForeignFamily(Family):
         if f.data.packing != "none" and structure.not_packed:
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
             yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
+        if f.precision == "bfloat16" and structure.not_bfloat16:
+            what, rule = f"train.precision = bfloat16: {structure.not_bfloat16}", "tensors have the parameters' dtype"
+            yield Violation(ConfigError, what, "train.precision", rule, [{"train.precision": "float32"}])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"
@@ -86,14 +89,9 @@ class ForeignFamily(Family):
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         """Build the model, and turn it into one stage."""
-        from meshwright.models.foreign.arrange import arrange, remove_aliases
         from meshwright.models.foreign.stage import make_stage
 
-        structure, model = self.structure(f), self.make(f)
-        remove_aliases(model, structure.aliases)
-        names = [[parameter.name for parameter in end.parameters] for end in (structure.last, structure.every)]
-        arrange(model, structure.layers_path, tuple(names[0]), tuple(names[1]))
-        return make_stage(model, structure, part, self.origin(f))
+        return make_stage(self.make(f), self.structure(f), part, self.origin(f))
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""
