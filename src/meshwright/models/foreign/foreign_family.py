@@ -67,9 +67,6 @@ class ForeignFamily(Family):
         if f.data.packing != "none" and structure.not_packed:
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
             yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
-        if f.precision == "bfloat16" and structure.not_bfloat16:
-            what, rule = f"train.precision = bfloat16: {structure.not_bfloat16}", "tensors have the parameters' dtype"
-            yield Violation(ConfigError, what, "train.precision", rule, [{"train.precision": "float32"}])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"

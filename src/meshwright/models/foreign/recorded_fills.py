@@ -62,7 +62,7 @@ class _Recorder(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fills: dict[int, FillFacts | None] = {}
         self._kept: list[Any] = []
-        """Storages that were written to: that of a tensor which is made unseen could have the id of one that is freed."""
+        """Storages that were written to: a tensor that is made unseen could have the id of one that is freed."""
 
     def fill(self, tensor: Tensor) -> FillFacts:
         """Return how a tensor's values are distributed."""

@@ -92,5 +92,3 @@ class Structure:
     """Reason why packed documents would see each other; empty if they don't."""
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
-    not_bfloat16: str = ""
-    """Reason why the forward fails in bfloat16; empty if it doesn't."""
