@@ -266,7 +266,7 @@ def test_torchao_trains_close_to_ours(corpus):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [(CURRENT, CACHED), (DELAYED,), ("float8.recipe=torchao",)], ids=lambda one: one[0])
+@pytest.mark.parametrize("recipe", [(DELAYED,), ("float8.recipe=torchao",)], ids=lambda one: one[0])
 def test_compiled_it_trains_the_same(corpus, recipe):
     """To the rounding of fused operators, which may move a number to the next one in float8."""
     words = [*corpus, *recipe, "model.num_layers=1"]

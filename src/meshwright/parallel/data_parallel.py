@@ -97,6 +97,21 @@ def fsdp_modules(model: nn.Module | RankModel) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def reduce_unused(model: nn.Module) -> None:
+    """Reduce zeros for parameters without a gradient: ranks differ in which these are, if a forward depends on values,
+    such as which experts have tokens."""
+    for wrapped in fsdp_modules(model):
+        if hasattr(wrapped, "set_reduce_scatter_unused_params"):  # since PyTorch 2.13
+            wrapped.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def complete_gradients(model: nn.Module) -> None:
+    """Give a gradient of zeros to trained parameters without one, so that every layout updates the same ones."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def reshard(model: nn.Module) -> None:
     """Reshard parameters that a forward without a backward left unsharded.
 

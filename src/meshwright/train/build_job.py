@@ -27,6 +27,7 @@ from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.parallel.apply_plan import apply_plan, needs_mesh
 from meshwright.parallel.check_applied import check_placements
+from meshwright.parallel.data_parallel import reduce_unused
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
@@ -131,6 +132,8 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         part = StagePart(plan, number, module)
         freeze(part)
         apply_plan(module, mesh, plan, part.stage, facts)
+        if config.family.derives:
+            reduce_unused(module)
         check_placements(part)
         module.to_empty(device=device)
         tie_parameters(module, facts)

@@ -20,6 +20,7 @@ from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.optimizer.lr_schedule import learning_rate
 from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Task
+from meshwright.parallel.data_parallel import complete_gradients
 from meshwright.train.build_job import Job
 from meshwright.train.graph_capture import capture_session
 from meshwright.train.measure.run_measurement import RunMeasurement
@@ -169,6 +170,8 @@ class TrainStep:
                 self._executor.run_labelled(self.label)
             elif not self.measurement.run(self._executor):
                 self._executor.run()
+        if job.family.derives:
+            complete_gradients(job.model)
         losses += self._handles.auxiliary_losses()
         # Only ranks in the last stage have task losses; their sum over all ranks is the batch loss.
         return torch.stack(losses).sum() if losses else torch.zeros((), device=job.device)

@@ -19,9 +19,9 @@ from tests.models.hf.runs import hf_config, run, saved
 
 pytest.importorskip("transformers")
 
-LAYOUTS = {"qwen3": "mesh.pp=2 mesh.tp=2", "mistral": "mesh.dp_shard=2", "gemma3_text": "mesh.tp=2",
-           "olmo2": "mesh.pp=2", "mixtral": "mesh.tp=2", "gpt2": "mesh.pp=2 mesh.tp=2"}  # fmt: skip
+LAYOUTS = {"qwen3": "mesh.pp=2 mesh.tp=2", "mistral": "mesh.dp_shard=2", "olmo2": "mesh.pp=2"}
 """A layout for each model: all of them give the same losses for each."""
+RESUMED = ("mixtral", "gemma3_text", "gpt2")
 FIRST = ("mesh.pp=2", "mesh.dp_shard=2", "train.steps=20")
 THEN = ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=30")
 SHORT = ("train.validation_samples=8", "train.sample_tokens=0", "train.warmup_steps=5", "checkpoint.every=0")
@@ -47,7 +47,7 @@ def test_losses_show_gradients_that_are_wrong(gang: GangPool, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", LAYOUTS)
+@pytest.mark.parametrize("model", RESUMED)
 def test_a_run_resumes_on_another_layout_and_its_export_is_the_model(
     gang: GangPool, model: str, tmp_path: Path
 ) -> None:

@@ -81,7 +81,7 @@ ERRORS = {
     "model.builder=no_such_module:Model": "module not found: no_such_module",
     f"model.builder={HERE}:Modle": "has no Modle",
     f"model.builder={HERE}:no_module": "returns a int",
-    f"model.builder={HERE}:no_layers": "no list of layers",
+    f"model.builder={HERE}:no_layers": "no torch.nn.ModuleList of layers",
     f"model.builder={HERE}:SharedLayers": "layers holds one module more than once",
     "model.arguments.widht=8": "unexpected keyword argument 'widht'",
     "model.arguments=8": "model.arguments = 8 is not allowed here",

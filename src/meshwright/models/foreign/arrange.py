@@ -46,6 +46,8 @@ def find_sides(model: nn.Module, probe: Probe) -> Sides:
     """Return where the parameters outside the layers are used."""
     canonical = _canonical_names(model)
     sides: dict[str, str] = {}
+    own: dict[str, str] = {}
+    """Those of the modules that contain the layers."""
     for path in side_modules(model, probe.layers_path):
         module = model.get_submodule(path)
         names = [f"{path}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -54,7 +56,9 @@ def find_sides(model: nn.Module, probe: Probe) -> Sides:
     for path in containers(probe.layers_path):
         for name, _ in model.get_submodule(path).named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            sides[full] = "every" if full in probe.after | probe.between else "first"
+            sides[full] = own[full] = "every" if full in probe.after | probe.between else "first"
+    if "every" in own.values():  # they come before those of other modules, in whatever order these are registered
+        sides = {name: "every" if side == "first" else side for name, side in sides.items()}
     return Sides(*(tuple(name for name, side in sides.items() if side == wanted) for wanted in Sides.__match_args__))
 
 

@@ -160,6 +160,7 @@ def _saved(tensor: Tensor, seq_len: int) -> Saved:
 
 
 def saved_by_kind(values: Mapping[Place, Saved], layers: list[int]) -> Saved:
-    """Return what a layer of a kind saves on average: windows have masks, and the first saves what all share."""
-    parts = [vars(values[layer]) for layer in layers]
+    """Return what a layer of a kind saves on average: windows have masks, and the first saves what all share. A layer
+    that isn't called saves nothing."""
+    parts = [vars(values.get(layer, Saved())) for layer in layers]
     return Saved(**{name: sum(part[name] for part in parts) / len(parts) for name in parts[0]})

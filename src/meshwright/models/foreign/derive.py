@@ -16,7 +16,7 @@ from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
 from meshwright.models.foreign.costs import AFTER, BEFORE, count_flops, final_modules, measure_saved, saved_by_kind
 from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import MAX_ON_CPU, NotSharded, Origin
+from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, NotSharded, Origin
 from meshwright.models.foreign.probe import TIMES, NoForward, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
@@ -35,6 +35,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
         ConfigError: the model has no layers that can be told apart, or shares parameters between them.
     """
     model, found = _probed(origin)
+    _check_scalars(model, origin)
     origin.check_probe(model, found)
     sides, stubs, blanks = _sides(model, found)
     aliases = _aliases(model, sides)
@@ -56,7 +57,11 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     if tp > 1 and apart:
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
     undeferred = next(iter(undeferred_parameters(model)), "")
-    return replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
+    structure = replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
+    if len(structure.layers) == 1 or structure.not_split:
+        return structure
+    ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
+    return replace(structure, not_split=origin.why_not_staged(structure, ids))
 
 
 def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
@@ -68,7 +73,9 @@ def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
     except NoForward as error:
         size, reason = sum(parameter.numel() for parameter in model.parameters()), str(error)
     if size <= MAX_ON_CPU:
-        model = origin.build()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # what a forward does may depend on values, and all processes have to find the same
+            model = origin.build()
         try:
             return model, probe(model, origin)
         except NoForward as error:
@@ -78,8 +85,17 @@ def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
         f"the forward of {type(model).__name__} fails: {reason}",
         "a forward of token ids alone shows what runs around the layers; it has no values, unless the model has at "
         f"most {format_count(MAX_ON_CPU)} parameters",
+        origin.fix_forward,
         kind=ConfigError if runs_alone else ModelError,
     )
+
+
+def _check_scalars(model: nn.Module, origin: Origin) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            what = f"{name} of {type(model).__name__} is a scalar"
+            rule = "a parameter has a dim that can be sharded"
+            raise origin.error(what, rule, f"{name} = torch.nn.Parameter(torch.tensor([…])), with one element")
 
 
 def _takes(origin: Origin, model: nn.Module, length: int) -> bool:
@@ -96,8 +112,6 @@ def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, 
     are read without calling their modules. What can't be replaced is on every stage."""
     sides, stubs, first = find_sides(model, found), dict[str, tuple[int, ...]](), list[str]()
     read = set(containers(found.layers_path))
-    if any(name.rpartition(".")[0] in read for name in sides.every):  # it comes before the first modules in the model
-        return Sides((), (*sides.first, *sides.every), sides.last), stubs, first
     for path in side_modules(model, found.layers_path):
         names = [name for name in sides.first if name.startswith(f"{path}.")]
         if not any(inner == path or inner.startswith(f"{path}.") for inner in found.phases):
@@ -146,7 +160,7 @@ class _Deriver:
             self._names.setdefault(id(parameter), []).append(name)
         self._saved_names = set(model.state_dict())
         layers = model.get_submodule(found.layers_path)
-        assert isinstance(layers, nn.ModuleList), "the probe found a list of layers"
+        assert isinstance(layers, LAYER_LISTS), "the probe found a list of layers"
         self._layers = list(layers)
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
@@ -155,7 +169,7 @@ class _Deriver:
 
     def _measure(self, seq_len: int, tp: int) -> None:
         """Measure what the model computes, and what a rank of tp saves, for samples of `seq_len` tokens."""
-        model, layers, origin, styles = self._model, self._layers, self._origin, self._styles
+        model, layers, origin = self._model, self._layers, self._origin
         try:
             self._flops = count_flops(model, layers, seq_len, origin)
         except Exception as error:
@@ -166,7 +180,14 @@ class _Deriver:
                 fix=f"{LENGTH}={self._longest(seq_len)}",
             ) from error
         origin.prepare_saving(model)
-        with sharded(model.to(torch.bfloat16), styles, tp):
+        try:
+            self._measure_saved(seq_len, tp, torch.bfloat16)
+        except Exception:  # tensors of a fixed dtype, which a run casts where they enter a layer
+            self._measure_saved(seq_len, tp, torch.float32)
+
+    def _measure_saved(self, seq_len: int, tp: int, dtype: torch.dtype) -> None:
+        model, layers, origin, styles = self._model, self._layers, self._origin, self._styles
+        with sharded(model.to(dtype), styles, tp):
             self._saved = measure_saved(model, layers, seq_len, origin)
             inside = [path for path in styles if path.startswith(f"{self._found.layers_path}.")]
             reducing = [path for path in inside if styles[path].reduces_output]

@@ -35,7 +35,7 @@ class Probe:
     outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the outputs of modules outside the layers that return one tensor, by path."""
     phases: dict[str, set[str]] = field(default_factory=dict)
-    """Phases in which each module outside the layers ran: before, between, after."""
+    """Phases in which each module outside the layers ran: before, in a layer, between, after."""
     unused: set[str] = field(default_factory=set)
     """Names of parameters that no output depends on by a gradient."""
     frozen: set[str] = field(default_factory=set)

@@ -86,14 +86,9 @@ class ForeignFamily(Family):
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         """Build the model, and turn it into one stage."""
-        from meshwright.models.foreign.arrange import arrange, remove_aliases
         from meshwright.models.foreign.stage import make_stage
 
-        structure, model = self.structure(f), self.make(f)
-        remove_aliases(model, structure.aliases)
-        names = [[parameter.name for parameter in end.parameters] for end in (structure.last, structure.every)]
-        arrange(model, structure.layers_path, tuple(names[0]), tuple(names[1]))
-        return make_stage(model, structure, part, self.origin(f))
+        return make_stage(self.make(f), self.structure(f), part, self.origin(f))
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""

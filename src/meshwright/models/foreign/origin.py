@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.linear import Linear
 
+LAYER_LISTS = (nn.ModuleList, nn.Sequential)
+"""Modules that hold a model's layers."""
 MAX_ON_CPU = 200_000_000
 """Parameters of a model that is tried out with values, at most."""
 
@@ -34,6 +36,8 @@ class Origin(ABC):
     """Configuration key that names the model, for errors."""
     fix: ClassVar[str]
     """Setting of a model that works, for errors."""
+    fix_forward: ClassVar[str] = ""
+    """Forward that works, for errors; as `fix` if empty."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -84,6 +88,10 @@ class Origin(ABC):
 
     def not_split(self) -> str:
         """Return a known reason why the layers can't be split over pp, or an empty string."""
+        return ""
+
+    def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
+        """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
         return ""
 
     @abstractmethod

@@ -1,14 +1,14 @@
 """Names of PyTorch that it doesn't document, or may move.
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
-`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `UntypedStorage._cdata` and
-`aten._scaled_dot_product_flash_attention_for_cpu`. Checked on 2.13.
+`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `UntypedStorage._cdata`,
+`aten._scaled_dot_product_flash_attention_for_cpu` and `Tensor._version`. Checked on 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -64,3 +64,30 @@ def is_mutable(operator: Any) -> bool:
 def storage_id(tensor: Any) -> int:
     """Return what tells a tensor's storage from others."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: Any) -> tuple[int, int]:
+    """Return what changes when a tensor is written to, or replaced by another."""
+    return id(tensor), int(tensor._version)
+
+
+@contextmanager
+def random_operators() -> Iterator[list[str]]:
+    """Yield the names of the operators that draw random numbers while the context lasts."""
+    found: list[str] = []
+
+    class RandomOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """Run an operator, and note whether it draws; attention draws only with dropout."""
+            kwargs = kwargs or {}
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                given = {one.name: one.default_value for one in func._schema.arguments}
+                given |= dict(zip(given, args, strict=False)) | kwargs
+                if given.get("dropout_p") != 0.0:
+                    found.append(str(func))
+            return func(*args, **kwargs)
+
+    with RandomOperators():  # type: ignore[no-untyped-call]
+        yield found

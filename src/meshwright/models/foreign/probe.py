@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.models.foreign import private
 from meshwright.models.foreign.findings import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM, Probe
-from meshwright.models.foreign.origin import Origin
+from meshwright.models.foreign.origin import LAYER_LISTS, Origin
 from meshwright.units import counted
 
 BATCH = 3
@@ -66,7 +66,7 @@ def _probes(model: nn.Module, origin: Origin) -> Iterator[Probe]:
 def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
     path = origin.layers_path(model)
     listed = model.get_submodule(path)
-    assert isinstance(listed, nn.ModuleList), "the layers are a list of modules"
+    assert isinstance(listed, LAYER_LISTS), "the layers are a list of modules"
     layers = list(listed)
     if len(set(layers)) < len(layers):
         raise origin.error(f"{path} holds one module more than once", "each layer has parameters of its own")
@@ -76,10 +76,15 @@ def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
     handles = list(watch.register())
     try:
         out = origin.call(model, ids)
+        _check_logits(model, out, origin, time)
         watch.conclude(out)
     except ConfigError:
         raise
     except Exception as error:
+        if "leaf Variable" in str(error) and "in-place" in str(error):
+            what = f"a layer of {type(model).__name__} writes to its input in place"
+            rule = "the input of a layer is kept for its recomputation"
+            raise origin.error(what, rule, "x = x + …, not x += …") from error
         raise NoForward(f"{type(error).__name__}: {str(error)[:200]}") from error
     finally:
         for handle in handles:
@@ -88,12 +93,24 @@ def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
     return found
 
 
+def _check_logits(model: nn.Module, out: Any, origin: Origin, time: int) -> None:
+    shape = list(out.shape) if isinstance(out, Tensor) else None
+    if shape is None or len(shape) != 3 or shape[:2] != [BATCH, time] or not out.is_floating_point():
+        found = f"a {type(out).__name__}" if shape is None else f"a tensor {shape}"
+        raise origin.error(
+            f"{type(model).__name__} returns {found} for {BATCH} samples of {time} tokens",
+            "a model returns logits [b, t, v] of every token, alone, first in a tuple, or as `logits`",
+            "a forward(ids) that returns logits of every token",
+        )
+
+
 class _Watch:
     """Hooks that record the calls of layers and of modules outside them."""
 
     def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: Origin) -> None:
         self._model, self._layers, self._found, self._origin = model, layers, found, origin
         self._phase = "before"
+        """`before` all layers, in a `layer`, or after a number of calls of layers."""
         self._order: list[int] = []
         self._inputs: list[Tensor] = []
         self._leaves: list[Tensor] = []
@@ -149,7 +166,7 @@ class _Watch:
 
     def _after_layer(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-            self._phase = "after" if index == len(self._layers) - 1 else "between"
+            self._phase = f"{len(self._order)} calls"
             is_tensor = isinstance(out, Tensor)
             form = ("tensor", 1) if is_tensor else (type(out).__name__, len(out))
             if form[0] not in ("tensor", "tuple", "list"):
@@ -157,7 +174,10 @@ class _Watch:
             if self._form not in (None, form):
                 self._refuse("layers return different things")
             self._form = form
-            stream = out if is_tensor else out[0]
+            stream = out if is_tensor else None if type(out) is dict else out[0]
+            if not isinstance(stream, Tensor):
+                what = f"a layer of {type(self._model).__name__} returns a {type(out).__name__} without the stream"
+                raise self._origin.error(what, "a layer returns the stream, alone or first in a tuple")
             others = [x for x in private.leaves([] if is_tensor else list(out[1:])) if isinstance(x, Tensor)]
             self._second |= {f"{index} {n}": x for n, x in enumerate(others) if x.requires_grad}
             self._outputs.append(stream)
@@ -182,10 +202,17 @@ class _Watch:
     def conclude(self, out: Tensor) -> None:
         """Read dependencies off the graph."""
         found, count = self._found, len(self._layers)
+        last = f"{len(self._order)} calls"
+        for path, phases in found.phases.items():
+            named = {phase: "after" if phase == last else "between" for phase in phases if phase.endswith("calls")}
+            found.phases[path] = {named.get(phase, phase) for phase in phases}
         if self._order != list(range(count)):
             calls = f"{counted(len(self._order), 'call')} of {counted(count, 'layer')}"
             self._refuse(f"layers are not called once each, in order ({calls})")
-        assert self._key is not None and self._form is not None, "layers were found, so they are called"
+        if self._key is None or self._form is None:
+            raise self._origin.error(
+                f"{type(self._model).__name__} calls no layer of {found.layers_path}", "decoder layers are called"
+            )
         found.stream, found.returns, shape = self._key, self._form, self._inputs[0].shape
         found.batch_dims = _batch_dims(self._inputs[0], found.time) or (0, 1)
         found.per_token = tuple(size for dim, size in enumerate(shape) if dim not in found.batch_dims)
@@ -203,10 +230,19 @@ class _Watch:
             self._refuse("the output depends on a second tensor that a layer returns")
         for index, stream in enumerate(self._outputs):
             found.between |= _used(stream, outside)
-            self._check_layer(index, stream)
-            own = {f"{found.layers_path}.{index}.{n}": p for n, p in self._layers[index].named_parameters()}
-            found.unused |= set(own) - _used(stream, own)
-        found.unused |= set(outside) - found.before - found.between - found.after
+            if not found.not_split:
+                self._check_layer(index, stream)
+        found.unused |= self._unused() | (set(outside) - found.before - found.between - found.after)
+
+    def _unused(self) -> set[str]:
+        """Return the names of the layers' parameters on which no call's output depends."""
+        path, names, used = self._found.layers_path, set[str](), set[str]()
+        for index, layer in enumerate(self._layers):
+            own = {f"{path}.{index}.{name}": parameter for name, parameter in layer.named_parameters()}
+            names |= set(own)
+            for called, stream in zip(self._order, self._outputs, strict=True):
+                used |= _used(stream, own) if called == index else set()
+        return names - used
 
     def _check_between(self, index: int, stream: Tensor, outside: Mapping[str, Tensor]) -> None:
         """Check that the input of the layer after `index` depends on no layer but through the output of that one."""

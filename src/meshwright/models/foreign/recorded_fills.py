@@ -61,6 +61,8 @@ class _Recorder(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fills: dict[int, FillFacts | None] = {}
+        self._kept: list[Any] = []
+        """Storages that were written to: a tensor that is made unseen could have the id of one that is freed."""
 
     def fill(self, tensor: Tensor) -> FillFacts:
         """Return how a tensor's values are distributed."""
@@ -84,5 +86,6 @@ class _Recorder(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note(self, tensor: Tensor, values: FillFacts | None) -> None:
+        self._kept.append(tensor.untyped_storage())
         is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
         self._fills[private.storage_id(tensor)] = values if is_whole else COMPUTED

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
+from meshwright.models.foreign.arrange import arrange, remove_aliases
 from meshwright.models.foreign.findings import BATCH_DIM, BATCH_TIME_DIM, TIME_DIM
 from meshwright.models.foreign.float64_mode import Float64Mode
-from meshwright.models.foreign.origin import Origin
+from meshwright.models.foreign.origin import LAYER_LISTS, Origin
 from meshwright.models.foreign.structure import Structure
 from meshwright.nn.attention.token_layout import TokenLayout
 
@@ -45,13 +46,16 @@ class _Call:
 
 
 def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origin) -> nn.Module:
-    """Turn a model on the meta device into one of its stages, in place.
+    """Turn a model into one of its stages, in place, with its modules in the order in which they run.
 
     The module's forward takes token ids [b, t] or, but for the first stage, the stream [b, t, d] and then the ids, and
     returns the stream or, on the last stage, logits [b, t, v].
     """
+    remove_aliases(model, structure.aliases)
+    last, every = (tuple(one.name for one in end.parameters) for end in (structure.last, structure.every))
+    arrange(model, structure.layers_path, last, every)
     call, layers = _Call(), model.get_submodule(structure.layers_path)
-    assert isinstance(layers, nn.ModuleList), "the layers are a list of modules"
+    assert isinstance(layers, LAYER_LISTS), "the layers are a list of modules"
     for index, layer in enumerate(layers):
         if index in part.layers:
             layer.forward = _in_float64(layer.forward)

@@ -67,7 +67,9 @@ def complete_styles(
             styles = {path: replace(style, cloned=style.kind in linear) for path, style in styles.items()}
     for path, style in styles.items():
         if path not in before and style.kind is not StyleKind.REPLICATED:
-            raise NotSharded(f"{path} is sharded, but its parameters are read without calling it")
+            raise NotSharded(
+                f"{path} is sharded, but a forward reads its parameters without calling it, or doesn't need it"
+            )
         if style.kind is StyleKind.REPLICATED and after.get(path) != before.get(path):
             styles[path] = DIVIDED
         elif style == REPLICATED and path not in before and path:

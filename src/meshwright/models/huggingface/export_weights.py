@@ -83,7 +83,7 @@ def export_safetensors(
         where=str(checkpoint),
     )
     with new_directory(out) as temporary:
-        _write_shards(temporary, _split(tensors, max_shard_bytes))
+        write_shards(temporary, _split(tensors, max_shard_bytes))
         for name, content in others.items():
             (temporary / name).parent.mkdir(exist_ok=True)
             write_file(temporary / name, content)
@@ -145,7 +145,8 @@ def _split(tensors: Sequence[TensorToWrite], max_shard_bytes: int) -> list[list[
     return shards
 
 
-def _write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) -> None:
+def write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) -> None:
+    """Write tensors to one file per shard, with an index if there are several."""
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         names = [SINGLE_FILE]

@@ -21,7 +21,9 @@ class ModuleConfig(ModelSection):
     )
     arguments: Table = Field((), description="keyword arguments of the builder: model.arguments.width=64")
     layer_list: str = Field(
-        "", description="path of the torch.nn.ModuleList of layers in the module; the largest list if empty"
+        "",
+        description="path of the torch.nn.ModuleList of layers, or of a torch.nn.Sequential; "
+        "the largest ModuleList if empty",
     )
     loss: str = Field(
         "",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from meshwright.models.contract.family import OtherWeights
     from meshwright.models.contract.task import Reference, Task
     from meshwright.models.module.origin import OwnModule
 
@@ -58,6 +59,12 @@ class ModuleFamily(ForeignFamily):
     def compute(self, f: RunFacts, name: str) -> Tensor:
         """Return initial values as the constructor gives them."""
         return _computed(f.section(ModuleConfig), f.seq_len, f.axes.tp, f.seed)[name]
+
+    def other_weights(self) -> OtherWeights:
+        """Return the export to a file of the module's own names."""
+        from meshwright.models.module.export import ModuleWeights
+
+        return ModuleWeights()
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """Return the next-token task, with the module's own loss if it has one."""

@@ -6,6 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.tp_styles import (
     COLUMN,
     GATHERED_COLUMN,
@@ -26,12 +28,15 @@ from meshwright.models.contract.tp_styles import (
     Style,
     StyleKind,
 )
-from meshwright.models.foreign.origin import Origin, restarting_positions, with_own_linear
+from meshwright.models.foreign.findings import Probe
+from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, Origin, restarting_positions, with_own_linear
 from meshwright.models.foreign.packing import why_not_packed
 from meshwright.models.foreign.recorded_fills import build_recorded
-from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.foreign.stage import make_stage
+from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.module.config import ModuleConfig
+from meshwright.models.module.side_effects import check_side_effects, with_buffers, without_dropout
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.settings.import_object import import_object
 
@@ -62,13 +67,16 @@ class OwnModule(Origin):
     section: ModuleConfig
     key = BUILDER
     fix = "a module with such layers"
+    fix_forward = "a forward that takes token ids [b, t], and has defaults for all else"
 
     def build(self) -> nn.Module:
         """Build the module on the current device."""
         name, arguments = self.section.builder, dict(self.section.arguments)
         builder = import_object(name, key=BUILDER, rule=RULE, format_setting=lambda found: f"{BUILDER}={found}")
         try:
-            model = builder(**arguments)
+            with warnings.catch_warnings():  # of values that a checkpoint has, and the meta device hasn't
+                warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
+                model = builder(**arguments)
         except Exception as error:
             given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
             what = f"{name}({given}) fails: {type(error).__name__}: {error}"
@@ -76,28 +84,53 @@ class OwnModule(Origin):
         if not isinstance(model, nn.Module):
             what = f"{name} returns a {type(model).__name__}"
             raise ConfigError(what, where=BUILDER, rule=RULE, fix="return the module")
-        return with_own_linear(model)
+        return with_own_linear(without_dropout(with_buffers(model, self)))
+
+    def check_probe(self, model: nn.Module, found: Probe) -> None:
+        """Check that a forward has no side effects. Where it depends on values, such as which experts have tokens, what
+        is not used once may be used later."""
+        check_side_effects(model, self, found.time)
+        if not next(model.parameters()).is_meta:
+            found.unused.clear()
+
+    def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
+        """Return why a forward of two stages fails, in which layers of the other one return nothing but the stream."""
+        count, out = len(structure.layers), ids
+        try:
+            for number, layers in enumerate((range(count // 2), range(count // 2, count))):
+                with torch.device(ids.device):
+                    model = make_stage(self.build(), structure, Part(layers, number, 2), self)
+                with torch.no_grad():
+                    out = model(out, None, ids)
+        except Exception as error:
+            return f"the forward of a stage fails: {type(error).__name__}: {str(error)[:150]}"
+        return ""
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids; a module that takes `position_ids` gets those of packed documents."""
-        out = model(ids, **restarting_positions(layout, ids.device))
+        out = model(ids.contiguous(), **restarting_positions(layout, ids.device))
         if isinstance(out, tuple | list):
             out = out[0]
-        logits: Tensor = getattr(out, "logits", out)
+        logits: Tensor = out["logits"] if type(out) is dict and "logits" in out else getattr(out, "logits", out)
         return logits
 
     def layers_path(self, model: nn.Module) -> str:
         """Return the path of the list of layers."""
         path = self.section.layer_list
-        lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-        if path and path not in lists:
-            raise ConfigError(
-                f"{type(model).__name__} has no list of modules {path}",
-                where="model.layer_list",
-                rule="model.layer_list is the path of a torch.nn.ModuleList in the module",
-                fix=f"model.layer_list={lists[0]}" if lists else "a torch.nn.ModuleList of layers",
-            )
-        return path or self.largest_list(model, None)
+        lists = {kind: [name for name, m in model.named_modules() if isinstance(m, kind)] for kind in LAYER_LISTS}
+        if path in lists[nn.ModuleList] or (path and path in lists[nn.Sequential]):
+            return path
+        if not path and lists[nn.ModuleList]:
+            return self.largest_list(model, None)
+        found = [name for kind in LAYER_LISTS for name in lists[kind] if name]
+        name = type(model).__name__
+        raise ConfigError(
+            f"{name} has no list of modules {path}" if path else f"{name} has no torch.nn.ModuleList of layers",
+            where="model.layer_list",
+            rule="a model has a list of layers, to shard, recompute and split: a torch.nn.ModuleList, or the "
+            "torch.nn.Sequential that model.layer_list names",
+            fix=f"model.layer_list={found[0]}" if found else "a torch.nn.ModuleList of layers",
+        )
 
     def fills(self) -> dict[str, FillFacts]:
         """Return the initial values that the constructor gives."""
@@ -121,7 +154,8 @@ class OwnModule(Origin):
         """Return why packed documents see each other in this module."""
         if POSITIONS not in inspect.signature(type(model).forward).parameters:
             return f"the forward of {type(model).__name__} takes no {POSITIONS}, which tell documents apart"
-        return why_not_packed(self)
+        is_large = sum(parameter.numel() for parameter in model.parameters()) > MAX_ON_CPU
+        return "" if is_large else why_not_packed(self)
 
 
 def _no_style(glob: str, name: Any, paths: list[str]) -> ConfigError:

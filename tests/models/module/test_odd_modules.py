@@ -1,0 +1,89 @@
+"""Modules that would train something else unnoticed are refused before processes start; others of odd kinds train."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from meshwright.config.facts_for_family import run_facts
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.initial_values import Computed
+from meshwright.plan.load_config import load
+from meshwright.prove.report import render
+from meshwright.prove.spec import as_proof
+from meshwright.testing.gang import GangPool
+from tests.models.hf.faults import proof_of
+from tests.models.module import odd_modules
+from tests.prove.proofs import SOURCE
+
+SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
+
+
+def odd_config(name: str, *words: str) -> RunConfig:
+    """The configuration of a run of an odd module."""
+    return load("module-tiny", [f"model.builder={odd_modules.__name__}:{name}", *SETTINGS, *words])
+
+
+REFUSED = {
+    "LastToken": ("returns a tensor [3, 1, 256] for 3 samples of 37 tokens", "logits of every token"),
+    "Dropped": ("draws random numbers (aten.", "without dropout"),
+    "Counting": ("writes to its buffer steps", "doesn't write to steps"),
+    "BatchNormed": ("batch_norm of BatchNormed normalises over the samples of a batch", "LayerNorm"),
+    "Scalar": ("factor of Scalar is a scalar", "torch.tensor([…])"),
+    "Listed": ("Listed.masks holds tensors", "register_buffer"),
+    "InPlace": ("a layer of InPlace writes to its input in place", "x = x + …"),
+    "InSequence": ("InSequence has no torch.nn.ModuleList", "model.layer_list=layers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_modules_that_do_more_than_compute_logits_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        odd_config(name)
+    what, fix = REFUSED[name]
+    assert what in found.value.what
+    assert fix in found.value.fix
+
+
+def test_what_layers_return_besides_the_stream_does_not_reach_other_stages() -> None:
+    odd_config("Shares")
+    with pytest.raises(LayoutError, match=r"the forward of a stage fails: AttributeError: 'NoneType'"):
+        odd_config("Shares", "mesh.pp=2")
+
+
+def test_layers_may_be_in_a_sequence_that_is_named() -> None:
+    config = odd_config("InSequence", "model.layer_list=layers", "mesh.pp=2")
+    assert len(config.family.describe(run_facts(config)).layers) == 4
+
+
+def test_layers_in_another_order_are_trained_but_not_split() -> None:
+    config = odd_config("Reversed")
+    kinds = config.family.describe(run_facts(config)).kinds
+    assert not [p.name for kind in kinds for p in kind.parameters if p.frozen]
+    with pytest.raises(LayoutError, match="not called once each, in order"):
+        odd_config("Reversed", "mesh.pp=2")
+
+
+def test_a_module_that_does_not_run_in_bfloat16_alone_is_measured_in_float32() -> None:
+    config = odd_config("Float32Constant")
+    saved = [kind.saved for kind in config.family.describe(run_facts(config)).kinds]
+    assert all(one.wide_full > 0 and one.full == 0 for one in saved)
+
+
+def test_a_value_given_after_random_ones_is_computed() -> None:
+    config = odd_config("Experts")
+    found = config.family.initial(run_facts(config), "factor")
+    assert isinstance(found, Computed)
+    torch.testing.assert_close(found.compute(), torch.tensor([1.5]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["mesh.dp_shard=2", "mesh.pp=2"])
+def test_experts_without_tokens_have_gradients_of_zeros(gang: GangPool, layout: str) -> None:
+    importlib.import_module(odd_modules.__name__)
+    config = as_proof(odd_config("Experts", layout))
+    result = proof_of(gang, config)
+    assert result.passed, "\n".join(render(result))
