@@ -105,7 +105,7 @@ def reduce_unused(model: nn.Module) -> None:
             wrapped.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-def complete_gradients(model: nn.Module) -> None:
+def complete_gradients(model: nn.Module | RankModel) -> None:
     """Give a gradient of zeros to trained parameters without one, so that every layout updates the same ones."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:

@@ -110,7 +110,7 @@ class _Watch:
     def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: Origin) -> None:
         self._model, self._layers, self._found, self._origin = model, layers, found, origin
         self._phase = "before"
-        """`before` all layers, in a `layer`, or after a number of calls of layers."""
+        """`before` all layers, in a `layer`, or `after` a number of calls of layers."""
         self._order: list[int] = []
         self._inputs: list[Tensor] = []
         self._leaves: list[Tensor] = []
@@ -166,7 +166,7 @@ class _Watch:
 
     def _after_layer(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-            self._phase = f"{len(self._order)} calls"
+            self._phase = f"after {len(self._order)}"
             is_tensor = isinstance(out, Tensor)
             form = ("tensor", 1) if is_tensor else (type(out).__name__, len(out))
             if form[0] not in ("tensor", "tuple", "list"):
@@ -202,9 +202,9 @@ class _Watch:
     def conclude(self, out: Tensor) -> None:
         """Read dependencies off the graph."""
         found, count = self._found, len(self._layers)
-        last = f"{len(self._order)} calls"
+        last = f"after {len(self._order)}"
         for path, phases in found.phases.items():
-            named = {phase: "after" if phase == last else "between" for phase in phases if phase.endswith("calls")}
+            named = {phase: "after" if phase == last else "between" for phase in phases if phase.startswith("after ")}
             found.phases[path] = {named.get(phase, phase) for phase in phases}
         if self._order != list(range(count)):
             calls = f"{counted(len(self._order), 'call')} of {counted(count, 'layer')}"
