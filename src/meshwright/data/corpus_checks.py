@@ -64,8 +64,8 @@ def check_vocab(corpus: Corpus, vocab_size: int, *, is_key: bool = True) -> None
             f"the corpus has ids up to {corpus.vocab_size - 1}, but the model has a vocabulary of {vocab_size}",
             where=f"data.tokenizer; data.source, {corpus.source}",
             rule="every token id is less than the size of the model's vocabulary",
-            fix="data.tokenizer=<that of the model> (bytes for a model type, which is small), or "
-            f"resize_token_embeddings({corpus.vocab_size}) in transformers",
+            fix="data.tokenizer=<that of the model> (bytes for a model type, which is small), or a model with "
+            f"{corpus.vocab_size} tokens (of transformers: resize_token_embeddings({corpus.vocab_size}))",
         )
     if corpus.vocab_size > vocab_size:
         raise DataError(
