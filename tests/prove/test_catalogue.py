@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from meshwright.config.schema import RunConfig
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, ModelError
 from meshwright.plan.load_config import load
 from meshwright.prove.catalogue import catalogue
 from meshwright.prove.catalogue.case import Case, Outcome, Result
@@ -58,6 +58,15 @@ def test_a_refused_case_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == said == [Result("gpt2", TP, Outcome.REFUSED, "3 heads over 2 ranks")]
 
 
+def test_a_model_that_does_not_run_by_itself_counts_as_not_built() -> None:
+    def fail() -> RunConfig:
+        raise ModelError("its own forward fails")
+
+    assert prove_all([("gpt2", TP, fail)], steps=2, say=lambda _: None) == [
+        Result("gpt2", TP, Outcome.NOT_BUILT, "its own forward fails")
+    ]
+
+
 def config(model: str, layout: str) -> RunConfig:
     return load("hf-tiny", [f"model.config={model}", *SETTINGS, *LAYOUTS[layout]])
 
@@ -71,6 +80,8 @@ def test_diverse_models_are_proved_on_every_layout() -> None:
     pytest.importorskip("transformers")
     attention = ("qwen3", "gpt2", "mixtral", "gemma3_text", "deepseek_v3")
     wanted = [*cases((*attention, "mamba"), (DP, PP)), *cases(attention, (TP,))]
+    # Writes to outputs in place, a feed-forward in two modules, experts that all ranks run; a stream [t, b, d].
+    wanted += [*cases(("falcon", "bert", "nemotron_h"), (TP,)), *cases(("xlnet",), (PP,))]
     found = prove_all(wanted, steps=2, say=lambda _: None)
     assert len(found) == len(wanted)
     assert [one for one in found if one.outcome is not Outcome.PROVED] == []

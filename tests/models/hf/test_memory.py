@@ -105,7 +105,7 @@ def saved_per_layer(model_type: str, tp: int) -> float:
 
 
 def whole(model, styles, tp):
-    """In place of `sharded`: all parameters."""
+    """Leave all parameters whole, in place of `sharded`."""
     return nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What can't be trained is refused by the command before processes start, with a fix that works."""
+"""Runs that can't train are refused by the command before processes start, with a fix that works."""
 
 from __future__ import annotations
 

@@ -163,6 +163,32 @@ class Skipping(Model):
         return self.head(self.norm(self.layers[3](x + first)))
 
 
+class Averaged(Model):
+    """A model whose logits are those of the mean of what all layers return."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x, outputs = self.table(ids) * self.scale, []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+        return self.head(self.norm(torch.stack(outputs).mean(0)))
+
+
+class OutsideResiduals(Model):
+    """A model that adds the stream around its layers, of which there are two."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = self.table(ids) * self.scale
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
 class SharedLayers(Model):
     """A model whose layers are one."""
 

@@ -1,4 +1,4 @@
-"""What the page says of a run's weights: they open in the plain module."""
+"""The weights of a run open in the plain module, as the page says."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from meshwright.cli.plan_page import page
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
@@ -18,6 +19,7 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.contract.initial_values import Computed, Constant, Normal, Uniform
 from meshwright.models.module.own_loss import own_loss
 from meshwright.plan.load_config import load
+from meshwright.plan.make_plan import make_plan
 from tests.models.module import modules
 from tests.prove.proofs import SOURCE
 
@@ -119,3 +121,16 @@ def test_tables_are_written_and_read(tmp_path: Path) -> None:
     again = load(str(tmp_path / "run.toml"), ["model.arguments.depth=2"])
     assert dict(again.model.model_dump()["arguments"]) == {"width": 16, "depth": 2}
     assert len(again.family.describe(run_facts(again)).layers) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("module-tiny", "mesh.tp=2"), ["  tp shards 50 % of the parameters, and the rest is replicated"]),
+        (("module-tiny",), []),
+        (("llama-tiny", "mesh.tp=2"), []),
+    ],
+)
+def test_a_plan_says_which_share_tp_shards(words: tuple[str, ...], shown: list[str]) -> None:
+    config = load(words[0], words[1:])
+    assert [line for line in page(config.name, make_plan(config)) if "tp shards" in line] == shown

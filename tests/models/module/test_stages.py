@@ -60,6 +60,13 @@ def test_a_layer_that_reads_an_earlier_one_is_refused_for_pp() -> None:
     module_config("Skipping")
 
 
+@pytest.mark.parametrize("kind", ["Averaged", "OutsideResiduals"])
+def test_an_output_that_depends_on_more_than_the_last_layer_is_refused_for_pp(kind: str) -> None:
+    with pytest.raises(LayoutError, match="the output depends on layer 0 by more than the stream"):
+        module_config(kind, "mesh.pp=2")
+    module_config(kind)
+
+
 def test_the_last_operator_that_writes_a_whole_tensor_says_what_its_values_are() -> None:
     def build() -> nn.Module:
         model = nn.Module()

@@ -21,6 +21,7 @@ from meshwright.nn.linear import Linear
 
 LAYER_LISTS = (nn.ModuleList, nn.Sequential)
 """Modules that hold a model's layers."""
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 MAX_ON_CPU = 200_000_000
 """Parameters of a model that is tried out with values, at most."""
 
@@ -133,16 +134,19 @@ def largest_list(model: nn.Module, length: int | None) -> str | None:
     return max(wanted, key=lambda one: sum(p.numel() for p in one[1].parameters()))[0] if wanted else None
 
 
-def with_own_linear(model: nn.Module) -> nn.Module:
-    """Let linear layers defer their weights' gradients, and embeddings have a gradient for each row, in place."""
+def trained_plainly(model: nn.Module) -> nn.Module:
+    """Put a model into training mode without dropout, in place. Its linear layers can defer their weights' gradients,
+    and its embeddings have a gradient for each row."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
             module.weight_gradients = None  # type: ignore[assignment]
         elif isinstance(module, nn.Embedding):
             module.padding_idx = None  # samples have no padding, and each row of the table gets its gradient
-        elif isinstance(module, nn.Dropout):
+        elif isinstance(module, DROPOUTS):
             module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
     return model.train()
 
 

@@ -42,24 +42,20 @@ def probe(model: nn.Module, origin: Origin) -> Probe:
     frozen = {name: p for name, p in parameters if not p.requires_grad}
     for parameter in frozen.values():
         parameter.requires_grad_(True)  # gradients show what depends on it
+    failed = None
     try:
-        found = next(_probes(model, origin))
+        for time in TIMES:
+            try:
+                found = _probe(model, origin, time)
+            except NoForward as error:
+                failed = failed or error
+            else:
+                found.frozen = set(frozen)
+                return found
     finally:
         for parameter in frozen.values():
             parameter.requires_grad_(False)
-    found.frozen = set(frozen)
-    return found
-
-
-def _probes(model: nn.Module, origin: Origin) -> Iterator[Probe]:
-    """Yield what samples of other and other lengths show, and raise the first error if none is taken."""
-    failed = None
-    for time in TIMES:
-        try:
-            yield _probe(model, origin, time)
-        except NoForward as error:
-            failed = failed or error
-    assert failed is not None, "a probe is taken once"
+    assert failed is not None, "no length was taken"
     raise failed
 
 
@@ -232,6 +228,9 @@ class _Watch:
             found.between |= _used(stream, outside)
             if not found.not_split:
                 self._check_layer(index, stream)
+        if used := _used(out, {str(call): leaf for call, leaf in enumerate(self._leaves)}):
+            layer = self._order[min(map(int, used))]
+            self._refuse(f"the output depends on layer {layer} by more than the stream")
         found.unused |= self._unused() | (set(outside) - found.before - found.between - found.after)
 
     def _unused(self) -> set[str]:

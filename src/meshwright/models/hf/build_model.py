@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.foreign.origin import with_own_linear
+from meshwright.models.foreign.origin import trained_plainly
 from meshwright.models.hf import private
 from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.lora import inject_adapters
@@ -86,7 +86,7 @@ def build_model(
     for module in model.modules():
         if type(module) is transposed.__base__:
             module.__class__ = transposed
-    return with_own_linear(model)
+    return trained_plainly(model)
 
 
 def _no_model(model_type: str, why: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What ranks need of transformers, imported once, before they are forked, without the warnings of what it imports."""
+"""Import what ranks need of transformers, once, before they are forked, without the warnings of its imports."""
 
 from __future__ import annotations
 

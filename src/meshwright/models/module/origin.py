@@ -29,14 +29,14 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
 )
 from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, Origin, restarting_positions, with_own_linear
+from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, Origin, restarting_positions, trained_plainly
 from meshwright.models.foreign.packing import why_not_packed
 from meshwright.models.foreign.recorded_fills import build_recorded
 from meshwright.models.foreign.stage import make_stage
 from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.module.config import ModuleConfig
-from meshwright.models.module.side_effects import check_side_effects, with_buffers, without_dropout
+from meshwright.models.module.side_effects import check_side_effects, with_buffers
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.settings.import_object import import_object
 
@@ -84,7 +84,7 @@ class OwnModule(Origin):
         if not isinstance(model, nn.Module):
             what = f"{name} returns a {type(model).__name__}"
             raise ConfigError(what, where=BUILDER, rule=RULE, fix="return the module")
-        return with_own_linear(without_dropout(with_buffers(model, self)))
+        return trained_plainly(with_buffers(model, self))
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:
         """Check that a forward has no side effects. Where it depends on values, such as which experts have tokens, what

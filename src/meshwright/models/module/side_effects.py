@@ -10,18 +10,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.foreign import private
 from meshwright.models.foreign.origin import Origin
 
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Turn off the dropout of PyTorch's own modules, in place."""
-    for module in model.modules():
-        if isinstance(module, DROPOUTS):
-            module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-            module.dropout = 0.0
-    return model
 
 
 def with_buffers(model: nn.Module, origin: Origin) -> nn.Module:
