@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
-from meshwright.train.launch import launcher
 from tests.helpers import clean_environment
 
 
@@ -48,10 +47,7 @@ def _run(arguments: Sequence[str], environment: dict[str, str], cwd: Path, outpu
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = list(arguments)
     fork = multiprocessing.get_context("fork")
-    with (
-        mock.patch.object(multiprocessing, "get_context", lambda method: fork),
-        mock.patch.object(launcher, "_start_server", lambda: None),
-    ):
+    with mock.patch.object(multiprocessing, "get_context", lambda method: fork):
         from meshwright.cli.main import main
 
         main()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from meshwright.mesh.process_groups import process_group
 from meshwright.parallel.apply_plan import needs_mesh
+from meshwright.pipeline.generate import ScheduleKind
 from meshwright.plan.make_plan import make_plan
-from tests.helpers import small_corpus
-from tests.train.jobs import make_job, pieces, run_on, trace
+from tests.helpers import quick_and_slow, small_corpus
+from tests.train.jobs import make_job, make_task, pieces, run_on, trace
 
 NUM_STEPS = 12
 BF16 = "train.precision=bfloat16"
@@ -98,3 +102,66 @@ def test_only_what_needs_a_mesh_has_one(corpus):
         from meshwright.plan.load_config import load
 
         assert needs_mesh(make_plan(load(None, words))) is needed
+
+
+FOUR_LAYERS, TIED = "model.num_layers=4", "model.tie_embeddings=true"
+SCHEDULES = [kind.value for kind in ScheduleKind]
+LAYOUTS = {
+    "pp 2": (2, ["mesh.pp=2"], []),
+    "pp 2, tied, uneven": (2, ["mesh.pp=2"], [TIED, "model.ffn_dim=50", "model.vocab_size=262"]),
+    "pp 2, dp_shard 2": (4, ["mesh.pp=2", "mesh.dp_shard=2"], []),
+    "pp 2, HSDP": (4, ["mesh.pp=2", "mesh.dp_replicate=2"], []),
+    "pp 2, cp 2": (4, ["mesh.pp=2", "mesh.cp=2"], []),
+    "pp 2, tp 2": (4, ["mesh.pp=2", "mesh.tp=2"], []),
+    "pp 4": (4, ["mesh.pp=4", "pipeline.allow_empty_stages=true"], []),
+}
+EXACT, TOLERANCES = 1e-3, dict.fromkeys(("pp 2, cp 2", "pp 2, tp 2"), 2e-2)
+QUICK = {("pp 2", 2), ("pp 2", 4), ("pp 2, dp_shard 2", 2)}
+
+
+def scheduled_gradients(rank, world_size, words, schedules):
+    """Gradients of a first step under each schedule, this rank's pieces."""
+    found = []
+    for schedule in schedules:
+        job, step = make_job(rank, world_size, [*words, f"pipeline.schedule={schedule}"])
+        step.accumulate(1)
+        found.append(pieces(job, gradients=True))
+    return found
+
+
+@cache
+def plain_gradients(words, num_microbatches, data_parallel):
+    """Gradients of a plain loop over the first batch: forward and backward in bfloat16, summed in float32."""
+    job, _ = make_job(0, 1, [*words, "train.precision=float32"])
+    ((_, part),) = job.parts().items()
+    weights = {name: p.detach().bfloat16().requires_grad_() for name, p in part.module.named_parameters()}
+    buffers = {name: b.bfloat16() for name, b in part.module.named_buffers() if b.is_floating_point()}
+    task, size = make_task(job.config), 8 // data_parallel // num_microbatches
+    sums = {name: torch.zeros(p.shape) for name, p in weights.items()}
+    for first in range(0, 8, size):
+        batch = task.batch(range(first, first + size))
+        logits = torch.func.functional_call(part.module, weights | buffers, (batch.inputs, *batch.conditions))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+        gradients = torch.autograd.grad(loss / (8 * job.config.train.seq_len), list(weights.values()))
+        for name, gradient in zip(weights, gradients, strict=True):
+            sums[name] += gradient.float()
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches"), quick_and_slow([(name, m) for name in LAYOUTS for m in (1, 2, 4)], QUICK)
+)
+def test_every_schedule_accumulates_in_float32(gang, corpus, layout, num_microbatches):
+    """Weight gradients that a schedule defers are summed as those are that it doesn't defer."""
+    world_size, mesh, model = LAYOUTS[layout]
+    words = [*corpus, FOUR_LAYERS, *model]
+    data_parallel = 2 if {"mesh.dp_shard=2", "mesh.dp_replicate=2"} & set(mesh) else 1
+    expected = plain_gradients(tuple(words), num_microbatches, data_parallel)
+    least = 2 * (4 if "mesh.pp=4" in mesh else 2)
+    schedules = [kind for kind in SCHEDULES if kind != "dualpipe-v" or num_microbatches >= least]
+    words += [*mesh, BF16, f"train.num_microbatches={num_microbatches}"]
+    for found in gang(world_size).run(scheduled_gradients, words, schedules):
+        for schedule, gradients in zip(schedules, found, strict=True):
+            for name, piece in gradients.items():
+                error = (piece.values - piece.of(expected[name])).norm() / expected[name].norm()
+                assert error < TOLERANCES.get(layout, EXACT), (schedule, name)

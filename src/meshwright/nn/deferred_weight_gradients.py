@@ -27,6 +27,11 @@ OWNER = "meshwright_owner"
 """Attribute of a local shard that a layer computes with, in place of its parameter."""
 
 
+ACCUMULATE = "meshwright_accumulate"
+"""Attribute of a parameter: a function to call when its `.grad` has got a deferred gradient, if not `.grad` itself
+accumulates those of all micro-batches."""
+
+
 class LocalShardOwner(NamedTuple):
     """The sharded parameter to which a local shard's gradient belongs."""
 
@@ -116,12 +121,12 @@ def compute_deferred(deferred: Iterable[DeferredGradient]) -> None:
     """Compute the deferred gradients in order and accumulate them into `.grad`."""
     for parameter, compute, tensors in deferred:
         gradient = compute(*tensors)
-        if gradient is None:
-            continue
-        if parameter.grad is None:
+        if gradient is not None and parameter.grad is None:
             parameter.grad = gradient
-        else:
+        elif gradient is not None:
             parameter.grad += gradient
+        if (accumulate := getattr(parameter, ACCUMULATE, None)) is not None:
+            accumulate()
 
 
 def _deferring_layers(module: nn.Module) -> list[DefersWeightGradients]:

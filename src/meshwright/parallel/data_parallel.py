@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from meshwright.comm.compression.catalogue import EXACT
-from meshwright.parallel.private import finish_backward, joined_mesh
+from meshwright.parallel.private import finish_backward, joined_mesh, prepare_accumulation
 from meshwright.parallel.rank_model import RankModel
 from meshwright.plan.run_plan import Kind, RunPlan, Stage, Unit
 
@@ -122,14 +122,18 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward if it is the step's `last`; otherwise accumulate them locally."""
+    """Reduce gradients in the next backward if it is the step's `last`; otherwise accumulate them locally.
+
+    Deferred weight gradients accumulate with them as they are computed.
+    """
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_is_last_backward(last)
+        prepare_accumulation(module, last=last)
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce the gradients accumulated locally, including deferred weight gradients."""
+    """Reduce the gradients accumulated locally."""
     set_gradient_sync(model, True)
     if isinstance(model, FSDPModule):
         finish_backward(model)

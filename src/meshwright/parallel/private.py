@@ -2,7 +2,8 @@
 
 This is the only file of `meshwright.parallel` that uses private PyTorch names: `FSDPModule._get_fsdp_state`, its
 `_root_post_backward_final_callback` and `_fsdp_param_group`, the latter's `fsdp_params`, `mesh_info` and
-`post_forward_mesh_info`, and `FSDPParam._unsharded_param`, all checked on 2.11 and 2.13 (the first two are also called
+`post_forward_mesh_info`, and `FSDPParam`'s `_unsharded_param`, `reduce_dtype`, `unsharded_accumulated_grad` and the two
+methods that add to the last, all checked on 2.11 and 2.13 (the first two are also called
 by `torch.distributed.pipelining` of 2.11); `DeviceMesh._flatten`, which caches meshes by name, and
 `DeviceMesh._concatenate`, to join axes, checked on 2.13; `Module._parameters`.
 """
@@ -10,13 +11,16 @@ by `torch.distributed.pipelining` of 2.11); `DeviceMesh._flatten`, which caches 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.mesh.process_groups import inherit_timeout, submesh
+from meshwright.nn.deferred_weight_gradients import ACCUMULATE
 
 JOINED = "+"
 """Separator between axes in the name of a joined mesh dim."""
@@ -58,6 +62,27 @@ def unit_info(module: FSDPModule) -> tuple[set[nn.Parameter], bool | int] | None
     if after is not None and after is not group.mesh_info:
         freed = after.shard_mesh_size
     return {param.sharded_param for param in group.fsdp_params}, freed
+
+
+def prepare_accumulation(module: FSDPModule, *, last: bool) -> None:
+    """Make FSDP2 accumulate all gradients of a module's unit in the reduction dtype; call before each backward.
+
+    By itself it does so after a backward that reduces nothing, and leaves what the last one alone has, or has deferred,
+    in the compute dtype, like its zeros for unused parameters. But gradients that are reduced together have one dtype.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    params: list[Any] = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group is not None else []
+    trained = [param for param in params if param.sharded_param.requires_grad and param.reduce_dtype is not None]
+    completes = last and any(param.unsharded_accumulated_grad is not None for param in trained)
+    for param in trained:
+        setattr(param._unsharded_param, ACCUMULATE, partial(_accumulate, param))
+        if completes and param.unsharded_accumulated_grad is None:
+            param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+
+
+def _accumulate(param: Any) -> None:
+    param.accumulate_unsharded_grad_if_needed()
+    param.to_accumulated_grad_if_needed()
 
 
 def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

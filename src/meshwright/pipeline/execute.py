@@ -9,7 +9,7 @@ storage. Tensors saved by autograd stay alive. With `pipeline.release=false` the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -108,25 +108,13 @@ class Executor:
         self._row = [part for action in schedule.actions[rank] for part in action.parts()]
         self._steps = list(self._bind_row())
 
-    def run(self) -> None:
-        """Run the row once."""
-        with torch.set_grad_enabled(self._with_grad):
-            if self._post is None:
-                for _, _, operation in self._steps:
-                    operation()
-            else:
-                for position, _, operation in self._steps:
-                    self._post(position)
-                    operation()
-        self._live.finish()
-
-    def run_labelled(self, label: Callable[[str], AbstractContextManager[object]]) -> None:
+    def run(self, label: Callable[[str], AbstractContextManager[object]] | None = None) -> None:
         """Run the row once, each operation in the context `label` makes of its actions, such as `0F3`."""
         with torch.set_grad_enabled(self._with_grad):
             for position, actions, operation in self._steps:
                 if self._post is not None:
                     self._post(position)
-                with label("+".join(map(str, actions))):
+                with nullcontext() if label is None else label("+".join(map(str, actions))):
                     operation()
         self._live.finish()
 

@@ -13,6 +13,7 @@ from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.optim.planned import planned_optimizer
+from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.make_kinds import KindMaker
 from meshwright.plan.make_stages import StageMaker
 from meshwright.plan.mesh_views import Atoms, Mesh
@@ -63,7 +64,7 @@ def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPla
         stages=stages,
         shared=shared,
         norm_omits=tuple((stage, key) for key, sites in shared for stage, _ in sites[1:]),
-        sums=_sums(config, mesh, kinds, stages),
+        sums=_sums(config, mesh, kinds, table),
         loss=Loss(pipelines + data, mesh.view("tp"), units=None),
         batch=BatchShape(
             train.global_batch,
@@ -87,13 +88,13 @@ def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[s
     return tuple((key, tuple(found)) for key, found in sorted(sites.items()) if len(found) > 1)
 
 
-def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[StepSum, ...]:
+def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], table: Schedule) -> tuple[StepSum, ...]:
     """Return sums for gradients that are partial over tp, and means for replicas that diverge under a lossy codec."""
     tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch") + mesh.view("cp")
     wraps = bool(mean_over) or MASTER_DTYPES[train.precision] != train.precision
     reduced = MASTER_DTYPES[train.precision]
-    # FSDP2 accumulates gradients over micro-batches in the reduction dtype.
-    dtype = train.precision if train.num_microbatches == 1 else reduced
+    # FSDP2 accumulates gradients over micro-batches, and until deferred ones are computed, in the reduction dtype.
+    dtype = reduced if train.num_microbatches > 1 or table.splits_backward else train.precision
     partial = _trained_parameters(kinds, tp, GradientPlacement.PARTIAL)
     found = [StepSum(partial, tp, "sum", ReducedBy.FSDP if wraps else ReducedBy.DTENSOR, dtype)] if partial else []
     if mean_over and (is_lossy(config.comm.gradients) or is_lossy(config.comm.weights)):

@@ -118,8 +118,9 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     compute = BYTES[stages[0].root.compute]
     block = max((_gathered_elements(plan, kind) for kind in plan.kinds if kind.is_block), default=0)
     gathered = 2 * (min(2, len(blocks)) * block + _ends(plan)) * compute
-    if plan.batch.num_microbatches > 1 and plan.mesh.size(*plan.mesh.view("fsdp")) > 1:
-        # Gradients are reduced with the last micro-batch; those of all blocks are unsharded until then.
+    accumulates = plan.batch.num_microbatches > 1 or plan.schedule.splits_backward
+    if accumulates and plan.mesh.size(*plan.mesh.view("fsdp")) > 1:
+        # Gradients are reduced after the last micro-batch's; those of all blocks are unsharded until then.
         gathered += max(0, len(blocks) - 2) * block * BYTES[plan.masters]
     freed = [unit.freed for kind in blocks for unit in kind.units]
     if freed and freed[0] is not True:

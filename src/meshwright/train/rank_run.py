@@ -82,7 +82,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
             reporter = RecordingReporter(spec.make_reporter(), EventLog(folder.path), done=folder.done())
         task = config.family.task(f, corpus, device)
         reporter.started(_start(config, plan, corpus, task, device, folder))
-        for note in spec.notes:
+        for note in (*context.notes, *spec.notes):
             reporter.note(note)
         base_bytes = memory_bytes(device)
         job = build_job(config, plan, context, device)

@@ -166,10 +166,8 @@ class TrainStep:
         batches = self.measurement.batches(self._batches.of_step(step))
         self.pipeline.feed.batch, self.pipeline.feed.finish = batches, finish
         with vocab_context(job), nullcontext() if self.capture is None else self.capture.step():
-            if self.label is not None:
-                self._executor.run_labelled(self.label)
-            elif not self.measurement.run(self._executor):
-                self._executor.run()
+            if self.label is not None or not self.measurement.run(self._executor):
+                self._executor.run(self.label)
         if job.family.derives:
             complete_gradients(job.model)
         losses += self._handles.auxiliary_losses()

@@ -17,19 +17,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from meshwright.errors import InputError, RunError
 from meshwright.train.launch.failure_report import explain, explain_stopped, server_died, stopped_ranks
 from meshwright.train.launch.machine_limits import check_ranks
 from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
-from meshwright.train.launch.rank_environment import rank_environment
+from meshwright.train.launch.rank_environment import STARTED_CUDA, rank_environment
 from meshwright.train.launch.threads import threads_per_rank
 
 T = TypeVar("T")
@@ -43,10 +43,8 @@ SAME_S = 0.5
 PRELOAD = ["meshwright.train.launch.rank_imports"]
 
 
-class Interrupts(Protocol):
-    """Callback for the user's first request to stop."""
-
-    def __call__(self) -> None: ...
+Interrupts = Callable[[], None]
+"""Callback for the user's first request to stop."""
 
 
 def context_from_environment() -> RankContext | None:
@@ -138,24 +136,21 @@ def launch(
     methods = multiprocessing.get_context("forkserver")
     methods.set_forkserver_preload([*PRELOAD, *preload])
     numbers = methods.Array("q", StatusBoard.length(num_ranks), lock=False)
-    board = StatusBoard(numbers)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        ranks: list[BaseProcess] = []
-        for rank in range(num_ranks):
-            context = RankContext(rank, num_ranks, rank, num_ranks, store_path=f"{folder}/store", board=board)
-            # Imported by name in the rank, so that the launcher itself never imports torch.
-            ranks.append(
-                methods.Process(target=_enter, args=(body, argument, context, threads, folder), name=f"rank {rank}")
-            )
-        with _Interruptions() as interruptions:
-            try:
-                with rank_environment(threads):  # ranks are forked from the server process, which loads OpenMP
-                    _start_server()
-                with _without_main():
-                    _start(ranks)
-                _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
-            finally:
-                _end_all(ranks)
+    board, ranks = StatusBoard(numbers), list[BaseProcess]()
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder, _Interruptions() as interruptions:
+        try:
+            # Ranks get variables, such as OpenMP's, from the server that they are forked from, or from this process.
+            with rank_environment(threads), _without_main(), _starting():
+                start, notes = _choose_start()
+                for rank in range(num_ranks):
+                    context = RankContext(rank, num_ranks, rank, num_ranks, f"{folder}/store", board, notes)
+                    # Imported by name in the rank, so that the launcher itself never imports torch.
+                    arguments = (body, argument, context, threads, folder)
+                    ranks.append(start(target=_enter, args=arguments, name=f"rank {rank}"))
+                    ranks[-1].start()
+            _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
+        finally:
+            _end_all(ranks)
 
 
 def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folder: str) -> None:
@@ -180,30 +175,39 @@ def _without_main() -> Iterator[None]:
         vars(main).update(hidden)
 
 
-def _start_server() -> None:
-    """Start the fork server with SIGINT and SIGTERM blocked: if the server died, the ranks would die without saving.
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Start processes with SIGINT and SIGTERM blocked: if the fork server died, the ranks would die without saving.
 
     The server keeps this signal mask, and ranks inherit it until they install their own handlers.
+
+    Raises:
+        RunError: the server died, which imports torch before it starts the first process.
     """
-    resource_tracker.ensure_running()  # otherwise the server would start it, which unblocks signals
+    resource_tracker.ensure_running()  # otherwise it would be started with the first process, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        forkserver.ensure_running()
+        yield
+    except (EOFError, ConnectionError):
+        raise server_died("before all ranks had started") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(ranks: Sequence[BaseProcess]) -> None:
-    """Start the ranks.
+def _choose_start() -> tuple[Callable[..., BaseProcess], tuple[str, ...]]:
+    """Return how to make a rank's process, and notes: ranks are forked, unless an import of the server started CUDA."""
+    methods = multiprocessing.get_context("forkserver")
+    receiver, sender = methods.Pipe(duplex=False)
+    methods.Process(target=_send_started_cuda, args=(sender,)).start()
+    sender.close()
+    if not (module := receiver.recv()):
+        return methods.Process, ()
+    note = f"importing {module} starts CUDA, which forked processes then can't use: each rank imports everything itself"
+    return multiprocessing.get_context("spawn").Process, (note,)
 
-    Raises:
-        RunError: the fork server died, which imports torch before it starts the first rank.
-    """
-    for rank, process in enumerate(ranks):
-        try:
-            process.start()
-        except (EOFError, ConnectionError):
-            raise server_died(f"before rank {rank} of {len(ranks)} had started") from None
+
+def _send_started_cuda(sender: connection.Connection) -> None:
+    sender.send(os.environ.get(STARTED_CUDA, ""))
 
 
 class _Interruptions:

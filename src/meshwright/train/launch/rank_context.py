@@ -95,6 +95,8 @@ class RankContext:
     """Rendezvous file of local ranks; None to use MASTER_ADDR and MASTER_PORT from another launcher."""
     board: StatusBoard
     """Status board shared with the launcher; private to this process under another launcher."""
+    notes: tuple[str, ...] = ()
+    """Lines for the reporter on how the ranks were started."""
 
     def post(self, phase: str, step: int = 0) -> None:
         """Post that this rank is entering a phase."""

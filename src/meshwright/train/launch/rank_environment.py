@@ -16,6 +16,11 @@ Small chunks in a thread's cache count as used, so each of them splits a hole th
 FSDP2 on two ranks, a process held 1.16 GiB instead of 0.93 GiB (docs/planning.md).
 """
 
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Lets imports ask whether there is a CUDA device without starting CUDA, after which ranks could not be forked."""
+STARTED_CUDA = "MESHWRIGHT_STARTED_CUDA"
+"""Set by the server that ranks are forked from to the module whose import started CUDA all the same."""
+
 
 @contextmanager
 def rank_environment(threads: int) -> Iterator[None]:
@@ -27,7 +32,7 @@ def rank_environment(threads: int) -> Iterator[None]:
     tunables = os.environ.get(TUNABLES, "")
     if "glibc.malloc.tcache_count" not in tunables:
         tunables = ":".join(filter(None, (tunables, NO_THREAD_CACHE)))
-    values = {VARIABLE: str(threads), TUNABLES: tunables}
+    values = {VARIABLE: str(threads), TUNABLES: tunables, NVML_CHECK: "1", STARTED_CUDA: ""}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

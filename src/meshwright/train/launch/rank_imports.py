@@ -1,15 +1,22 @@
 """Imports what ranks need, without looking for garbage: imports make none, and looking took a sixth of their time.
 
-Loaded by the server process that ranks are forked from, and by ranks of other launchers.
+Loaded by the server process that ranks are forked from, and by ranks of other launchers. Whatever the server imports,
+here or later, may not start CUDA; if it does, the launcher learns of it.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import traceback
 from importlib import import_module
 
+from meshwright.train.launch.private import call_before_cuda
+from meshwright.train.launch.rank_environment import STARTED_CUDA
+
 MODULES = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "meshwright.train.rank_run",
-           "meshwright.train.launch.local_worker")  # fmt: skip
+           "meshwright.train.launch.launcher", "meshwright.train.launch.local_worker")  # fmt: skip
 
 
 def _import_all() -> None:
@@ -24,4 +31,12 @@ def _import_all() -> None:
             gc.enable()
 
 
+def note_importing() -> None:
+    """Set STARTED_CUDA to the innermost module that is being imported, unless another one was earlier."""
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    importing = (frame.f_globals["__name__"] for frame in frames if frame.f_code.co_name == "<module>")
+    os.environ[STARTED_CUDA] = os.environ.get(STARTED_CUDA) or next(importing, "")
+
+
+call_before_cuda(note_importing)
 _import_all()
