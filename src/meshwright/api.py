@@ -37,7 +37,7 @@ from meshwright.prove.catalogue.catalogue import prove_all
 from meshwright.prove.catalogue.layouts import ALL, LAYOUTS, SETTINGS
 from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
-from meshwright.train.launch.launcher import Interrupts, launch
+from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import check_machine
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.launch.threads import BusyCores, advice
@@ -110,7 +110,7 @@ def run(
     resume: str | Path | None = None,
     plan: RunPlan | str | Path | None = None,
     reporter: MakeReporter = Reporter,
-    on_interrupt: Interrupts | None = None,
+    on_interrupt: Callable[[], None] | None = None,
     say: Say | None = None,
 ) -> RunResult:
     """Train a model: start the processes of the mesh on this machine and wait for them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,8 +13,9 @@ from meshwright.mesh.process_groups import process_group
 from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.plan.make_plan import make_plan
-from tests.helpers import quick_and_slow, small_corpus
+from tests.helpers import SMALL, quick_and_slow, small_corpus
 from tests.train.jobs import make_job, make_task, pieces, run_on, trace
+from tests.train.runs import metrics
 
 NUM_STEPS = 12
 BF16 = "train.precision=bfloat16"
@@ -115,8 +117,8 @@ LAYOUTS = {
     "pp 2, tp 2": (4, ["mesh.pp=2", "mesh.tp=2"], []),
     "pp 4": (4, ["mesh.pp=4", "pipeline.allow_empty_stages=true"], []),
 }
-EXACT, TOLERANCES = 1e-3, dict.fromkeys(("pp 2, cp 2", "pp 2, tp 2"), 2e-2)
-QUICK = {("pp 2", 2), ("pp 2", 4), ("pp 2, dp_shard 2", 2)}
+EXACT, TOLERANCES = 1e-5, dict.fromkeys(("pp 2, cp 2", "pp 2, tp 2"), 2e-2)
+QUICK = {("pp 2", 2)}
 
 
 def scheduled_gradients(rank, world_size, words, schedules):
@@ -129,18 +131,25 @@ def scheduled_gradients(rank, world_size, words, schedules):
     return found
 
 
+def round_positions(block, arguments):
+    """Rotary tables in bfloat16, as FSDP2 hands them to a block."""
+    x, context = arguments
+    return x, replace(context, cos=context.cos.bfloat16(), sin=context.sin.bfloat16())
+
+
 @cache
 def plain_gradients(words, num_microbatches, data_parallel):
     """Gradients of a plain loop over the first batch: forward and backward in bfloat16, summed in float32."""
     job, _ = make_job(0, 1, [*words, "train.precision=float32"])
     ((_, part),) = job.parts().items()
     weights = {name: p.detach().bfloat16().requires_grad_() for name, p in part.module.named_parameters()}
-    buffers = {name: b.bfloat16() for name, b in part.module.named_buffers() if b.is_floating_point()}
+    for block in part.module.blocks.values():
+        block.register_forward_pre_hook(round_positions)
     task, size = make_task(job.config), 8 // data_parallel // num_microbatches
     sums = {name: torch.zeros(p.shape) for name, p in weights.items()}
     for first in range(0, 8, size):
         batch = task.batch(range(first, first + size))
-        logits = torch.func.functional_call(part.module, weights | buffers, (batch.inputs, *batch.conditions))
+        logits = torch.func.functional_call(part.module, weights, (batch.inputs, *batch.conditions))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
         gradients = torch.autograd.grad(loss / (8 * job.config.train.seq_len), list(weights.values()))
         for name, gradient in zip(weights, gradients, strict=True):
@@ -165,3 +174,15 @@ def test_every_schedule_accumulates_in_float32(gang, corpus, layout, num_microba
             for name, piece in gradients.items():
                 error = (piece.values - piece.of(expected[name])).norm() / expected[name].norm()
                 assert error < TOLERANCES.get(layout, EXACT), (schedule, name)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_ends_with_weight_gradients_runs(forked_meshwright, corpus, tmp_path):
+    """Through the command."""
+    layout = ["mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v", "train.num_microbatches=2", FOUR_LAYERS]
+    done = forked_meshwright(
+        "run", *SMALL, *corpus, BF16, *layout, "train.steps=2", "comm.gradients=loco4", "--out", tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    expected = trace(0, 1, [*corpus, FOUR_LAYERS], 2).losses
+    assert [line["loss"] for line in metrics(tmp_path)] == pytest.approx(expected.tolist(), abs=0.05)

@@ -122,10 +122,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward if it is the step's `last`; otherwise accumulate them locally.
-
-    Deferred weight gradients accumulate with them as they are computed.
-    """
+    """Reduce gradients in the next backward if it is the step's `last`; otherwise accumulate them locally."""
     for module in fsdp_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
         module.set_is_last_backward(last)

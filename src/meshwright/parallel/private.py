@@ -70,14 +70,18 @@ def prepare_accumulation(module: FSDPModule, *, last: bool) -> None:
     By itself it does so after a backward that reduces nothing, and leaves what the last one alone has, or has deferred,
     in the compute dtype, like its zeros for unused parameters. But gradients that are reduced together have one dtype.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    params: list[Any] = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group is not None else []
-    trained = [param for param in params if param.sharded_param.requires_grad and param.reduce_dtype is not None]
+    trained = [p for p in _gathered(module) if p.sharded_param.requires_grad and p.reduce_dtype is not None]
     completes = last and any(param.unsharded_accumulated_grad is not None for param in trained)
     for param in trained:
         setattr(param._unsharded_param, ACCUMULATE, partial(_accumulate, param))
         if completes and param.unsharded_accumulated_grad is None:
             param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=param.reduce_dtype)
+
+
+def _gathered(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's parameters of a module's unit, if it has been gathered before."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")] if group is not None else []
 
 
 def _accumulate(param: Any) -> None:
@@ -88,10 +92,8 @@ def _accumulate(param: Any) -> None:
 def unsharded_parameters(module: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Yield pairs of sharded and unsharded parameters of a module's unit, available after its first forward; gradients
     accumulate in the unsharded ones."""
-    group = module._get_fsdp_state()._fsdp_param_group
-    for param in group.fsdp_params if group is not None else ():
-        if hasattr(param, "_unsharded_param"):
-            yield param.sharded_param, param._unsharded_param
+    for param in _gathered(module):
+        yield param.sharded_param, param._unsharded_param
 
 
 def parameter_dict(module: nn.Module) -> dict[str, Any]:

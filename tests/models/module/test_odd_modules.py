@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
@@ -18,6 +19,7 @@ from meshwright.testing.gang import GangPool
 from tests.models.hf.faults import proof_of
 from tests.models.module import odd_modules
 from tests.prove.proofs import SOURCE
+from tests.train.jobs import Pieces, job_of, make_task, pieces
 
 SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
 
@@ -87,3 +89,30 @@ def test_experts_without_tokens_have_gradients_of_zeros(gang: GangPool, layout: 
     config = as_proof(odd_config("Experts", layout))
     result = proof_of(gang, config)
     assert result.passed, "\n".join(render(result))
+
+
+def gradients_in_bfloat16(rank: int, world_size: int, words: tuple[str, ...]) -> Pieces:
+    """Gradients of a first step, this rank's pieces."""
+    job, step = job_of(odd_config("Experts", *words, "train.precision=bfloat16"), rank, world_size)
+    step.accumulate(1)
+    return pieces(job, gradients=True)
+
+
+@pytest.mark.slow
+def test_experts_with_tokens_in_some_micro_batches_have_their_gradients(gang: GangPool) -> None:
+    """In bfloat16, where FSDP2 accumulates in float32 what several micro-batches have a gradient of."""
+    config = odd_config("Experts")
+    job, _ = job_of(config, 0, 1)
+    weights = {name: p.detach().bfloat16().requires_grad_() for name, p in job.model.named_parameters()}
+    model, task = odd_modules.Experts().eval(), make_task(config)
+    sums = {name: torch.zeros(p.shape) for name, p in weights.items()}
+    for first in range(0, 8, 2):  # two ranks have two micro-batches each
+        batch = task.batch(range(first, first + 2))
+        logits = torch.func.functional_call(model, weights, (batch.inputs,))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum") / (8 * 32)
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        for name, gradient in zip(weights, gradients, strict=True):
+            sums[name] += 0 if gradient is None else gradient.float()
+    for found in gang(2).run(gradients_in_bfloat16, ("mesh.dp_shard=2",)):
+        for name, piece in found.items():
+            torch.testing.assert_close(piece.values, piece.of(sums[name]), rtol=0.02, atol=1e-4)

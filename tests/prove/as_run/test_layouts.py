@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "dp_shard 2, recomputed": ("mesh.dp_shard=2", "recompute.policy=full"),
     "dp_shard 2, selectively recomputed": ("mesh.dp_shard=2", "recompute.policy=selective", "train.num_microbatches=2"),
     "pp 2": ("mesh.pp=2", "train.num_microbatches=4"),
-    "pp 2, zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4"),
+    "pp 2, zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=2"),
     "pp 2 × dp_shard 2": ("mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
     "tp 2": ("mesh.tp=2",),
     "tp 2 × dp_shard 2": ("mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
@@ -90,7 +90,7 @@ def test_the_layouts_are_many() -> None:
 
 
 CODECS = {
-    "loco4": ("mesh.dp_shard=2",),
+    "loco4": ("mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-h1", "train.num_microbatches=2"),
     "loco2": ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
     "int8": ("mesh.dp_shard=4", "comm.ranks_per_node=2"),
     "bf16": ("mesh.tp=2", "mesh.dp_shard=2", "comm.weights=int8"),

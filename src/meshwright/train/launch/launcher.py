@@ -43,10 +43,6 @@ SAME_S = 0.5
 PRELOAD = ["meshwright.train.launch.rank_imports"]
 
 
-Interrupts = Callable[[], None]
-"""Callback for the user's first request to stop."""
-
-
 def context_from_environment() -> RankContext | None:
     """Return the rank assigned to this process by torchrun, SLURM or Kubernetes, or None without a launcher.
 
@@ -117,7 +113,7 @@ def launch(
     *,
     num_ranks: int,
     threads: int | None,
-    on_interrupt: Interrupts | None = None,
+    on_interrupt: Callable[[], None] | None = None,
     describe_action: DescribeAction | None = None,
     preload: Sequence[str] = (),
 ) -> None:
@@ -243,7 +239,7 @@ def _watch(
     board: StatusBoard,
     folder: Path,
     interruptions: _Interruptions,
-    on_interrupt: Interrupts | None,
+    on_interrupt: Callable[[], None] | None,
 ) -> None:
     """Wait until all ranks have succeeded; if one fails, raise an error with the root cause."""
     heard = looks = 0
@@ -267,7 +263,7 @@ def _watch(
         raise explain(ranks, board, folder)
 
 
-def _interrupt(heard: int, board: StatusBoard, on_interrupt: Interrupts | None) -> None:
+def _interrupt(heard: int, board: StatusBoard, on_interrupt: Callable[[], None] | None) -> None:
     if on_interrupt is None:
         raise KeyboardInterrupt
     if heard > 1:

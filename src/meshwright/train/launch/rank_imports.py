@@ -23,6 +23,7 @@ def _import_all() -> None:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
+        call_before_cuda(note_importing)
         for module in MODULES:
             import_module(module)
     finally:
@@ -38,5 +39,4 @@ def note_importing() -> None:
     os.environ[STARTED_CUDA] = os.environ.get(STARTED_CUDA) or next(importing, "")
 
 
-call_before_cuda(note_importing)
 _import_all()
