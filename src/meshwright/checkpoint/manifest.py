@@ -182,14 +182,9 @@ def check_model(
 ) -> None:
     """Check that the checkpoint was saved from the model that `identity` describes.
 
-    Args:
-        manifest: of the checkpoint.
-        identity: the model's identity.
-        sections: sections of the run's configuration that describe the model, with their values by key, if known.
-
     Raises:
         CheckpointError: the models differ. The error names the first differing field with both values; its fix sets
-            all of them, or the keys of the configuration that differ.
+            all of them or, given the `sections` of the configuration that describe the model, their keys.
     """
     saved, expected = manifest.model, json.loads(json.dumps(dict(identity)))
     difference = _first_difference(expected, saved)
@@ -203,7 +198,7 @@ def check_model(
         arguments = format_fix(_changed_keys(config, sections, {**expected, **saved}, first))
     name = field if first in (sections or {}) else f"model.{field}"
     if field == "kind":
-        own = {f"model.{key}": value for key, value in config["model"].items()} if config else {}
+        own = {f"model.{key}": value for key, value in (config or {}).get("model", {}).items()}
         fix = f"use a preset of a {there}, with {format_fix(own) or model_arguments(saved)}"
     else:
         fix = f"set {arguments}" if arguments else f"omit {name}, or restore the file that has it"

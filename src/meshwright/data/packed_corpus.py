@@ -77,11 +77,8 @@ def _describe_turns(chat: ChatFormat) -> str:
     """Say which token ends a turn, or warn that training teaches none."""
     if chat.turn_end is not None:
         return f"turns of the assistant end with {chat.turn_end.text}"
-    path = chat.files.template_path
-    return (
-        f"{WARNING} no token that counts in the loss ends the turns of the assistant, so that generation won't stop: "
-        f"write one, such as the tokenizer's eos_token, inside the turn in {path}"
-    )
+    what = f"{WARNING} no token that counts in the loss ends the turns of the assistant, so that generation won't stop"
+    return f"{what}: write one, such as the tokenizer's eos_token, inside the turn in {chat.files.template_path}"
 
 
 def _check(corpus: Corpus, train: PackedWindows, validation: PackedWindows, *, seq_len: int, multiple_of: int) -> None:

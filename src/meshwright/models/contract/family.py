@@ -58,14 +58,8 @@ class OtherWeights(Protocol):
         """Value of `model_type` in the format's config.json; None for any."""
 
     def export(self, checkpoint: Path, out: Path, *, merge: bool = False, dtype: str | None = None) -> Sequence[str]:
-        """Export a checkpoint's weights to a directory in this format, and return notes for people.
-
-        Args:
-            checkpoint: the checkpoint.
-            out: the directory, missing or empty.
-            merge: whether to merge its adapters into the weights.
-            dtype: torch's name of the dtype to write; if None, that of the weights that training started from.
-        """
+        """Export a checkpoint's weights to a directory in this format, with `merge`, with its adapters merged, in
+        torch's `dtype` or that of the weights that training started from; return notes for people."""
 
     def load(self, source: Path, root: Path) -> Any:
         """Import a directory in this format as a checkpoint at step 0."""

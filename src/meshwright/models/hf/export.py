@@ -42,8 +42,7 @@ class TransformersWeights:
             checkpoint: a checkpoint of this family, saved from any layout.
             out: output directory, missing or empty.
             merge: whether to write the model to whose weights its adapters have been added, in place of the adapters.
-            dtype: torch's name of the dtype to write; if None, that of the folder that training started from. Adapters
-                are written as they were trained.
+            dtype: dtype to write; if None, that of the folder that training started from, and adapters as trained.
 
         Raises:
             CheckpointError: the checkpoint is damaged or has no adapters to merge, or `out` is not empty.
