@@ -151,7 +151,7 @@ def test_only_adapters_are_merged(tmp_path: Path) -> None:
 SAVED = {
     "another alpha": ([RANK], [RANK, "lora.alpha=8"], "lora.alpha is 8.0 here and 16.0"),
     "another rank": ([RANK, "lora.rslora=true"], ["lora.rank=2"], "lora.rank is 2 here and 4"),
-    "other targets": ([RANK, "lora.targets=[q_proj,k_proj]"], [RANK], "lora.targets is [] here"),
+    "other targets": ([RANK, 'lora.targets=["q_proj","k_proj"]'], [RANK], "lora.targets is [] here"),
     "adapters": ([RANK], [], "lora is not set here"),
     "no adapters": ([], ["lora.rank=2"], "lora is"),
     "another model": (["model.config=qwen3"], ["model.config=olmo2"], 'model.model_type is "olmo2" here'),

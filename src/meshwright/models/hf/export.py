@@ -28,6 +28,9 @@ from meshwright.models.huggingface.export_weights import PREFIX, new_directory, 
 from meshwright.models.huggingface.json_fields import CONFIG
 from meshwright.models.huggingface.kept_files import CONTEXT, GENERATION, context_note, stored_dtype, with_ends
 
+LENGTH_SCALINGS = {"dynamic", "linear", "longrope", "yarn"}
+"""Scalings of rotary embeddings for which the context length is one that models or inference servers compute with."""
+
 
 class TransformersWeights:
     """Export of any model of transformers; weights are read by `model.weights=folder` instead of imported."""
@@ -66,7 +69,7 @@ class TransformersWeights:
             if merge or not adapters:
                 config = original_config(source)
                 notes += _raise_context(config, run.get("config", {}).get("train", {}).get("seq_len", 0))
-                dtype = dtype or (stored_dtype(fields) if base else None)
+                dtype = dtype or (stored_dtype(fields) if base and fields else None)
                 private.save_model(config, tensors, folder, dtype=None if dtype is None else getattr(torch, dtype))
             files = {**read_files(folder, (CONFIG, GENERATION)), **_kept(verified)}
             for name, content in with_ends(files, run.get("end_ids", ())).items():
@@ -111,13 +114,12 @@ def _base(run: Mapping[str, Any]) -> str | None:
 
 
 def _raise_context(config: Any, trained: int) -> list[str]:
-    """Raise the context length to that of the samples, and return a note; not where a scaling of rotary embeddings, of
-    which kinds of layers may have their own, makes it a length that the model or an inference server computes with."""
+    """Raise the context length to that of the samples, and return a note; kinds of layers may have own scalings."""
     before, rope = getattr(config, CONTEXT, None), getattr(config, "rope_parameters", None) or {}
     if not isinstance(before, int) or trained <= before:
         return []
     each = [rope] if "rope_type" in rope else [one for one in rope.values() if isinstance(one, dict)]
-    if scalings := sorted({str(one.get("rope_type")) for one in each} - {"default", "llama3"}):
+    if scalings := LENGTH_SCALINGS & {str(one.get("rope_type")) for one in each}:
         return [f"{CONTEXT} stays {before}, for samples of {trained} tokens: {', '.join(scalings)} computes with it"]
     setattr(config, CONTEXT, trained)
     return context_note(before, trained)
