@@ -160,9 +160,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_checkpoint_of_another_model_names_keys_that_fit(
-    folder: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_checkpoint_of_another_model_names_keys_that_fit(folder: Path, tmp_path: Path, name: str) -> None:
     before, now, says = SAVED[name]
     config = hf_config("qwen3", *before, cache=folder)
     manifest = Manifest(tmp_path, 1, json.loads(json.dumps(dict(model_facts(config).identity))),
