@@ -107,6 +107,7 @@ def test_the_description_says_what_counts_and_what_is_split(tmp_path, tokenizers
         corpus, seq_len=1000, cache_dir=str(tmp_path)).description  # fmt: skip
     split = sum(len(ids) > 51 for ids, _ in train)
     text = pack_corpus(corpus, seq_len=50, cache_dir=str(tmp_path)).description
+    assert text.endswith("\n  turns of the assistant end with <|im_end|>")
     assert f"longer than train.seq_len = 50, and split: {split} of 72 conversations; left out: " in text
 
 

@@ -61,6 +61,7 @@ def test_a_loss_of_ones_own_is_summed_over_the_tokens_that_count() -> None:
     targets[0, :3] = IGNORED_TARGET
     expected = 2 * F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(loss.sum(logits, targets), expected)
+    assert loss.unit.metric("loss") == "loss_per_token" and loss.unit.words(2.0) == "2.000 per token"
 
 
 def test_a_loss_that_is_a_mean_is_refused() -> None:

@@ -54,7 +54,7 @@ def find_template(tokenizer: str) -> TemplateFiles:
     folder = path.parent
     config = _read_json(folder / TOKENIZER_CONFIG)
     tokens = {**_read_json(folder / TOKENS_MAP), **config}
-    special_tokens = {name: text for name in tokens if name.endswith(_TOKEN) and (text := _token_text(tokens[name]))}
+    special_tokens = {name: text for name in tokens if name.endswith(_TOKEN) and (text := token_text(tokens[name]))}
     if (folder / TEMPLATE).is_file():
         return TemplateFiles(path, folder / TEMPLATE, _read_text(folder / TEMPLATE), special_tokens)
     for name in (TOKENIZER_CONFIG, OLDER_TEMPLATE):
@@ -75,7 +75,7 @@ def _chosen(found: Any, path: Path, tokenizer: str) -> str:
     raise _no_template(f"{path} has no chat template of the name {_DEFAULT}", tokenizer)
 
 
-def _token_text(value: Any) -> str:
+def token_text(value: Any) -> str:
     """Return the text of a special token, which files have as such or in an object; empty if it is none."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""

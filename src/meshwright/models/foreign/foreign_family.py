@@ -63,7 +63,8 @@ class ForeignFamily(Family):
             yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
         if f.axes.tp > 1 and structure.not_tensor_parallel:
             what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
-            yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
+            smaller = [{"mesh.tp": size} for size in range(f.axes.tp - 1, 0, -1) if f.axes.tp % size == 0]
+            yield Violation(LayoutError, what, "mesh.tp", rule, smaller)
         if f.data.packing != "none" and structure.not_packed:
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
             yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])

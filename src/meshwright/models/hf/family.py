@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.family import OtherWeights
 from meshwright.models.contract.initial_values import ZEROS, Computed, Fill, Uniform
 from meshwright.models.contract.model_facts import ModelFacts
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.run_facts import DataFacts, RunFacts
 from meshwright.models.foreign.description import parameter_of, saved_shapes
 from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.foreign_family import ForeignFamily
@@ -108,6 +108,13 @@ class HfFamily(ForeignFamily):
 
         return TransformersWeights()
 
+    def files_to_keep(self, f: RunFacts) -> Mapping[str, bytes]:
+        """Return the folder's settings of generation, and its tokenizer if the data is tokens."""
+        from meshwright.models.hf.export import files_of_folder
+
+        folder = _source(_section(f)).folder
+        return {} if folder is None else files_of_folder(folder, is_tokens=_has_only_tokens(f.data))
+
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the values of the folder's weights, or those that the model's own rules give."""
         folder, structure, lora = _source(_section(f)).folder, structure_of(f), _lora(f)
@@ -167,13 +174,19 @@ def _forgotten_tokenizer(f: RunFacts) -> Path | None:
     folder = _source(section).folder
     if section.weights != "folder" or folder is None:
         return None
-    from meshwright.data.token_files import is_token_file
     from meshwright.data.tokenizer import BYTES, TOKENIZER
-    from meshwright.models.tasks.text_sources import all_sources
 
     if data.tokenizer != BYTES or not (folder / TOKENIZER).is_file():
         return None
-    return None if all(is_token_file(one.source) for one in all_sources(data)) else folder
+    return None if _has_only_tokens(data) else folder
+
+
+def _has_only_tokens(data: DataFacts) -> bool:
+    """Return whether all training data are token files, which say no tokenizer."""
+    from meshwright.data.token_files import is_token_file
+    from meshwright.models.tasks.text_sources import all_sources
+
+    return all(is_token_file(one.source) for one in all_sources(data))
 
 
 @lru_cache(maxsize=64)

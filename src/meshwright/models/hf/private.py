@@ -268,13 +268,14 @@ def _text_name(name: str) -> str:
     return name.replace("language_model.", "")
 
 
-def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
+def save_model(config: Any, tensors: Mapping[str, Any], folder: Path, *, dtype: Any = None) -> None:
     """Write a model with these parameters and saved buffers as `from_pretrained` reads it.
 
     Args:
         config: its configuration.
         tensors: values by name; a tied parameter by its first name.
         folder: an existing folder.
+        dtype: dtype to write, but for what the model always has in float32; theirs if None.
     """
     import torch
 
@@ -283,8 +284,13 @@ def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    model.load_state_dict(dict(tensors), strict=False, assign=True)
+    always = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    found = {
+        name: x if dtype is None or not x.is_floating_point() or always & {*name.split(".")} else x.to(dtype)
+        for name, x in tensors.items()
+    }
+    model.load_state_dict(found, strict=False, assign=True)
     model.tie_weights()
-    model.config.dtype = next(iter(tensors.values())).dtype
+    model.config.dtype = dtype or next(iter(tensors.values())).dtype
     with quiet():
         model.save_pretrained(folder)

@@ -24,6 +24,7 @@ from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.tasks.generate_text import generate
+from meshwright.models.tasks.text_sources import end_ids
 from meshwright.nn.attention.token_layout import TokenLayout
 
 PROMPT = "def "
@@ -76,6 +77,10 @@ class NextTokenTask(Task):
         """Return the windows to validate with, given those of each source of the validation split."""
         sizes = [source.num_windows for source in windows]
         return chosen_validation(sizes, self._validation_shares, self._run.validation_samples)
+
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the ids of the tokens that end turns of the assistant, and documents."""
+        return end_ids(self._run.data)
 
     def sample(self, forward: Forward) -> str | None:
         """Return the prompt and its continuation, or None if sampling is off or the corpus has no known tokenizer."""
