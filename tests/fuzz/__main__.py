@@ -25,7 +25,7 @@ PRELOADED = (
     "matplotlib.figure", "matplotlib.backends.backend_agg", "torch._dynamo", "meshwright.api", "meshwright.cli.main",
     "meshwright.models.decoder.module", "meshwright.models.dit.module", "meshwright.models.dit.task",
     "meshwright.models.tasks.next_token", "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop",
-    "tests.quiet",
+    "tests.quiet", "tests.fuzz.draw", "tests.fuzz.judge",
 )  # fmt: skip
 """Modules of the server that commands are forked from, and ranks from these."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.config.key_fields import fields
 from meshwright.config.source import read_source
@@ -33,8 +34,7 @@ class Case:
     @property
     def kind(self) -> str:
         """Family of the model."""
-        kind: str = read_source(self.preset)[1]["model"]["kind"]
-        return self.value("model.kind") or kind
+        return self.value("model.kind") or _kind(self.preset)
 
     def value(self, key: str) -> str:
         """Text of a word's value; empty if there is no such word."""
@@ -43,6 +43,12 @@ class Case:
     def setting(self, key: str) -> str:
         """Value of a key that the preset doesn't set, as text."""
         return self.value(key) or str(fields(self.kind)[key].default)
+
+
+@cache
+def _kind(preset: str) -> str:
+    kind: str = read_source(preset)[1]["model"]["kind"]
+    return kind
 
 
 def key_of(word: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from random import Random
 
 from meshwright.config.source import smallest_preset
@@ -18,16 +19,23 @@ def draw(seed: int, number: int) -> Case:
     rng = Random(f"{seed} {number}")
     kinds, weights = families()
     kind = rng.choices(kinds, weights)[0]
-    drawing = Drawing(rng, smallest_preset([kind]), kind)
+    drawing = Drawing(rng, _preset(kind), kind)
     for feature in FEATURES:
         feature(drawing)
     free = free_keys(drawing)
     for key in rng.sample(free, min(rng.choice((0, 0, 1, 2, 3)), len(free))):
         drawing.put_from_schema(key)
-    case = _slip(drawing) if drawing.chance(SLIP) else drawing.case()
+    case = drawing.case()
+    if drawing.chance(SLIP):
+        case = _slip(case, rng)
     always = Drawing(rng, drawing.preset, kind)
     always.words = {key: value for key, value in ALWAYS.items() if key in drawing.keys}
     return case.with_words(always.case().words)
+
+
+@cache
+def _preset(kind: str) -> str:
+    return smallest_preset([kind])
 
 
 def free_keys(drawing: Drawing) -> list[str]:
@@ -35,14 +43,13 @@ def free_keys(drawing: Drawing) -> list[str]:
     return [key for key, field in drawing.keys.items() if key not in BY_HAND and schema_values(field)]
 
 
-def _slip(drawing: Drawing) -> Case:
+def _slip(case: Case, rng: Random) -> Case:
     """The case with a number beside the right one, or a letter left out."""
-    key = drawing.choose(*drawing.words)
-    value = drawing.words[key]
-    if isinstance(value, int) and not isinstance(value, bool):
-        drawing.words[key] = value + drawing.choose(-1, 1)
-        return drawing.case()
-    word = next(one for one in drawing.case().words if one.startswith(f"{key}="))
-    at = drawing.rng.randrange(len(word))
-    wrong = word[:at] + word[at + 1 :]
-    return Case(drawing.preset, tuple(wrong if one == word else one for one in drawing.case().words))
+    word = rng.choice(case.words)
+    key, _, value = word.partition("=")
+    if value.isdecimal():
+        wrong = f"{key}={int(value) + rng.choice((-1, 1))}"
+    else:
+        at = rng.randrange(len(word))
+        wrong = word[:at] + word[at + 1 :]
+    return Case(case.preset, tuple(wrong if one == word else one for one in case.words))

@@ -6,7 +6,7 @@ import math
 import operator
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from random import Random
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -62,7 +62,7 @@ class Drawing:
 
     def case(self) -> Case:
         """What was drawn, as a command's words; defaults are left out that the preset doesn't replace."""
-        preset = dict(_leaves(read_source(self.preset)[1]))
+        preset = preset_keys(self.preset)
         kept = {key: value for key, value in self.words.items() if key in preset or self._is_set(key)}
         words = (f"{key}={format_value(value)}" for key, value in kept.items())
         return Case(self.preset, tuple(" ".join(shlex.split(word)) for word in words))
@@ -70,6 +70,12 @@ class Drawing:
 
     def _is_set(self, key: str) -> bool:
         return key not in self.keys or self.words[key] != self.keys[key].default
+
+
+@cache
+def preset_keys(preset: str) -> Mapping[str, Any]:
+    """Return the values that a preset sets, by dotted key."""
+    return dict(_leaves(read_source(preset)[1]))
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from meshwright.optim.catalogue import BUILT_IN
 from meshwright.pipeline.generate import ScheduleKind
 from tests.fuzz.drawing import Drawing
 
-FAMILY_WEIGHTS: Mapping[str, int] = {"llama": 4, "moe": 4, "dit": 3, "hf": 4}
+FAMILY_WEIGHTS: Mapping[str, int] = {"llama": 4, "moe": 4, "dit": 3, "hf": 4, "module": 2}
 """How often a family is drawn; others once."""
 NUM_RANKS: Mapping[int, int] = {1: 1, 2: 8, 3: 2, 4: 9, 6: 1, 8: 1}
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -34,6 +34,9 @@ NEVER: Mapping[str, str] = {
     "train.profile": "needs a number of steps in the run",
     "train.max_skipped_steps": "no step is skipped",
     "model.routing": "for measurements",
+    "model.weights": "those of a folder aren't small",
+    "model.num_channels": "the digits are grey",
+    "model.num_classes": "there are ten digits",
 }
 """Keys that are not drawn, and why. Nor are texts without a feature: a schema doesn't say which ones mean something."""
 
@@ -47,7 +50,7 @@ def mesh(d: Drawing) -> None:
             left //= prime
             sizes[d.choose(*AXES, "dp_shard", "pp")] *= prime
     d.words |= {f"mesh.{axis}": size for axis, size in sizes.items() if size > 1}
-    if "model.num_experts" in d.keys and d.chance(0.6):
+    if d.chance(0.6 if "model.num_experts" in d.keys else 0.05):
         shards = d.axis("dp_shard", "cp")
         d.put(mesh__ep=d.choose(*(size for size in range(1, shards + 1) if shards % size == 0)))
     if d.axis("cp") > 1:
@@ -94,7 +97,7 @@ def precision(d: Drawing) -> None:
     if d.chance(0.12):
         d.put(train__precision="bfloat16", float8__recipe=d.choose("current", "delayed", "torchao"))
         for key in ("float8.cache_weights", "float8.keep_first", "float8.keep_last", "float8.amax_history"):
-            if d.chance(0.3):
+            if d.chance(0.4):
                 d.put_from_schema(key)
     if d.chance(0.4):
         d.put_from_schema("recompute.policy")
@@ -178,7 +181,9 @@ def data(d: Drawing) -> None:
     if source == "lines":
         d.put(data__source="lines.jsonl", data__text_field="text")
     elif source == "tokens":
-        d.put(data__source=d.choose("tokens.npy", "tokens.bin"), data__token_dtype="uint16")
+        d.put(data__source=d.choose("tokens.npy", "tokens.bin"))
+        if d.chance(0.2):
+            d.put_from_schema("data.token_dtype")
         if d.chance(0.5):
             d.put(data__separator=0, data__packing="documents")
     elif source == "mixture":
@@ -231,7 +236,7 @@ def capture(d: Drawing) -> None:
     scopes = (("layer",), ("attention",), ("mlp",), ("attention", "mlp"), ("moe_router",), ("moe",), ("attention.w*",))
     d.put(capture__scope=d.choose(*scopes), capture__backend=d.choose("auto", "simulate", "eager"))
     for key in ("capture.mode", "capture.strict"):
-        if d.chance(0.3):
+        if d.chance(0.5):
             d.put_from_schema(key)
 
 
@@ -249,9 +254,8 @@ BY_HAND = frozenset({
         "comm": "gradients weights inside_node ranks_per_node secondary_shards",
         "data": "packing token_dtype separator", "diffusion": "num_samples sampling_steps",
         "model": "num_layers num_heads num_kv_heads head_dim dim ffn_dim vocab_size window global_every tie_embeddings "
-                 "rope_scaling.factor rope_scaling.original_seq_len rope_scaling.low_freq_factor "
-                 "rope_scaling.high_freq_factor num_experts top_k expert_dim num_groups top_groups drop "
-                 "capacity_factor image_size patch_size num_channels num_frames patch_frames num_classes weights",
+                 "rope_scaling.factor rope_scaling.original_seq_len num_experts top_k expert_dim num_groups top_groups "
+                 "drop capacity_factor image_size patch_size num_frames patch_frames",
     }.items()),
 })  # fmt: skip
 """Keys that the schema alone doesn't draw: a feature does, or none may."""
