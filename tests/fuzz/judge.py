@@ -67,9 +67,10 @@ def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
         changed = list(ways(error, case))
         if not changed:
             return Verdict(case, fixes=tuple(fixes), action=error["fix"], detail=said)
-        chosen = rng.choice(changed)
-        if chosen.words in seen:
+        unseen = [one for one in changed if one.words not in seen]
+        if not unseen:
             return Verdict(case, f"the fix leads back: {error['error']}", said, tuple(fixes))
+        chosen = rng.choice(unseen)
         if len(fixes) == MAX_REFUSALS:
             return Verdict(case, f"refused after {MAX_REFUSALS} fixes: {error['error']}", said, tuple(fixes))
         if stuck := [one for one in changed if one != chosen and _same(run("plan", one), error)]:

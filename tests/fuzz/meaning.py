@@ -16,7 +16,7 @@ from tests.fuzz.drawing import Drawing
 
 FAMILY_WEIGHTS: Mapping[str, int] = {"llama": 4, "moe": 4, "dit": 3, "hf": 4, "module": 2}
 """How often a family is drawn; others once."""
-NUM_RANKS: Mapping[int, int] = {1: 1, 2: 8, 3: 2, 4: 9, 6: 1, 8: 1}
+NUM_RANKS: Mapping[int, int] = {1: 2, 2: 16, 3: 4, 4: 16, 6: 1, 8: 1}
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 HF_TYPES = ("qwen3", "llama", "gpt2", "gpt_neox", "mistral", "phi3", "olmo2", "gemma3_text", "granite", "qwen2_moe",
             "mixtral", "starcoder2", "stablelm", "opt", "bloom", "cohere2", "glm4")  # fmt: skip

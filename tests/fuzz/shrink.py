@@ -9,7 +9,7 @@ from tests.fuzz.judge import Verdict
 from tests.fuzz.meaning import ALWAYS
 
 
-def shrink(verdict: Verdict, judge: Callable[[Case], Verdict], *, max_tries: int = 60) -> Case:
+def shrink(verdict: Verdict, judge: Callable[[Case], Verdict], *, max_tries: int = 30) -> Case:
     """Drop words of a failed case while it still fails in the same way: first many at once, then one by one.
 
     Args:
