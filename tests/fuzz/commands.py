@@ -95,6 +95,7 @@ def write_files(folder: Path) -> None:
     small_corpus(folder / "text", num_bytes=40_000)
     whole = (folder / "text" / "corpus.txt").read_text("utf-8")
     (folder / "text" / "0.txt").write_text(whole[:9_000], "utf-8")
+    (folder / "held.txt").write_text(whole[::-1][:9_000], "utf-8")
     documents = [one for one in whole.split("def ") if one]
     _write_lines(folder / "lines.jsonl", [{"text": f"def {one}"} for one in documents])
     turns = [(f"What is two and {n}?", f"It is {n + 2}. The quick fox.") for n in range(400)]

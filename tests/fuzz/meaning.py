@@ -198,7 +198,7 @@ def data(d: Drawing) -> None:
     if source in ("text", "lines", "mixture") and d.chance(0.25):
         d.put(data__packing="documents")
     if d.chance(0.1):
-        d.put(data__validation_source="text/0.txt")
+        d.put(data__validation_source=d.choose("held.txt", "held.txt", "text/0.txt"))
 
 
 def optimizer(d: Drawing) -> None:
