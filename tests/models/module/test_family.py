@@ -78,6 +78,12 @@ def test_documents_are_packed_where_positions_keep_them_apart() -> None:
             module_config(name, "data.packing=documents")
 
 
+def test_conversations_that_a_module_cannot_keep_apart_are_refused_with_a_way_on() -> None:
+    with pytest.raises(ConfigError, match="takes no position_ids") as caught:
+        module_config("Model", "data.packing=documents", "data.chat_field=messages")
+    assert caught.value.fix == "data.packing=none data.chat_field=none"
+
+
 ERRORS = {
     "model.builder=": "model.builder is not set",
     "model.builder=Model": "model.builder = Model",
