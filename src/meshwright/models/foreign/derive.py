@@ -168,7 +168,9 @@ class _Deriver:
         self._layers = list(layers)
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
-        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model)
+        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len)
+        fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n))
+        self._packed_len = next(fitting, None) if self._not_packed else None
         self._measure(seq_len, tp)
 
     def _measure(self, seq_len: int, tp: int) -> None:
@@ -239,6 +241,7 @@ class _Deriver:
             max_len=self._max_len,
             not_split=found.not_split,
             not_packed=self._not_packed,
+            packed_len=self._packed_len,
         )
 
     def _end(
