@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
-from meshwright.config.schema import CaptureConfig
+from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
@@ -16,6 +16,7 @@ from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.optimizer_groups import optimizer_groups
 from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.units import counted, format_bytes, format_count
@@ -28,8 +29,8 @@ MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
-def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> Iterator[str]:
-    """Yield the lines of the page; headings are not indented."""
+def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterator[str]:
+    """Yield the lines of the page; headings are not indented. A plan from a file has no configuration."""
     yield f"{name} · {format_count(_num_params(plan))} parameters"
     yield from _batch(plan)
     yield from _replicated(plan)
@@ -37,13 +38,15 @@ def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> I
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
     yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
-    if capture is not None and capture.scope:
-        yield from _capture(plan, capture)
+    if config is not None and config.capture.scope:
+        yield from _capture(plan, config.capture)
     yield from _traffic(plan, predict_traffic(plan))
     yield "stages" if len(plan.stages) > 1 else "stage"
     yield from _stages(plan)
     yield "FSDP units"
     yield from _units(plan)
+    yield "optimizer groups"
+    yield from _groups(plan, config.train if config is not None else None)
     if any(kind.float8 is not None for kind in plan.kinds):
         yield "linear layers in float8"
         yield from _float8(plan)
@@ -174,6 +177,14 @@ def _unit_words(unit: Unit) -> str:
     sent = [f"{what} {method}" for what, method in (("gradients", unit.gradients), ("weights", unit.weights))
             if method != "exact"]  # fmt: skip
     return " · ".join([over, *([after] if unit.sharded else []), *sent])
+
+
+def _groups(plan: RunPlan, train: TrainConfig | None) -> Iterator[str]:
+    for one in optimizer_groups(plan, train):
+        size = f"{counted(len(one.parameters), 'parameter')}, {format_count(one.elements)}"
+        settings = [f"decay {one.weight_decay:g}" if one.weight_decay else "no decay"] if train is not None else []
+        settings += [f"lr {one.lr:g}"] if train is not None and one.lr != train.lr else []
+        yield from _item(one.role, one.optimizer, size, *settings)
 
 
 def _float8(plan: RunPlan) -> Iterator[str]:

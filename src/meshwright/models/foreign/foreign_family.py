@@ -67,7 +67,8 @@ class ForeignFamily(Family):
             yield Violation(LayoutError, what, "mesh.tp", rule, smaller)
         if f.data.packing != "none" and structure.not_packed:
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
-            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
+            shorter = [] if structure.packed_len is None else [{"train.seq_len": structure.packed_len}]
+            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}, *shorter])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"

@@ -39,6 +39,8 @@ class Origin(ABC):
     """Setting of a model that works, for errors."""
     fix_forward: ClassVar[str] = ""
     """Forward that works, for errors; as `fix` if empty."""
+    fix_samples: ClassVar[str] = ""
+    """Forward that computes samples one by one, for errors; as `fix` if empty."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -96,8 +98,12 @@ class Origin(ABC):
         return ""
 
     @abstractmethod
-    def not_packed(self, model: nn.Module) -> str:
-        """Return why packed documents would see each other, or an empty string if they don't."""
+    def not_packed(self, model: nn.Module, seq_len: int) -> str:
+        """Return why documents packed in samples of a length would see each other, or an empty string if they don't."""
+
+    def limits(self) -> list[int]:
+        """Return the lengths past which the model may treat tokens otherwise, the largest first."""
+        return []
 
     def max_len(self, model: nn.Module) -> int | None:
         """Return the number of learned positions, or None without such a table."""
