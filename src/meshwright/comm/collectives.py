@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.comm.collective_log import track_collective
+from meshwright.comm.collective_timeout import CollectiveError
+from meshwright.comm.message_format import format_ranks
 from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
 from meshwright.units import counted
@@ -54,6 +56,31 @@ def barrier(group: ProcessGroup | None = None) -> None:
     if world_size(group) > 1:
         with track_collective("barrier", None, group):
             dist.barrier(group)
+
+
+def await_ranks(name: str) -> None:
+    """Wait until all ranks have called this, through the store: ranks that don't may be in any other collective.
+
+    Raises:
+        CollectiveError: some rank has not within the timeout of the default group.
+    """
+    group = dist.group.WORLD
+    if group is None or dist.get_backend() == "fake":
+        return
+    store, me = group.get_group_store(), rank()
+    number = store.add(f"{name}, calls of {me}", 1)
+    keys = {peer: f"{name}, call {number} of {peer}" for peer in range(world_size())}
+    store.set(keys[me], "")
+    try:
+        store.wait(list(keys.values()), store.timeout)
+    except RuntimeError as error:
+        missing = [peer for peer, key in keys.items() if not store.check([key])]
+        raise CollectiveError(
+            f"{format_ranks(missing)} did not call {name} within {store.timeout.total_seconds():.0f} s",
+            where=f"rank {me}, call {number} of {name}",
+            rule="all ranks call it, the same number of times",
+            fix="call it on every rank, before the first forward",
+        ) from error
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:

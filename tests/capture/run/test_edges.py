@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
+import re
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,11 +31,11 @@ def schedule(kind="1f1b", num_microbatches=M):
     return lower(generate(kind, num_stages=1, num_microbatches=num_microbatches))
 
 
-def runner_of(layers, samples, kind="1f1b", **options):
+def runner_of(layers, samples, kind="1f1b", backend="simulate", **options):
     observed = observe({0: layers}, {0: samples})
     signatures = [[one.observed.signature("cpu") for one in observed[0]]]
     plan = plan_capture(schedule(kind), layers_per_chunk=len(layers), signatures=signatures)
-    return capture(observed, plan, backend="simulate", **options)
+    return capture(observed, plan, backend=backend, **options)
 
 
 def reasons(module, *args):
@@ -170,6 +175,52 @@ def test_a_gradient_of_ones_own_is_added_to():
     assert torch.equal(own, torch.ones(4, 4))
 
 
+class Partly(nn.Module):
+    """A layer of which the loss may use one result, with parameters and arguments behind neither or one of them."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("first", "second", "both", "unused", "frozen"):
+            linear = Linear(4, 4)
+            linear.weight = nn.Parameter(torch.randn(4, 4, generator=generator), requires_grad=name != "frozen")
+            setattr(self, name, linear)
+
+    def forward(self, x, one, other, unused):
+        h = self.both(x) + self.frozen(x)
+        return self.first(h * one), self.second(h + other).tanh()
+
+
+@pytest.mark.parametrize("backend", ["simulate", "eager"])
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_what_the_loss_does_not_reach_has_no_gradient(kind, returns, backend):
+    """As in eager execution: AdamW moves a parameter whose gradient is zero, and not one whose gradient is None."""
+    layer = Partly()
+    eager, inputs = copy.deepcopy(layer), nn.ParameterList([torch.ones(2, 4) for _ in range(4)])
+    others = copy.deepcopy(inputs)
+    sides = ((layer, inputs), (eager, others))
+    stores = [defer_weight_gradients(one) for one, _ in sides]
+    options = {"stores": {0: stores[0]}} if kind == "zb-h1" else {}
+    run = runner_of([layer], [tuple(zeros(2, 4) for _ in range(4))], kind, backend, returns_gradients=returns, **options)
+    optimizers = [torch.optim.AdamW([*m.parameters(), *i], lr=0.1, weight_decay=1.0) for m, i in sides]
+    for step, uses in enumerate([((0,), (0,), (0,)), ((1,), (1,), (1,)), ((0, 1), (1,), (0,)), ((0,), (0, 1), (1,))]):
+        for m, used in enumerate(uses):
+            for store, values, call in zip(stores, (inputs, others), (lambda *x, m=m: run(0, m, *x), eager), strict=True):
+                store.defers = kind == "zb-h1"
+                results = call(*(value * (m + step) for value in values))
+                sum(results[at].square().sum() for at in used).backward()
+                store.defers = False
+                compute_deferred(store.take())
+        for (name, one), (_, other) in zip(*(nn.ModuleList(side).named_parameters() for side in sides), strict=True):
+            assert (one.grad is None) == (other.grad is None), (step, name)
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+    torch.testing.assert_close(dict(layer.named_parameters()), dict(eager.named_parameters()), rtol=1e-5, atol=1e-5)
+
+
 def test_a_tensor_given_twice_is_two_arguments():
     class Twice(Added):
         def forward(self, x, one, other):
@@ -253,6 +304,101 @@ def test_what_a_graph_cannot_do_is_a_reason(module, reason):
     assert reasons(module, zeros(3, 4))[0].startswith(reason)
     with pytest.raises(CaptureError, match="layer 0 of stage 0 can't be captured: it"):
         observe({0: [module]}, {0: [(zeros(3, 4),)]})
+
+
+class Counting(Replacing):
+    """A layer whose forward keeps something on the host, in a place of its own for each kind."""
+
+    total, in_class = 0, [0]
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls, self.list, self.counter = kind, 0, [], Counter()
+        self.number, self.cached = itertools.count(), None
+
+    def forward(self, x):
+        return x * self.weight * getattr(self, f"of_{self.kind}")()
+
+    def of_attribute(self):
+        self.calls += 1
+        return self.calls
+
+    def of_list(self):
+        self.list.append(1.0)
+        return len(self.list)
+
+    def of_counter(self):
+        self.counter["calls"] += 1
+        return self.counter["calls"]
+
+    def of_iterator(self):
+        return next(self.number)
+
+    def of_class_variable(self):
+        Counting.total += 1
+        return Counting.total
+
+    def of_random_numbers(self):
+        return random.random()
+
+    def of_numpy(self):
+        return float(np.random.rand())
+
+    def of_cache(self):
+        """What only the first forward computes is no reason."""
+        self.cached = self.cached or 2.0
+        return self.cached
+
+
+CALLS = 0
+
+
+class CountingElsewhere(Replacing):
+    def forward(self, x):
+        global CALLS
+        CALLS += 1
+        return x * self.weight * CALLS
+
+
+def counting_in_closure():
+    calls = [0]
+
+    class InClosure(Replacing):
+        def forward(self, x):
+            calls[0] += 1
+            return x * self.weight * calls[0]
+
+    return InClosure()
+
+
+@pytest.mark.parametrize(
+    "module, changed",
+    [
+        (Counting("attribute"), "calls"),
+        (Counting("list"), "list"),
+        (Counting("counter"), "counter"),
+        (Counting("iterator"), "number"),
+        (Counting("class_variable"), "total"),
+        (Counting("random_numbers"), "Python's random numbers"),
+        (Counting("numpy"), "NumPy's random numbers"),
+        (CountingElsewhere(), "CALLS"),
+        (counting_in_closure(), "calls[0]"),
+        (nn.Sequential(nn.Linear(4, 4), Counting("attribute")), "1.calls"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else None,
+)
+def test_what_a_forward_changes_on_the_host_is_named(module, changed):
+    """A graph would have its first value baked in."""
+    with pytest.raises(CaptureError, match=re.escape(f"its forward changes {changed} on the host")):
+        runner_of([module], [(zeros(3, 4),)])
+    counting = next((one for one in module.modules() if isinstance(one, Counting)), None)
+    assert counting is None or counting.calls == (counting.kind == "attribute"), "only the observed forward counts"
+
+
+def test_what_a_forward_keeps_once_is_captured():
+    module = Counting("cache")
+    run = runner_of([module], [(zeros(3, 4),)])
+    assert run(0, 0, torch.ones(3, 4, requires_grad=True)).unique().tolist() == [2.0]
 
 
 def communication_and_units(rank, world_size):

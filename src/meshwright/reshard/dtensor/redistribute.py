@@ -39,6 +39,7 @@ def redistribute(
         LayoutError: if the placements do not fit `x` or the mesh, or no plan fits the cap.
         CollectiveError: if another rank fails or does not take part.
     """
+    _check_types(x, placements, mesh)
     if mesh is not None and mesh != x.device_mesh:
         if memory_cap_bytes is not None:
             raise LayoutError(
@@ -49,3 +50,22 @@ def redistribute(
             )
         return redistribute_across(x, placements, mesh, shard_order=shard_order)
     return redistribute_on_mesh(x, placements, shard_order=shard_order, memory_cap_bytes=memory_cap_bytes)
+
+
+def _check_types(x: DTensor, placements: Sequence[Placement], mesh: DeviceMesh | None) -> None:
+    """Check arguments that are almost right: one placement instead of a list, its name, a plain tensor, a mesh."""
+    what = ""
+    if not isinstance(x, DTensor):
+        what, fix = f"x is a {type(x).__name__}", "DTensor.from_local(x, mesh, placements), or distribute_tensor"
+    elif isinstance(placements, Placement):
+        what, fix = f"placements is {placements}, not a list", f"redistribute(x, [{placements!r}])"
+    elif isinstance(placements, DeviceMesh):
+        what, fix = "placements is a mesh", "redistribute(x, placements, mesh=mesh)"
+    elif wrong := [one for one in placements if not isinstance(one, Placement)]:
+        what, fix = f"{wrong[0]!r} is not a placement", "Shard(dim), Replicate() or Partial() for each mesh axis"
+    elif mesh is not None and not isinstance(mesh, DeviceMesh):
+        what, fix = f"mesh is a {type(mesh).__name__}", "a DeviceMesh, or None for the mesh of x"
+    if what:
+        raise LayoutError(
+            what, where="redistribute", rule="redistribute(x: DTensor, placements: list of a placement per axis)", fix=fix
+        )
