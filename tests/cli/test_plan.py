@@ -7,6 +7,7 @@ import json
 import pytest
 
 from meshwright.config.source import preset_names
+from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.plan.collective_bytes import context_bytes
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
@@ -35,7 +36,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("preset", "words"), LAYOUTS, ids=[f"{p} {' '.join(w)}" for p, w in LAYOUTS])
 def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
-    done = here("plan", preset, *words)
+    config = load(preset, words)
+    done = here("plan", preset, *words, torch=isinstance(config.family, ForeignFamily))  # whose structure is derived
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines) and len(lines) <= 45, done.stdout
@@ -43,7 +45,7 @@ def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
         last = line.split()[-1]
         assert not last.isdigit() and last not in ("×", "·", "="), line
         assert not line.strip().startswith(("GiB", "MiB", "KiB", "B ")), line
-    found = hashes(make_plan(load(preset, words)))
+    found = hashes(make_plan(config))
     assert f"model {found.model} · layout {found.layout} · plan {found.fingerprint}" in lines[-1]
 
 
