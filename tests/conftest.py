@@ -16,7 +16,7 @@ import pytest
 from meshwright.testing.gang import PRELOAD, GangPool, start_server
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
-for name, max_examples in (("default", 30), ("slow", 100)):
+for name, max_examples in (("default", 20), ("slow", 100)):
     hypothesis.settings.register_profile(
         f"meshwright-{name}",
         deadline=None,

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from meshwright.config.source import preset_names
-from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.plan.collective_bytes import context_bytes
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
@@ -37,7 +36,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("preset", "words"), LAYOUTS, ids=[f"{p} {' '.join(w)}" for p, w in LAYOUTS])
 def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
     config = load(preset, words)
-    done = here("plan", preset, *words, torch=isinstance(config.family, ForeignFamily))  # whose structure is derived
+    done = here("plan", preset, *words, torch=config.family.derives)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines) and len(lines) <= 45, done.stdout
