@@ -12,7 +12,7 @@ TESTERS ?= 2
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
-.PHONY: help demo test test-slow gpu lint docs setup clean redo-setup
+.PHONY: help demo test test-slow gpu lint docs setup setup-dev clean redo-setup
 help:
 	@echo "make demo       train a small Llama on 2 processes (2 minutes or so), and verify its checkpoint"
 	@echo "make test       all tests but the slow ones"
@@ -20,7 +20,7 @@ help:
 	@echo "make gpu        the tests that need a CUDA device, and bench capture, whose results go to bench/results"
 	@echo "make lint       ruff, and mypy on src"
 	@echo "make docs       the documentation with its reference, as a site in build/docs; a broken link is an error"
-	@echo "make setup      only the .venv that the others make by themselves, with all that they need"
+	@echo "make setup      only the .venv that the demo makes by itself; make setup-dev: the one of the others"
 	@echo "make clean      remove .venv, caches and the demo's run folder; other runs stay"
 
 demo: $(READY)
@@ -29,11 +29,11 @@ demo: $(READY)
 	@$(PY) -m meshwright checkpoint verify $(DEMO_OUT)
 
 test: $(READY_DEV)
-	@echo "test: all tests but the slow ones (7 to 9 minutes on 2 cores) …"
+	@echo "test: all tests but the slow ones (about 4 minutes on 2 cores) …"
 	@$(PYTEST)
 
 test-slow: $(READY_DEV)
-	@echo "test-slow: end-to-end tests (about an hour on 2 cores) …"
+	@echo "test-slow: end-to-end tests (about half an hour on 2 cores) …"
 	@$(PYTEST) -m slow
 
 # One tester: they share the device. The environment needs a CUDA build of PyTorch.
@@ -52,7 +52,8 @@ docs: $(READY_DEV)
 	@$(PY) -m sphinx -q -E -W --keep-going -j auto -b html -d build/doctrees docs build/docs
 	@echo "docs: build/docs/index.html"
 
-setup: $(READY_DEV)
+setup: $(READY)
+setup-dev: $(READY_DEV)
 
 # A stamp holds the path of this folder: a .venv that came along with a copy points at the original.
 ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))

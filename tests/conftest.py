@@ -104,8 +104,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected is never garbage: not walked again."""
+    """What was imported and collected is never garbage: not walked again; and what tests make is looked at seldom."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 
