@@ -35,9 +35,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 QUICK_FAULTS = {
     "the sum over cp is missing",
-    "the sum over cp of one norm is done twice",
     "queries miss the keys of other ranks",
-    "gradients of values are not returned",
 }
 
 
@@ -112,12 +110,10 @@ MICROBATCHES = (1, 4)
 
 
 LARGE = [
-    ("ring 4", "documents, window", "tp", "no pipeline", "selectively recomputed", 4),
-    ("heads 4", "documents", "alone", "zb-v", "frozen", 4),
     ("ring 2", "window", "tp, whole sequences", "zb-v", "recomputed, kept gathered", 4),
     ("heads 2", "causal", "HSDP", "no pipeline", "selectively recomputed", 1),
 ]
-"""Each other axis, the pipeline and each method with more ranks, on 8 ranks, which take several times as long as 4."""
+"""Each method with two kinds of other axes, on 8 ranks, which take several times as long as 4."""
 
 
 def _is_valid(cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: int) -> bool:
@@ -130,7 +126,7 @@ def _is_valid(cp: str, mask: str, axes: str, pipe: str, run: str, microbatches: 
 MATRIX = [case for case in product(CP, MASKS, AXES, PIPES, RUNS, MICROBATCHES) if _is_valid(*case)]
 QUICK = [
     ("ring 2", "documents, window", "alone", "no pipeline", "recomputed, kept gathered", 4),
-    ("heads 2", "window", "tp", "no pipeline", "frozen", 1),
+    ("heads 2", "window", "alone", "no pipeline", "frozen", 1),
 ]
 
 

@@ -44,7 +44,6 @@ NAMED = ("dp_shard 4", "tp 2, dp_shard 2", "HSDP")
 """Those that every change must keep, which are tried in float32 too."""
 
 QUICK = {
-    ("float64", "HSDP"),
     ("float64", "pp 2"),
     ("float32", "dp_shard 4"),
 }
