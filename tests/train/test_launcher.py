@@ -361,7 +361,7 @@ SETTINGS = [
     *(["llama-tiny", f"train.optimizer={name}"] for name in BUILT_IN),
     *(["llama-tiny", f"float8.recipe={name}"] for name in ("current", "delayed", "torchao")),
     *(["llama-tiny", f"train.trackers={name}"] for name in SINKS),
-    ["hf-tiny", "model.lora.rank=4"],
+    ["hf-tiny", "lora.rank=4"],
 ]
 """Every family, optimizer, recipe of float8 and tracker, and adapters."""
 

@@ -192,3 +192,22 @@ class Shares(Experts):
             x, share = layer(x)
             shares = shares + share.detach()
         return self.head(self.norm(x)) + 0 * shares
+
+
+class SeldomLayer(nn.Module):
+    """A layer of which a part runs for some micro-batches only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.often, self.seldom = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream after the layer."""
+        x = x + self.often(x).tanh()
+        return x + self.seldom(x).tanh() if bool(x[0, 0, 0] > 0) else x
+
+
+class Seldom(Odd):
+    """A model of such layers, with a parameter that it never uses."""
+
+    layer = SeldomLayer
