@@ -120,7 +120,9 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, An
         "memory": {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(made)},
         "traffic": {**{str(one.purpose): one.sent.total() for one in traffic.entries}, "total": traffic.sent().total()},
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
-        "optimizer": [vars(group) for group in optimizer_groups(made, config.train if config is not None else None)],
+        "optimizer": [
+            group._asdict() for group in optimizer_groups(made, config.train if config is not None else None)
+        ],
         "plan": encode(made),
     }
 

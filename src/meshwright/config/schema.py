@@ -140,7 +140,7 @@ class TrainConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     momentum: float = Field(0.95, ge=0, lt=1, description="momentum of muon and sgd")
     weight_decay: float = Field(
-        0.1, ge=0, description="decoupled weight decay of matrices and embeddings, not of norms, biases and other vectors"
+        0.1, ge=0, description="decoupled weight decay of all parameters but vectors, such as norm weights"
     )
     parameter_groups: Names = Field(
         (),

@@ -11,6 +11,10 @@ import torch.nn.functional as F
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.data.loader import IGNORED_TARGET
+from meshwright.models.foreign.probe import probe
+from meshwright.models.foreign.roles import parameter_roles
+from meshwright.models.hf.origin import TransformersModel
+from meshwright.models.hf.source import Source
 from meshwright.testing.gang import GangPool
 from tests.helpers import open_data
 from tests.models.hf.folders import open_folder, write_model
@@ -19,7 +23,8 @@ from tests.models.hf.runs import hf_config, run, saved
 pytest.importorskip("transformers")
 
 ROLES = {
-    "mamba": {"A_log": "vector", "conv1d.weight": "vector", "x_proj.weight": "matrix", "embeddings.weight": "embedding"},
+    "mamba": {"A_log": "vector", "conv1d.weight": "vector", "x_proj.weight": "matrix", "embeddings.weight": "embedding"
+    },
     "jamba": {"A_log": "vector", "experts.gate_up_proj": "experts", "router.weight": "matrix"},
     "recurrent_gemma": {"input_gate_weight": "experts", "input_gate_bias": "vector", "conv_1d.weight": "vector"},
     "qwen3_next": {"conv1d.weight": "vector", "A_log": "vector", "in_proj_qkvz.weight": "matrix"},
@@ -28,15 +33,19 @@ ROLES = {
     "gpt_oss": {"gate_up_proj": "experts", "gate_up_proj_bias": "vector", "sinks": "vector"},
     "deepseek_v3": {"kv_b_proj.weight": "matrix", "down_proj": "experts", "lm_head.weight": "head"},
     "xlnet": {"r_w_bias": "vector", "rel_attn.q": "matrix"},
-}
+}  # fmt: skip
 """Roles by type and by the end of parameters' names."""
 
 
-@pytest.mark.parametrize("model", ROLES)
-def test_roles_of_types(model: str, tmp_path: Path) -> None:
-    found = {name: str(one.role) for name, one in model_facts(hf_config(model, cache=tmp_path)).named_parameters()}
-    for end, role in ROLES[model].items():
-        roles = {one for name, one in found.items() if name.endswith(end)}
+@pytest.mark.parametrize("model_type", ROLES)
+def test_roles_of_types(model_type: str) -> None:
+    origin = TransformersModel(Source(model_type))
+    with torch.device("cpu" if model_type == "xlnet" else "meta"):  # whose forward looks at values
+        model = origin.build()
+    found = probe(model, origin)
+    named = parameter_roles(model, origin, found, last=found.after)
+    for end, role in ROLES[model_type].items():
+        roles = {str(one) for name, one in named.items() if name.endswith(end)}
         assert role in roles and len(roles - {"matrix"}) <= 1, (end, roles)
 
 

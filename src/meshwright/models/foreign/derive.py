@@ -45,7 +45,6 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
     arrange(model, found.layers_path, sides.last, sides.every)
     styles, unfit = dict[str, Style](), ""
-    found.not_split = found.not_split or origin.not_split()
     if tp > 1:
         try:
             styles = first_that_fits(model, origin, found, tp)

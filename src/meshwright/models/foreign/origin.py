@@ -89,10 +89,6 @@ class Origin(ABC):
             ConfigError: something that is trained is not used.
         """
 
-    def not_split(self) -> str:
-        """Return a known reason why the layers can't be split over pp, or an empty string."""
-        return ""
-
     def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
         """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
         return ""

@@ -16,56 +16,40 @@ from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.foreign.origin import Origin
 from meshwright.nn.attention.token_layout import TokenLayout
 
-MIN_LENGTH, MAX_TRIED, MAX_TOKEN = 16, 128, 200
-"""Tokens of a sample that a model is tried with, at least and at most, and largest token."""
+MIN_LENGTH, MAX_TRIED = 16, 128
+"""Tokens of a sample that a model is tried with, at least and, if it isn't cheap, at most."""
 NOISE = 0.02
 """Added to parameters, of which some may start at zero and hide what they multiply."""
 TOLERANCE = 1e-9
 
 
-def why_not_packed(small: Origin, *, length: int, vocab_size: int = MAX_TOKEN) -> str:
-    """Return why a model's documents see each other when they are packed; an empty string if they don't.
-
-    Args:
-        small: a model that is tried out with values.
-        length: tokens of a sample, by which it passes the limits that it has.
-        vocab_size: number of its tokens.
-    """
-    length = max(length, MIN_LENGTH)
-    third = length // 3
-    # Documents below and above the limits, and some that begin anywhere between multiples of them.
-    layout = TokenLayout(length, documents=((3, length - 8, 5), (third, third + 1, length - 2 * third - 1)))
+def why_not_packed(small: Origin, *, length: int) -> str:
+    """Return why documents see each other in samples of a length, or an empty string if they don't."""
+    length, third = max(length, MIN_LENGTH), max(length, MIN_LENGTH) // 3
+    # Documents below and above the model's limits, and some that begin anywhere between multiples of them.
+    documents = (3, length - 8, 5), (third, third + 1, length - 2 * third - 1)
     try:
-        model, ids = _model(small), _tokens(2, length, vocab_size)
-        packed = _logits(small, model, ids, layout)
-        for number, lengths in enumerate(layout.documents or ()):
-            parts = zip(ids[number].split(lengths), packed[number].split(lengths), strict=True)
-            if any(_differ(_logits(small, model, part[None]), found) for part, found in parts):
-                return "a document's logits depend on the documents packed beside it"
+        model, ids = _model(small), _tokens(length)
+        packed = _logits(small, model, ids, TokenLayout(length, documents=documents))
+        pieces = ((x.split(lengths), y.split(lengths)) for x, y, lengths in zip(ids, packed, documents, strict=True))
+        is_apart = all(_is_alone(small, model, *one) for pair in pieces for one in zip(*pair, strict=True))
     except Exception as error:  # a forward that takes no positions, or no restarting ones
         return f"its forward takes no positions that restart ({type(error).__name__})"
-    return ""
+    return "" if is_apart else "a document's logits depend on the documents packed beside it"
 
 
-def check_samples(origin: Origin, small: Origin, *, length: int, vocab_size: int = MAX_TOKEN) -> None:
-    """Check that a sample's logits don't depend on the other samples of its batch; what can't be tried passes.
-
-    Args:
-        origin: the model, for errors.
-        small: one like it that is tried out with values.
-        length: tokens of a sample that it takes.
-        vocab_size: number of its tokens.
+def check_samples(origin: Origin, small: Origin, *, length: int) -> None:
+    """Check that a sample's logits don't depend on the others of its batch; what can't be tried passes.
 
     Raises:
         ConfigError: they do.
     """
     try:
-        model, ids = _model(small), _tokens(2, length, vocab_size)
-        together = _logits(small, model, ids)
-        mixed = [_differ(_logits(small, model, one[None]), found) for one, found in zip(ids, together, strict=True)]
+        model, ids = _model(small), _tokens(length)
+        is_apart = all(_is_alone(small, model, *one) for one in zip(ids, _logits(small, model, ids), strict=True))
     except Exception:  # such as no kernel for float64
         return
-    if any(mixed):
+    if not is_apart:
         what = f"the logits of a sample depend on the other samples of its batch in {type(model).__name__}"
         rule = "a layout and train.num_microbatches divide a batch, and don't change what is learned"
         raise origin.error(what, rule, origin.fix_samples)
@@ -81,9 +65,8 @@ def _model(origin: Origin) -> nn.Module:
     return model
 
 
-def _tokens(num_samples: int, length: int, vocab_size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, min(vocab_size, MAX_TOKEN), (num_samples, length), generator=generator)
+def _tokens(length: int) -> Tensor:
+    return torch.randint(3, 32, (2, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
@@ -92,6 +75,7 @@ def _logits(origin: Origin, model: nn.Module, ids_bt: Tensor, layout: TokenLayou
         return origin.call(model, ids_bt, layout)
 
 
-def _differ(alone: Tensor, together: Tensor) -> bool:
-    limit = TOLERANCE * max(1.0, float(alone.abs().max()))
-    return not float((alone[0] - together).abs().max()) <= limit
+def _is_alone(origin: Origin, model: nn.Module, ids_t: Tensor, found: Tensor) -> bool:
+    """Return whether tokens alone have the logits that were found."""
+    alone = _logits(origin, model, ids_t[None])[0]
+    return float((alone - found).abs().max()) <= TOLERANCE * max(1.0, float(alone.abs().max()))

@@ -5,6 +5,7 @@ Shapes: b batch, t time, v vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from meshwright.models.hf import private
 from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.known_faults import NOT_SPLIT, PLAN_UNFIT
+from meshwright.models.hf.known_faults import PLAN_UNFIT
 from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter_styles
 from meshwright.models.hf.lora_names import is_adapter
 from meshwright.models.hf.source import KEY, Source
@@ -103,23 +104,19 @@ class TransformersModel(Origin):
     def _check_loss(self, model: nn.Module, time: int) -> None:
         """Check that the model's own forward adds nothing to the loss, as those of mixtures can: it is not trained."""
         config = self.config
-        weights, ids = private.loss_weights(config), torch.zeros((2, time), dtype=torch.long)
+        weights = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', config.to_json_string(use_diff=False))
+        name, weight = next(((name, weight) for name, weight in weights if float(weight)), ("", ""))
         wanted = bool(getattr(config.get_text_config(), "output_router_logits", False))
-        if not weights:
-            return
         try:
-            adds = private.adds_to_loss(model, ids.to(next(model.parameters()).device))
+            ids = torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device)
+            adds = bool(name) and private.adds_to_loss(model, ids)
         except Exception:  # such as an operator without a kernel for the meta device
             adds = wanted
         if adds:
-            name, value = next(iter(weights.items()))
-            field = "output_router_logits" if wanted else name
-            raise self.error(
-                f"the forward of {type(model).__name__} adds a loss with {name} = {value:g} to that of the next token"
-                + ", since output_router_logits = true" * wanted,
-                "only the loss of the next token is trained: a loss over all tokens of a batch depends on its division",
-                f'"{field}": {"false" if wanted else 0} in {self.source.folder or self.source.model_type}/config.json',
-            )
+            what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
+            rule = "only the loss of the next token is trained: one over all tokens of a batch depends on its division"
+            setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
+            raise self.error(what, rule, f"{setting} in {self.source.folder or self.source.model_type}/config.json")
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
         """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""
@@ -134,10 +131,6 @@ class TransformersModel(Origin):
         if plan:
             yield tp_styles(model, plan, config)
         yield from feed_forwards(model, width, private.transposed_linear())
-
-    def not_split(self) -> str:
-        """Return the reason that the catalogue has shown."""
-        return NOT_SPLIT.get(self.config.model_type, "")
 
     def not_packed(self, model: nn.Module, seq_len: int) -> str:
         """Return why documents see each other in this model, built small."""
@@ -155,8 +148,8 @@ class TransformersModel(Origin):
         try:
             with private.quiet():
                 small = shrunken_config(self.config, seq_len=seq_len, longest=longest)
-            fields = small.to_json_string(use_diff=False)
-            made = TransformersModel(Source(small.model_type, fields=fields), self.attention)
+            source = Source(small.model_type, fields=small.to_json_string(use_diff=False))
+            made = TransformersModel(source, self.attention)
             made.build()
         except Exception:  # whatever their classes raise
             return None

@@ -6,7 +6,6 @@ transformers is optional, and a plan needs neither.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import warnings
@@ -51,21 +50,6 @@ def text_config_class(config: type[Any]) -> type[Any]:
     if "text_config" not in config.sub_configs:
         return config
     return type(config().text_config)
-
-
-def is_general(name: str) -> bool:
-    """Return whether a field is one that all configurations have, which says nothing of the model."""
-    from transformers import PreTrainedConfig
-
-    return name in {field.name for field in dataclasses.fields(PreTrainedConfig)}
-
-
-def rotary_width(config: Any) -> int:
-    """Return the width of a head that rotary embeddings are computed for, as `modeling_rope_utils` does."""
-    for name in ("qk_rope_head_dim", "head_dim"):
-        if isinstance(width := getattr(config, name, None), int):
-            return width
-    return int(config.hidden_size // config.num_attention_heads)
 
 
 def read_config(folder: str) -> Any:
@@ -236,12 +220,7 @@ def logits(out: Any) -> Any:
 
 
 def adds_to_loss(model: Any, ids: Any) -> bool:
-    """Return whether a model's own forward adds something to the loss of its labels, such as that of a router.
-
-    Args:
-        model: a causal language model, on the meta device or with values.
-        ids: token ids.
-    """
+    """Return whether a model's own forward adds something to the loss of its labels, such as that of a router."""
     import torch
 
     losses: list[torch.Tensor] = []
@@ -257,18 +236,6 @@ def adds_to_loss(model: Any, ids: Any) -> bool:
     finally:
         del model._loss_function
     return bool(losses) and (out.loss is not losses[-1] or losses[-1]._version > 0)
-
-
-def loss_weights(config: Any) -> dict[str, float]:
-    """Return the weights of losses that a configuration has, by field, without those of zero."""
-    text = config.get_text_config()
-    parts = [vars(text), *(vars(part) for part in vars(text).values() if hasattr(part, "to_dict"))]
-    return {
-        name: value
-        for part in parts
-        for name, value in part.items()
-        if "loss" in name and isinstance(value, int | float) and value
-    }
 
 
 @cache

@@ -106,12 +106,11 @@ def shrunken_config(config: Any, *, seq_len: int, longest: int) -> Any:
             fields[name] = shrunken(value) if isinstance(value, int) else value
         elif name in ALTERNATING_LISTS and isinstance(value, list):
             fields[name] = _in_turn(value)
-        elif isinstance(value, bool | float | str) and not is_size and not private.is_general(name):
+        elif isinstance(value, bool | float | str) and not is_size:
             fields[name] = value
     if isinstance(rope := values.get("rope_parameters"), dict):
-        tiny = _with_fields(config.model_type, fields).get_text_config()
-        ratio = private.rotary_width(tiny) / private.rotary_width(text)
-        fields["rope_parameters"] = _shrunken_rope(rope, shrunken, ratio)
+        tiny = _values(_with_fields(config.model_type, fields).get_text_config())
+        fields["rope_parameters"] = _shrunken_rope(rope, shrunken, _rotary_width(tiny) / _rotary_width(values))
     return _with_fields(config.model_type, fields)
 
 
@@ -130,6 +129,11 @@ def _shrunken_rope(rope: Mapping[str, Any], shrunken: Callable[[int], int], rati
             rest = [max(1, round(size * ratio)) for size in value[1:]]
             found[name] = [round(sum(value) * ratio) - sum(rest), *rest]
     return found
+
+
+def _rotary_width(values: Mapping[str, Any]) -> int:
+    width = values.get("qk_rope_head_dim") or values.get("head_dim")
+    return int(width or values["hidden_size"] // values["num_attention_heads"])
 
 
 def limits_of(config: Any) -> list[int]:

@@ -15,20 +15,6 @@ VOCAB_SIZE = 256
 MAX_POSITIONS = 128
 WINDOW = 8
 
-_POSITIONS = (
-    "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length max_target_positions "
-    "max_source_positions"
-)
-_WINDOWS = (
-    "sliding_window sliding_window_size attention_window_size window_size local_attention attention_chunk_size "
-    "keep_window_size"
-)
-LIMITS = tuple(
-    f"{_POSITIONS} {_WINDOWS} original_max_position_embeddings index_topk floor_scale log_scaling_n_floor rel_extent "
-    "local_attention_window_len relative_max_distance mem_len".split()
-)
-"""Numbers of tokens past which a model may treat a token otherwise."""
-
 _NAMES: tuple[tuple[Any, str], ...] = (
     (NUM_LAYERS, "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers"),
     (NUM_LAYERS, "num_decoder_layers num_encoder_layers"),
@@ -36,7 +22,8 @@ _NAMES: tuple[tuple[Any, str], ...] = (
     (WIDTH, "output_embedding_size word_embed_proj_dim lru_width pronunciation_embed_dim"),
     (WIDTH, "shape_embed_dim"),
     (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input decoder_vocab_size"),
-    (MAX_POSITIONS, _POSITIONS),
+    (MAX_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+    (MAX_POSITIONS, "max_target_positions max_source_positions"),
     # Attention.
     (4, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads encoder_attention_heads"),
     (4, "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads"),
@@ -46,7 +33,8 @@ _NAMES: tuple[tuple[Any, str], ...] = (
     (8, "qk_rope_head_dim rotary_dim"),
     (32, "q_lora_rank o_lora_rank"),
     (16, "kv_lora_rank"),
-    (WINDOW, _WINDOWS),
+    (WINDOW, "sliding_window sliding_window_size attention_window_size window_size local_attention"),
+    (WINDOW, "attention_chunk_size keep_window_size"),
     (True, "use_sliding_window"),
     (16, "query_pre_attn_scalar"),
     (4, "index_n_heads"),
@@ -85,6 +73,32 @@ _NAMES: tuple[tuple[Any, str], ...] = (
 
 SIZES: Mapping[str, Any] = {name: value for value, names in _NAMES for name in names.split()}
 """The small value of every name."""
+
+LIMITS = [
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "model_max_length",
+    "context_length",
+    "max_target_positions",
+    "original_max_position_embeddings",
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+    "attention_chunk_size",
+    "keep_window_size",
+    "index_topk",
+    "floor_scale",
+    "log_scaling_n_floor",
+    "rel_extent",
+    "local_attention_window_len",
+    "relative_max_distance",
+    "mem_len",
+]
+"""Numbers of tokens past which a model may treat a token otherwise."""
 
 PER_LAYER = ("intermediate_size",)
 """Sizes that some types give as a list, one per layer."""

@@ -43,8 +43,6 @@ from meshwright.settings.import_object import import_object
 BUILDER = "model.builder"
 RULE = "model.builder is package.module:name of a function or class that returns a torch.nn.Module"
 POSITIONS = "position_ids"
-MAX_COST = 10**9
-"""Parameters times tokens of samples that a module is tried with, at most; scores of pairs count as 1,000 each."""
 STYLES = {
     "column": COLUMN,
     "row": ROW,
@@ -94,7 +92,7 @@ class OwnModule(Origin):
         is not used once may be used later."""
         check_side_effects(model, self, found.time)
         if _num_elements(model) <= MAX_ON_CPU:
-            check_samples(self, self, length=found.time, vocab_size=found.vocab_size)
+            check_samples(self, self, length=found.time)
         if not next(model.parameters()).is_meta:
             found.unused.clear()
 
@@ -160,7 +158,7 @@ class OwnModule(Origin):
         if POSITIONS not in inspect.signature(type(model).forward).parameters:
             return f"the forward of {type(model).__name__} takes no {POSITIONS}, which tell documents apart"
         size = _num_elements(model)
-        length = seq_len if seq_len * max(size, 1000 * seq_len) <= MAX_COST else min(seq_len, MAX_TRIED)
+        length = min(seq_len, 1024 if size < 10**6 else MAX_TRIED)
         return "" if size > MAX_ON_CPU else why_not_packed(self, length=length)
 
 
