@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -53,19 +53,22 @@ def redistribute(
 
 
 def _check_types(x: DTensor, placements: Sequence[Placement], mesh: DeviceMesh | None) -> None:
-    """Check arguments that are almost right: one placement instead of a list, its name, a plain tensor, a mesh."""
-    what = ""
+    """Check arguments that are almost right: one placement, a mesh, or names instead of placements, a plain tensor."""
+    what = fix = ""
     if not isinstance(x, DTensor):
         what, fix = f"x is a {type(x).__name__}", "DTensor.from_local(x, mesh, placements), or distribute_tensor"
     elif isinstance(placements, Placement):
         what, fix = f"placements is {placements}, not a list", f"redistribute(x, [{placements!r}])"
     elif isinstance(placements, DeviceMesh):
         what, fix = "placements is a mesh", "redistribute(x, placements, mesh=mesh)"
+    elif not isinstance(placements, Iterable):
+        what, fix = f"placements is a {type(placements).__name__}", _PLACEMENTS
     elif wrong := [one for one in placements if not isinstance(one, Placement)]:
-        what, fix = f"{wrong[0]!r} is not a placement", "Shard(dim), Replicate() or Partial() for each mesh axis"
+        what, fix = f"{wrong[0]!r} is not a placement", _PLACEMENTS
     elif mesh is not None and not isinstance(mesh, DeviceMesh):
         what, fix = f"mesh is a {type(mesh).__name__}", "a DeviceMesh, or None for the mesh of x"
     if what:
-        raise LayoutError(
-            what, where="redistribute", rule="redistribute(x: DTensor, placements: list of a placement per axis)", fix=fix
-        )
+        raise LayoutError(what, where="redistribute", rule="redistribute(x: DTensor, placements: one per axis)", fix=fix)
+
+
+_PLACEMENTS = "Shard(dim), Replicate() or Partial() for each mesh axis"
