@@ -188,7 +188,8 @@ def test_a_mapping_that_does_not_fit_names_the_units(gang):
         )  # fmt: skip
         assert wheres[0] == "meshwright.comm.compress, gradients" and wheres[2].endswith("weights")
         assert all(rule.endswith("FSDP2 module of the model: '', '1'") for rule in rules)
-        assert fixes[0] == "gradients={'': 'exact', '1': 'loco4'}" and fixes[1] == "gradients={'': 'loco4', '1': 'loco4'}"
+        assert fixes[0] == "gradients={'': 'exact', '1': 'loco4'}"
+        assert fixes[1] == "gradients={'': 'loco4', '1': 'loco4'}"
 
 
 def without_rank_1(rank, world_size):

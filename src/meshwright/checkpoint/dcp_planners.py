@@ -200,10 +200,8 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         problem = "is on the meta device and has no values"
     elif tensor.layout != torch.strided:
         problem = f"has layout {tensor.layout}"
-    elif is_lazy(tensor):
-        problem = "is not initialised"
-    elif _has_no_memory(tensor):
-        problem = f"is a {type(tensor).__name__}, which keeps its values in other tensors"
+    elif is_lazy(tensor) or _has_no_memory(tensor):
+        problem = f"is a {type(tensor).__name__} without memory of its own"
     elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         problem = f"is partial: its placements are {tensor.placements}"
     if problem:

@@ -75,12 +75,9 @@ def await_ranks(name: str) -> None:
         store.wait(list(keys.values()), store.timeout)
     except RuntimeError as error:
         missing = [peer for peer, key in keys.items() if not store.check([key])]
-        raise CollectiveError(
-            f"{format_ranks(missing)} did not call {name} within {store.timeout.total_seconds():.0f} s",
-            where=f"rank {me}, call {number} of {name}",
-            rule="all ranks call it, the same number of times",
-            fix="call it on every rank, before the first forward",
-        ) from error
+        what = f"{format_ranks(missing)} did not call {name} within {store.timeout.total_seconds():.0f} s"
+        rule, fix = "all ranks call it, the same number of times", "call it on every rank, before the first forward"
+        raise CollectiveError(what, where=f"rank {me}, call {number}", rule=rule, fix=fix) from error
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
