@@ -161,7 +161,7 @@ def save_shard_like_name(rank, world_size, root):
 def save_different_replicas(rank, world_size, root):
     """Save replicas that are equal, and replicas of which one bit differs, or the order; returns the warnings."""
     mesh = init_device_mesh("cpu", (world_size,))
-    same = {"a": torch.arange(5.0), "b": torch.full((3, 4), float("nan"))}
+    same = {"a": torch.arange(5.0), "b": torch.full((3, 4), float("nan")), "none": torch.zeros(0, 3)}
     other = {"a": torch.arange(5.0), "b": torch.zeros(3, 4), "c": torch.tensor([1, 2]), "d": torch.ones(3)}
     if rank == 1:
         other |= {"b": -torch.zeros(3, 4), "c": torch.tensor([2, 1]), "d": torch.tensor([1, 1, 1 + 2**-20])}

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from meshwright.errors import ScheduleError
 from meshwright.pipeline import Schedule, generate
 from meshwright.pipeline.generate import ScheduleKind
 from tests.helpers import meshwright, shown_error
@@ -110,7 +111,10 @@ def test_the_docs_show_what_the_command_prints(draws, tmp_path):
     assert (tmp_path / "mine.csv").read_text() == by_hand
     (tmp_path / "mine.csv").write_text(table)
     draws(*use.split()[3:])
-    assert "'0K1'" in error
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.from_csv(table.replace("0F0,0F1", "0F0,0f 1"), where="mine.csv")
+    shown = [line.split(maxsplit=1)[1] for line in error.splitlines()]
+    assert shown == [caught.value.what, caught.value.where, caught.value.rule, caught.value.fix]
 
 
 def test_no_torch_and_no_matplotlib_for_text(no_torch, tmp_path):

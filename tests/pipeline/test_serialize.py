@@ -58,7 +58,7 @@ def test_blanks_comments_and_what_torch_reduces_mean_nothing():
         ("0F0,0G0\n", "x.csv, line 1, column 5", "'0G0' is not an action", "such as 2F3"),
         ("0F0,0B0\n# a comment\n1F0,  1b0\n", "x.csv, line 3, column 7", "'1b0' is not an action", "1B0"),
         ("0F0,F\n", "x.csv, line 1, column 5", "'F' is not an action", "such as 2F3"),
-        ("0F\n", "x.csv, line 1, column 1", "'0F' is not an action", "0F and its micro-batch, such as 0F3"),
+        ("0F\n", "x.csv, line 1, column 1", "'0F' is not an action", "0F with its micro-batch, such as 2F3"),
         ("0F0 0B0\n", "x.csv, line 1, column 1", "'0F0 0B0' is not an action", "0F0,0B0"),
         ("0F0@3\n", "x.csv, line 1, column 1", "'0F0@3' is not an action", "0F0"),
         ("0F0,0F1+0X0\n", "x.csv, line 1, column 5", "'0F1+0X0' is not an action", "such as 2F3"),

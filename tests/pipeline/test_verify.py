@@ -143,7 +143,7 @@ REPEATS = {
     "a W beside B": lambda edit, f, m: edit.insert(f"{f}W{m}", after=f"{f}B{m}"),
     "an I before B": lambda edit, f, m: edit.insert(f"{f}I{m}", after=f"{f}F{m}"),
     "an I after B": lambda edit, f, m: edit.insert(f"{f}I{m}", after=f"{f}B{m}"),
-    "I and W beside B": lambda edit, f, m: edit.insert(f"{f}W{m}", after=f"{f}B{m}").insert(f"{f}I{m}", after=f"{f}B{m}"),
+    "I and W beside B": lambda edit, f, m: edit.insert(f"{f}W{m}", after=(b := f"{f}B{m}")).insert(f"{f}I{m}", after=b),
     "no B": lambda edit, f, m: edit.drop(f"{f}B{m}"),
     "I instead of B": lambda edit, f, m: edit.put(f"{f}B{m}", f"{f}I{m}"),
     "W instead of B": lambda edit, f, m: edit.put(f"{f}B{m}", f"{f}W{m}"),

@@ -23,6 +23,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ def lock(root: Path) -> int:
         except OSError:
             return fd
         if (root / LOCK).exists() and os.path.samestat(os.stat(root / LOCK), os.fstat(fd)):
-            os.truncate(fd, 0)
-            os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            with suppress(OSError):  # a full disk is reported with what it has no room for
+                os.truncate(fd, 0)
+                os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
             return fd
         os.close(fd)  # its owner removed it in the meantime
 

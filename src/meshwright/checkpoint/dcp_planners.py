@@ -200,10 +200,8 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         problem = "is on the meta device and has no values"
     elif tensor.layout != torch.strided:
         problem = f"has layout {tensor.layout}"
-    elif is_lazy(tensor):
-        problem = "is not initialised"
-    elif _has_no_memory(tensor):
-        problem = f"is a {type(tensor).__name__}, which keeps its values in other tensors"
+    elif is_lazy(tensor) or _has_no_memory(tensor):
+        problem = f"is a {type(tensor).__name__} without memory of its own"
     elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         problem = f"is partial: its placements are {tensor.placements}"
     if problem:
@@ -222,7 +220,7 @@ def _has_no_memory(tensor: Tensor) -> bool:
 def _checksum(value: Any) -> int:
     """Return a number that depends on each bit and its place, computed on the tensor's device."""
     words = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(_WORDS[value.dtype.itemsize])
-    weights = torch.arange(1, 2 * min(len(words), _CHUNK), 2, device=words.device)  # odd: no bit is multiplied away
+    weights = torch.arange(min(len(words), _CHUNK), device=words.device) * 2 + 1  # odd: no bit is multiplied away
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
         total = total * 31 + (chunk * weights[: len(chunk)]).sum()

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from meshwright.checkpoint.durable_files import DurableFile, FileEntry
 from meshwright.errors import CheckpointError
-from meshwright.units import format_bytes
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,8 +44,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 METADATA = "__metadata__"
 """Name in the header that is no tensor's."""
-MAX_HEADER_BYTES = 100_000_000
-"""Size of a header that readers accept."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -86,12 +83,8 @@ def check_name(name: str) -> None:
     Raises:
         CheckpointError: it can't.
     """
-    if not isinstance(name, str):
-        raise _name_error(repr(name), f"is a {type(name).__name__}")
-    if name == METADATA:
-        raise _name_error(name, "is where the format keeps what is not a tensor")
-    if any("\ud800" <= one <= "\udfff" for one in name):
-        raise _name_error(repr(name), "holds half of a surrogate pair, which UTF-8 can't encode")
+    if not isinstance(name, str) or name == METADATA or any("\ud800" <= one <= "\udfff" for one in name):
+        raise _name_error(repr(name), "is not text, is the format's own, or can't be encoded as UTF-8")
 
 
 def _name_error(name: str, what: str) -> CheckpointError:
@@ -170,9 +163,6 @@ def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str] | None
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        longest = max((tensor.key for tensor in tensors), key=len)
-        raise _name_error(f"{longest[:40]}…", f"and others make a header of {format_bytes(len(text))}, of at most 100 MB")
     return len(text).to_bytes(8, "little") + text
 
 

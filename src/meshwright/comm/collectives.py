@@ -6,6 +6,7 @@ Without an initialised process group, each behaves as if the world size were 1, 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
@@ -68,19 +69,17 @@ def await_ranks(name: str) -> None:
     if group is None or dist.get_backend() == "fake":
         return
     store, me = group.get_group_store(), rank()
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
     number = store.add(f"{name}, calls of {me}", 1)
     keys = {peer: f"{name}, call {number} of {peer}" for peer in range(world_size())}
     store.set(keys[me], "")
     try:
-        store.wait(list(keys.values()), store.timeout)
+        store.wait(list(keys.values()), timeout)
     except RuntimeError as error:
         missing = [peer for peer, key in keys.items() if not store.check([key])]
-        raise CollectiveError(
-            f"{format_ranks(missing)} did not call {name} within {store.timeout.total_seconds():.0f} s",
-            where=f"rank {me}, call {number} of {name}",
-            rule="all ranks call it, the same number of times",
-            fix="call it on every rank, before the first forward",
-        ) from error
+        what = f"{format_ranks(missing)} did not call {name} within {timeout.total_seconds():.0f} s"
+        rule, fix = "all ranks call it, the same number of times", "call it on every rank, before the first forward"
+        raise CollectiveError(what, where=f"rank {me}, call {number}", rule=rule, fix=fix) from error
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:

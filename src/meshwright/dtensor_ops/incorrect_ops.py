@@ -29,7 +29,7 @@ def is_incorrect(call: OpCall) -> bool:
 
 
 def _reduces_all_dims(call: OpCall) -> bool:
-    """Check for an empty list of dims, as in the backward of a norm: ATen reduces over all of them, DTensor over none."""
+    """Check for an empty list of dims, as in the backward of a norm: ATen reduces over all dims, DTensor over none."""
     if not has_empty_list(call.args):
         return False
     arguments = zip(schema_of(call.operator).arguments, call.args, strict=False)

@@ -149,9 +149,9 @@ def _parse_single(text: str, cell: str) -> Action:
     if match is None or kind is None:
         raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=_suggestion(cell))
     if (match[3] is None) is not (kind in STAGE_LEVEL) or (match[4] is not None and kind not in RECVS):
-        is_complete = kind in STAGE_LEVEL or match[3] is not None
         right = f"{match[1]}{match[2]}{'' if kind in STAGE_LEVEL else match[3]}"
-        fix = cell.replace(text, right) if is_complete else f"{text.strip()} and its micro-batch, such as {text.strip()}3"
+        needs_microbatch = match[3] is None and kind not in STAGE_LEVEL
+        fix = f"{cell} with its micro-batch, such as 2F3" if needs_microbatch else cell.replace(text, right)
         raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=fix)
     microbatch = NO_MICROBATCH if match[3] is None else int(match[3])
     return Action(kind, int(match[1]), microbatch, None if match[4] is None else int(match[4]))

@@ -202,11 +202,13 @@ def test_what_the_loss_does_not_reach_has_no_gradient(kind, returns, backend):
     sides = ((layer, inputs), (eager, others))
     stores = [defer_weight_gradients(one) for one, _ in sides]
     options = {"stores": {0: stores[0]}} if kind == "zb-h1" else {}
-    run = runner_of([layer], [tuple(zeros(2, 4) for _ in range(4))], kind, backend, returns_gradients=returns, **options)
+    samples = [tuple(zeros(2, 4) for _ in range(4))]
+    run = runner_of([layer], samples, kind, backend, returns_gradients=returns, **options)
     optimizers = [torch.optim.AdamW([*m.parameters(), *i], lr=0.1, weight_decay=1.0) for m, i in sides]
     for step, uses in enumerate([((0,), (0,), (0,)), ((1,), (1,), (1,)), ((0, 1), (1,), (0,)), ((0,), (0, 1), (1,))]):
         for m, used in enumerate(uses):
-            for store, values, call in zip(stores, (inputs, others), (lambda *x, m=m: run(0, m, *x), eager), strict=True):
+            calls = (lambda *x, m=m: run(0, m, *x), eager)
+            for store, values, call in zip(stores, (inputs, others), calls, strict=True):
                 store.defers = kind == "zb-h1"
                 results = call(*(value * (m + step) for value in values))
                 sum(results[at].square().sum() for at in used).backward()
@@ -355,7 +357,7 @@ CALLS = 0
 
 class CountingElsewhere(Replacing):
     def forward(self, x):
-        global CALLS
+        global CALLS  # noqa: PLW0603 (what is tested)
         CALLS += 1
         return x * self.weight * CALLS
 

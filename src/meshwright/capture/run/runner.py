@@ -268,8 +268,9 @@ class Runner:
         wanted = [at for at, static in enumerate(bound.input_gradients) if static is not None]
         # Whoever computed the input of a later layer is told that it has got a gradient, if only of zeros.
         found = {0} if one.number or one.stage else set()
-        weights = set()
-        given = [pair for pair in zip(bound.output_gradients, gradients, strict=True) if pair[0] is not None]
+        weights: set[int] = set()
+        pairs = zip(bound.output_gradients, gradients, strict=True)
+        given = [(static, value) for static, value in pairs if static is not None]
         for (static, value), positions in zip(given, graphs.reaches, strict=True):
             if value is None:
                 static.hold().zero_()

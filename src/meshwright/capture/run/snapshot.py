@@ -66,7 +66,7 @@ def host_state(module: nn.Module) -> Any:
     """
     found: dict[str, Any] = {
         "Python's random numbers": hash(random.getstate()),
-        "NumPy's random numbers": repr(np.random.get_state()[2:]),
+        "NumPy's random numbers": repr(list(np.random.get_state())[2:]),
     }
     for name, one in module.named_modules():
         forward = inspect.unwrap(type(one).forward)

@@ -53,19 +53,14 @@ def redistribute(
 
 
 def _check_types(x: DTensor, placements: Sequence[Placement], mesh: DeviceMesh | None) -> None:
-    """Check arguments that are almost right: one placement instead of a list, its name, a plain tensor, a mesh."""
-    what = ""
-    if not isinstance(x, DTensor):
-        what, fix = f"x is a {type(x).__name__}", "DTensor.from_local(x, mesh, placements), or distribute_tensor"
-    elif isinstance(placements, Placement):
-        what, fix = f"placements is {placements}, not a list", f"redistribute(x, [{placements!r}])"
-    elif isinstance(placements, DeviceMesh):
-        what, fix = "placements is a mesh", "redistribute(x, placements, mesh=mesh)"
-    elif wrong := [one for one in placements if not isinstance(one, Placement)]:
-        what, fix = f"{wrong[0]!r} is not a placement", "Shard(dim), Replicate() or Partial() for each mesh axis"
-    elif mesh is not None and not isinstance(mesh, DeviceMesh):
-        what, fix = f"mesh is a {type(mesh).__name__}", "a DeviceMesh, or None for the mesh of x"
-    if what:
-        raise LayoutError(
-            what, where="redistribute", rule="redistribute(x: DTensor, placements: list of a placement per axis)", fix=fix
-        )
+    """Check arguments that are almost right: one placement, names or a mesh instead of placements, a plain tensor."""
+    is_list = isinstance(placements, Sequence) and all(isinstance(one, Placement) for one in placements)
+    if isinstance(x, DTensor) and is_list and isinstance(mesh, DeviceMesh | None):
+        return
+    fix = f"redistribute(x, [{placements!r}])" if isinstance(placements, Placement) else "redistribute(x, [Shard(0)])"
+    raise LayoutError(
+        f"x is a {type(x).__name__}, placements is {placements!r}, mesh is a {type(mesh).__name__}",
+        where="redistribute",
+        rule="x is a DTensor, placements a list of Shard(dim), Replicate() or Partial(), mesh a DeviceMesh or None",
+        fix=fix if isinstance(x, DTensor) else f"x = DTensor.from_local(x, mesh, placements), then {fix}",
+    )
