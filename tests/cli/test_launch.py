@@ -213,7 +213,7 @@ def test_a_file_is_written_and_said_how_to_submit(here, tmp_path, target, comman
     ],
 )
 def test_fixes_of_a_wrong_size_work(here, tmp_path, preset, words, size):
-    target = TARGETS[size[0] % len(TARGETS)]
+    target = list(TARGETS)[size[0] % len(TARGETS)]
     nodes, gpus = size
     more = [*TARGETS[target], "-o", tmp_path / "script"]
     done = here("launch", target, preset, *words, "--nodes", nodes, "--gpus-per-node", gpus, *more)
