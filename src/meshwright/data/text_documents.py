@@ -8,6 +8,7 @@ does not reassign others.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import glob
 import hashlib
@@ -15,12 +16,15 @@ import os
 import shlex
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
+from meshwright.data.compressed_files import DAMAGE, contents_name, open_contents, suffix_of_compression
 from meshwright.errors import DataError
 
 STDLIB = "stdlib"
@@ -35,6 +39,10 @@ TEXT_SUFFIXES = frozenset(
 OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"
 HOLD_OUT_DIVISOR = 10
 """One in how many is held out for validation."""
+BOM = "\ufeff"
+"""Byte order mark, which is no part of a text that starts with it."""
+_OTHER_UNICODE = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16",
+                  codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -82,11 +90,46 @@ def list_documents(source: str) -> list[Document]:
 
 
 def find_files(source: str) -> tuple[Path, list[str]]:
-    """Return the root of a glob (`**` and `~` are expanded), to which names are relative, and its files, unordered."""
+    """Return the root of a glob (`**` and `~` are expanded), to which names are relative, and its files, unordered.
+
+    A file that several links or nested `**` lead to is listed once, by its own path if that matches.
+
+    Raises:
+        DataError: a link leads nowhere, or to a folder that it is in.
+    """
     pattern = os.path.expanduser(source)
-    # An existing path is taken literally: it may contain brackets. Nested `**` can match a file twice.
-    matches = {pattern} if os.path.isfile(pattern) else set(glob.glob(pattern, recursive=True))
-    return _fixed_root(pattern), [path for path in matches if os.path.isfile(path)]
+    root = _fixed_root(pattern)
+    # An existing path is taken literally: it may contain brackets.
+    matches = [pattern] if os.path.isfile(pattern) else glob.iglob(pattern, recursive=True)
+    return root, _without_repeats(matches, root, source)
+
+
+def _without_repeats(paths: Iterable[str], root: Path, source: str) -> list[str]:
+    """Return the files among paths, one path for each: one without links below the root, else the first by name."""
+    folders: dict[str, tuple[bool, tuple[str, ...]]] = {}
+    found: dict[str, tuple[bool, str]] = {}
+
+    def folder_of(path: str) -> tuple[bool, tuple[str, ...]]:
+        """Return whether links lead to a file's folder, and the real paths of the folders from the root to it."""
+        folder = os.path.dirname(path)
+        if folder not in folders:
+            is_root = Path(folder) == root or folder == os.path.dirname(folder)
+            is_linked, above = (False, ()) if is_root else folder_of(folder)
+            real, is_link = os.path.realpath(folder), not is_root and os.path.islink(folder)
+            if is_link and real in above:
+                raise _bad_link(folder, source, "a folder that it is in")
+            folders[folder] = is_linked or is_link, (*above, real)
+        return folders[folder]
+
+    for path in paths:
+        is_linked, above = folder_of(path)
+        is_link = os.path.islink(path)
+        if is_link and not os.path.exists(path):
+            raise _bad_link(path, source, "no file")
+        if os.path.isfile(path):
+            file = os.path.realpath(path) if is_link else os.path.join(above[-1], os.path.basename(path))
+            found[file] = min((is_linked or is_link, path), found.get(file, (True, "\U0010ffff")))
+    return [path for _, path in found.values()]
 
 
 def split(documents: list[Document]) -> tuple[list[TextSlice], list[TextSlice]]:
@@ -108,16 +151,56 @@ def read(document_slice: TextSlice, *, source: str) -> str | None:
         data = Path(document_slice.document.path).read_bytes()
     except OSError as error:
         raise unreadable_file(document_slice.document.path, source, error) from None
+    check_encoding(data, document_slice.document.path)
     if b"\0" in data:
         return None
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8").removeprefix(BOM)
     except UnicodeDecodeError:
         return None
     end = len(text) - len(text) // HOLD_OUT_DIVISOR
     if document_slice.extent is Extent.HEAD:
         return text[:end]
     return text[end:] if document_slice.extent is Extent.TAIL else text
+
+
+@contextmanager
+def opened(path: str, source: str) -> Iterator[BinaryIO]:
+    """Open a file of a source to read what it holds, decompressed.
+
+    Raises:
+        DataError: it can't be read, here or in the body.
+    """
+    try:
+        with open_contents(path) as file:
+            yield file
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and (error.errno is not None or not suffix_of_compression(path)):
+            raise unreadable_file(path, source, error) from None
+        raise DataError(
+            f"{path} can't be decompressed, from some byte on: {error}",
+            where=f"data.source, {source}",
+            rule="compressed files are whole, and compressed as their suffix says",
+            fix="fetch the file again, or a data.source without it",
+        ) from None
+
+
+def other_unicode(data: bytes) -> str | None:
+    """Return the Unicode encoding other than UTF-8 that a file's first bytes say it has; None if they don't."""
+    return next((name for mark, name in _OTHER_UNICODE.items() if data.startswith(mark)), None)
+
+
+def check_encoding(data: bytes, path: str) -> None:
+    """Check that the first bytes of a file don't say that it has another Unicode encoding than UTF-8.
+
+    Raises:
+        DataError: they do.
+    """
+    if (name := other_unicode(data)) is not None:
+        raise DataError(
+            f"{path} is in {name}, by its first bytes", where=f"data.source, {path}", rule="text is in UTF-8",
+            fix=f"iconv -f {name} -t UTF-8 {shlex.quote(path)} > <another file>",
+        )  # fmt: skip
 
 
 def damage(text: str) -> str:
@@ -196,14 +279,23 @@ def _document(path: str, root: Path, source: str) -> Document:
     return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
+def _bad_link(path: str, source: str, target: str) -> DataError:
+    return DataError(
+        f"{path} is a link to {target}",
+        where=f"data.source, {source}",
+        rule="every link that the source matches leads to a file or a folder, and no folder is in itself",
+        fix=f"rm {shlex.quote(path)}, or a data.source without it",
+    )
+
+
 def _glob_of_texts(folder: str | Path) -> str | None:
     """Return a glob of the text files in a folder: those with the suffix that most of them have; None without any."""
     found: Counter[str] = Counter()
     for _, folders, names in islice(os.walk(folder), MAX_FOLDERS_SEARCHED):
         # As `**`, which doesn't search hidden folders.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        suffixes = (os.path.splitext(name)[1] for name in names if not name.startswith("."))
-        found.update(suffix for suffix in suffixes if suffix.lower() in TEXT_SUFFIXES)
+        kinds = ((name, os.path.splitext(contents_name(name))[1]) for name in names if not name.startswith("."))
+        found.update(kind + suffix_of_compression(name) for name, kind in kinds if kind.lower() in TEXT_SUFFIXES)
     for suffix, _ in found.most_common(1):
         pattern = os.path.join(glob.escape(str(folder)), "**", f"*{suffix}")
         if any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
@@ -224,6 +316,9 @@ def _nothing_found(source: str, root: Path) -> DataError:
     if os.path.isdir(pattern):
         found = _glob_of_texts(pattern)
         what, fix = f"{source} is a directory", f"data.source={shlex.quote(found)}" if found else OTHER_SOURCE
+    elif "[" in pattern and any(glob.iglob(literal := pattern.replace("[", "[[]"), recursive=True)):
+        what = f"no file matches {source}, in which [ starts a list of characters"
+        fix = f"data.source={shlex.quote(literal)}"
     elif glob.has_magic(pattern):
         found = _glob_of_texts(root) if root.is_dir() else None
         fix = f"data.source={shlex.quote(found)}, or data.source={STDLIB}" if found else OTHER_SOURCE

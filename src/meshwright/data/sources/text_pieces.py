@@ -1,4 +1,5 @@
-"""Read text files; long ones piece by piece, so that no more than a few megabytes of them are in memory. Torch-free.
+"""Read text files; long and compressed ones piece by piece, so that no more than a few megabytes of them are in memory.
+Torch-free.
 
 A piece ends where a tokenizer may cut a text (see `tokenizer.pieces`), so the tokens are those of the whole text. A
 file without such places, such as one long line, is one piece.
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.data import text_documents
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
+from meshwright.data.compressed_files import suffix_of_compression
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, check_encoding, opened
 from meshwright.data.tokenizer import pieces
 
 _LONG_BYTES = 2**24
@@ -34,7 +36,8 @@ def read_pieces(document_slice: TextSlice, *, source: str) -> Iterator[str | Con
     Raises:
         DataError: the file cannot be read, at once or later.
     """
-    if document_slice.document.num_bytes <= _LONG_BYTES:
+    document = document_slice.document
+    if document.num_bytes <= _LONG_BYTES and not suffix_of_compression(document.path):
         text = text_documents.read(document_slice, source=source)
         return None if text is None else iter([text] if text else [])
     num_chars = 0
@@ -53,14 +56,13 @@ def read_pieces(document_slice: TextSlice, *, source: str) -> Iterator[str | Con
 
 
 def _decoded(document_slice: TextSlice, source: str) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     path = document_slice.document.path
-    try:
-        with open(path, "rb") as file:
-            while data := file.read(_READ_BYTES):
-                yield decoder.decode(data)
-    except OSError as error:
-        raise unreadable_file(path, source, error) from None
+    with opened(path, source) as file:
+        check_encoding(data := file.read(_READ_BYTES), path)
+        while data:
+            yield decoder.decode(data)
+            data = file.read(_READ_BYTES)
     yield decoder.decode(b"", final=True)
 
 
