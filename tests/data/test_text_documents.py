@@ -109,6 +109,50 @@ def test_a_file_named_with_brackets_is_itself(tmp_path):
     assert [item.name for item in list_documents(str(tmp_path / "a[1].txt"))] == ["a[1].txt"]
 
 
+def test_a_file_is_listed_once_by_its_own_path(tmp_path):
+    """Links to files and folders, absolute and relative, beside and above what they lead to."""
+    write(tmp_path, {f"b/{number}.txt": "x" for number in range(80)} | {"elsewhere/o.txt": "o"})
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b" / "other.txt").symlink_to(tmp_path / "b" / "0.txt")
+    (tmp_path / "b" / "to").symlink_to("../elsewhere")
+    (tmp_path / "c").symlink_to(tmp_path)  # leads to itself, but no pattern below goes through it
+    names = [f"b/{number}.txt" for number in range(80)]
+    for pattern in ("[ab]/**/**/*.txt", "[ab]/[0-9o]*.txt"):
+        found = [one.name for one in list_documents(str(tmp_path / pattern))]
+        assert sorted(set(found) - {"b/to/o.txt", "a/to/o.txt"}) == sorted(names) and len(set(found)) == len(found)
+    assert [one.name for one in list_documents(str(tmp_path / "a" / "*.txt"))] == sorted(f"{n}.txt" for n in range(80))
+    train, validation = split(list_documents(str(tmp_path / "[ab]" / "*.txt")))
+    files = [{os.path.realpath(one.document.path) for one in part} for part in (train, validation)]
+    assert not files[0] & files[1] and len(files[0] | files[1]) == 80
+
+
+def test_links_that_lead_nowhere_or_to_where_they_are_are_named(tmp_path):
+    write(tmp_path, {"a/b/x.txt": "x"})
+    for link, target, what, pattern in (
+        ("a/y.txt", "gone.txt", "no file", "**/*.txt"),
+        ("a/z.txt", "z.txt", "no file", "a/*"),
+        ("a/b/up", "..", "a folder that it is in", "**/*.txt"),
+        ("a/b/too", tmp_path, "a folder that it is in", "a/**/x.txt"),
+    ):
+        (tmp_path / link).symlink_to(target)
+        with pytest.raises(DataError, match=f"{link} is a link to {what}") as caught:
+            list_documents(str(tmp_path / pattern))
+        assert caught.value.where == f"data.source, {tmp_path / pattern}"
+        os.unlink(shlex.split(caught.value.fix.partition(",")[0])[1])
+        assert [one.path for one in list_documents(str(tmp_path / pattern))] == [str(tmp_path / "a/b/x.txt")] or (
+            pattern == "a/*"
+        )
+
+
+@pytest.mark.parametrize("name", ["dä ta [1]/a.txt", "[1] [2]/[x]/a.txt"])
+def test_brackets_that_match_nothing_are_said_with_a_pattern_that_does(tmp_path, name):
+    write(tmp_path, {name: "x"})
+    with pytest.raises(DataError, match=r"in which \[ starts a list of characters") as caught:
+        list_documents(str(tmp_path / name).replace("a.txt", "*.txt"))
+    [word] = shlex.split(caught.value.fix)
+    assert [one.path for one in list_documents(word.removeprefix("data.source="))] == [str(tmp_path / name)]
+
+
 def test_nothing_found_says_what_is_near(tmp_path):
     write(tmp_path, {"texts/shakespeare.txt": "x"})
     with pytest.raises(DataError) as caught:

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from meshwright.data.compressed_files import DAMAGE, contents_name, open_contents, suffix_of_compression
+from meshwright.data.compressed_files import DAMAGE, UNPACK, contents_name, open_contents, suffix_of_compression
 from meshwright.errors import DataError
 
 STDLIB = "stdlib"
@@ -199,8 +199,15 @@ def check_encoding(data: bytes, path: str) -> None:
     if (name := other_unicode(data)) is not None:
         raise DataError(
             f"{path} is in {name}, by its first bytes", where=f"data.source, {path}", rule="text is in UTF-8",
-            fix=f"iconv -f {name} -t UTF-8 {shlex.quote(path)} > <another file>",
+            fix=to_utf8(path, name),
         )  # fmt: skip
+
+
+def to_utf8(path: str, encoding: str) -> str:
+    """Return the commands that write a file again in UTF-8."""
+    suffix = suffix_of_compression(path)
+    first = f"{UNPACK[suffix]} {shlex.quote(path)}, then " if suffix else ""
+    return f"{first}iconv -f {encoding} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>"
 
 
 def damage(text: str) -> str:

@@ -192,7 +192,7 @@ def test_fingerprints_and_caches_are_those_of_the_template(tmp_path, tokenizers)
     assert all(all(counts) for _, counts in splits(other)[0]) and other.fingerprint != first["chatml"]
 
 
-def test_the_date_is_that_of_the_day_of_the_cache(tmp_path, caplog, monkeypatch):
+def test_the_date_is_that_of_the_day_of_the_cache(tmp_path, monkeypatch):
     tokenizer = build(tmp_path / "t", "{{ strftime_now('%d %b %Y') }}" + CHATML)
     path = write_lines(tmp_path / "a.jsonl", CHATS)
     day = date(2031, 5, 7)
@@ -203,9 +203,8 @@ def test_the_date_is_that_of_the_day_of_the_cache(tmp_path, caplog, monkeypatch)
             return day
 
     monkeypatch.setattr("meshwright.data.chats.chat_format.date", Day)
-    with caplog.at_level(logging.WARNING):
-        first = opened(path, tokenizer, tmp_path)
-    assert "theirs is 2031-05-07" in caplog.text
+    first = opened(path, tokenizer, tmp_path)
+    assert "theirs is 2031-05-07" in first.description
     day = date(2031, 5, 8)
     again = opened(path, tokenizer, tmp_path)
     assert again.fingerprint == first.fingerprint and again.conversations.day == date(2031, 5, 7)

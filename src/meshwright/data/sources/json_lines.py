@@ -6,7 +6,6 @@ A line that can't be read is an error with its file and number. Blank lines are 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -16,7 +15,7 @@ from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText
 from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened, other_unicode
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened, other_unicode, to_utf8
 from meshwright.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson")
@@ -88,7 +87,7 @@ def _object(line: bytes, path: str, number: int) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place} is not UTF-8 from its byte {error.start + 1} on", where=f"data.source, {place}", rule=rule,
-            fix=f"iconv -f {other_unicode(line) or '<its encoding>'} -t UTF-8 {shlex.quote(path)} > <another file>",
+            fix=to_utf8(path, other_unicode(line) or "<its encoding>"),
         ) from None  # fmt: skip
     except (ValueError, RecursionError) as error:
         at = f" at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
