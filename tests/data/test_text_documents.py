@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshwright.data.sources.text_pieces import read_pieces
 from meshwright.data.text_documents import (
     MIN_HELD_OUT_FILES,
     Document,
     Extent,
     TextSlice,
     list_documents,
-    read,
     split,
 )
 from meshwright.errors import DataError
@@ -81,7 +81,8 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
     write(folder, {"a.txt": text})
     (document,) = list_documents(str(folder / "a.txt"))
     head, tail, whole = (
-        read(TextSlice(document, extent), source="*") for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
+        "".join(read_pieces(TextSlice(document, extent), source="*"))
+        for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
     )
     assert head + tail == whole == text
     assert len(tail) == len(text) // 10
@@ -91,7 +92,7 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
 def test_what_is_no_text_reads_as_none(tmp_path, contents):
     write(tmp_path, {"a.txt": contents})
     (document,) = list_documents(str(tmp_path / "a.txt"))
-    assert all(read(TextSlice(document, extent), source="*") is None for extent in Extent)
+    assert all(read_pieces(TextSlice(document, extent), source="*") is None for extent in Extent)
 
 
 def test_a_glob_lists_matching_files_once_sorted_by_relative_name(tmp_path, monkeypatch):
@@ -127,7 +128,7 @@ def test_a_file_is_listed_once_by_its_own_path(tmp_path):
 
 
 def test_links_that_lead_nowhere_or_to_where_they_are_are_named(tmp_path):
-    write(tmp_path, {"a/b/x.txt": "x"})
+    write(tmp_path, {"a/x.txt": "x", "a/b/x.txt": "x"})
     for link, target, what, pattern in (
         ("a/y.txt", "gone.txt", "no file", "**/*.txt"),
         ("a/z.txt", "z.txt", "no file", "a/*"),
@@ -139,9 +140,7 @@ def test_links_that_lead_nowhere_or_to_where_they_are_are_named(tmp_path):
             list_documents(str(tmp_path / pattern))
         assert caught.value.where == f"data.source, {tmp_path / pattern}"
         os.unlink(shlex.split(caught.value.fix.partition(",")[0])[1])
-        assert [one.path for one in list_documents(str(tmp_path / pattern))] == [str(tmp_path / "a/b/x.txt")] or (
-            pattern == "a/*"
-        )
+        assert len(list_documents(str(tmp_path / pattern))) == (1 if pattern == "a/*" else 2)
 
 
 @pytest.mark.parametrize("name", ["dä ta [1]/a.txt", "[1] [2]/[x]/a.txt"])
@@ -195,7 +194,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     (document,) = list_documents(str(tmp_path / "a.txt"))
     os.unlink(document.path)
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        read(TextSlice(document, Extent.FULL), source="a.txt")
+        read_pieces(TextSlice(document, Extent.FULL), source="a.txt")
 
 
 GOLDEN = ["file9.txt", "file11.txt", "file14.txt", "file21.txt", "file34.txt", "file37.txt", "file43.txt", "file79.txt"]

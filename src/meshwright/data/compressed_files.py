@@ -12,7 +12,7 @@ import io
 import lzma
 import os
 import zlib
-from typing import BinaryIO, cast
+from typing import cast
 
 from meshwright.errors import DataError
 
@@ -33,7 +33,7 @@ def contents_name(path: str) -> str:
     return path[: len(path) - len(suffix_of_compression(path))]
 
 
-def open_contents(path: str) -> BinaryIO:
+def open_contents(path: str) -> io.BufferedReader:
     """Open a file to read what it holds, decompressed as it is read.
 
     Raises:
@@ -41,19 +41,26 @@ def open_contents(path: str) -> BinaryIO:
     """
     suffix = suffix_of_compression(path)
     if suffix == ".zst":
-        return _open_zstandard(path)
+        require_datasets(path, package="pyarrow", purpose="a .zst file")
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(path, compression="zstd"))
     openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    return cast(BinaryIO, openers.get(suffix, open)(path, "rb"))
+    return cast(io.BufferedReader, openers.get(suffix, open)(path, "rb"))  # all of them can peek
 
 
-def _open_zstandard(path: str) -> BinaryIO:
-    if importlib.util.find_spec("pyarrow") is None:
+def require_datasets(source: str, *, package: str, purpose: str) -> None:
+    """Raise a DataError if a package that comes with the extra `datasets` is not installed.
+
+    Args:
+        source: `data.source`, for the message.
+        package: pyarrow or datasets.
+        purpose: what is read with it, such as `a Parquet file`.
+    """
+    if importlib.util.find_spec(package) is None:
         raise DataError(
-            "the pyarrow package is not installed",
-            where=f"data.source, {path}",
-            rule="reading a .zst file requires the pyarrow package",
+            f"the {package} package is not installed",
+            where=f"data.source, {source}",
+            rule=f"reading {purpose} requires the {package} package",
             fix="pip install 'meshwright[datasets]'",
         )
-    import pyarrow as pa
-
-    return cast(BinaryIO, io.BufferedReader(pa.input_stream(path, compression="zstd")))

@@ -8,7 +8,7 @@ ends: with what the post-processor adds, else with the `eos_token` that the file
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -29,13 +29,7 @@ _PROBES = 100
 
 @dataclass(frozen=True)
 class Framing:
-    """Tokens around each document.
-
-    Args:
-        begin: ids before its text.
-        end: ids after its text.
-        text: both as text, as in `<s> … </s>`; empty for bytes.
-    """
+    """Ids before and after the text of each document, and both as text, as in `<s> … </s>`, which bytes have none of."""
 
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
@@ -58,21 +52,17 @@ def frame(backend: Any, path: Path, *, bos: str, separator: int | None) -> Frami
     Args:
         backend: tokenizer of the `tokenizers` package.
         path: its `tokenizer.json`.
-        bos: `data.bos`: auto, or none for no beginning.
-        separator: `data.separator`: id of the token that ends a document; None for what the tokenizer declares.
+        bos: auto for the beginning that the tokenizer adds, or none.
+        separator: id of the token that ends a document; None for what the tokenizer declares.
 
     Raises:
         DataError: ends are declared that disagree or that the vocabulary lacks, or it lacks the separator.
     """
     begin, end = _added(backend, path)
     begin = () if bos == NONE else begin
-    if separator is None:
-        end = _end(backend, path, end)
-    elif backend.id_to_token(separator) is None:
-        rule = "data.separator is the id of a token of data.tokenizer, which ends each document"
-        raise _bad(f"data.separator = {separator} is no id of {path}", path, rule, "remove data.separator")
-    else:
-        end = (separator,)
+    if separator is not None and backend.id_to_token(separator) is None:
+        raise _bad(f"data.separator = {separator} is no id of {path}", path, "remove data.separator")
+    end = _end(backend, path, end) if separator is None else (separator,)
     words = [*map(backend.id_to_token, begin), "…", *map(backend.id_to_token, end)]
     return Framing(begin, end, " ".join(words) if begin or end else "by nothing: the tokenizer has no end of text")
 
@@ -82,28 +72,21 @@ def _added(backend: Any, path: Path) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not backend.num_special_tokens_to_add(False):
         return (), ()
     for text in islice(chain("a", backend.get_vocab()), _PROBES):
-        try:
+        with suppress(Exception):  # The package raises bare Exception for what its model can't encode.
             encoding = backend.encode(text)
-        except Exception:  # The package raises bare Exception for what its model can't encode.
-            continue
-        if 0 in (is_added := encoding.special_tokens_mask):
-            first, after = is_added.index(0), is_added[::-1].index(0)
+            first, after = encoding.special_tokens_mask.index(0), encoding.special_tokens_mask[::-1].index(0)
             return tuple(encoding.ids[:first]), tuple(encoding.ids[len(encoding.ids) - after :])
-    raise _bad(f"{path} encodes no text", path, "a tokenizer encodes text", "another data.tokenizer")
+    raise _bad(f"{path} encodes no text", path, "another data.tokenizer")
 
 
 def _end(backend: Any, path: Path, added: tuple[int, ...]) -> tuple[int, ...]:
     """Return what ends a document: what the tokenizer adds, else what its files declare, else a token of known name."""
-    declared = declared_ends(path.parent)
-    for name, text in declared.items():
-        if backend.token_to_id(text) is None:
-            raise _bad(
-                f"{name} declares the {_END} {text}, which {path} doesn't have",
-                path,
-                "a document ends with the token that its tokenizer declares",
-                f"save the tokenizer again, AutoTokenizer.from_pretrained(…).save_pretrained(…), or correct {name}",
-            )
-    ends = {f"{text} ({_END} of {name})": backend.token_to_id(text) for name, text in declared.items()}
+    ends: dict[str, int] = {}
+    for name, text in declared_ends(path.parent).items():
+        if (token := backend.token_to_id(text)) is None:
+            fix = "save the tokenizer again, AutoTokenizer.from_pretrained(…).save_pretrained(…), or correct " + name
+            raise _bad(f"{name} declares the {_END} {text}, which {path} doesn't have", path, fix)
+        ends[f"{text} ({_END} of {name})"] = token
     if added and set(ends.values()) <= set(added):
         return added
     if added:
@@ -111,18 +94,11 @@ def _end(backend: Any, path: Path, added: tuple[int, ...]) -> tuple[int, ...]:
     elif not ends:
         known = {name: backend.token_to_id(name) for name in SEPARATOR_NAMES}
         ends = {name: token for name, token in known.items() if token is not None}
-    if len(set(ends.values())) > 1:
-        raise _bad(
-            f"documents may end with {join_words(list(ends), last='or')}, by {path.parent}",
-            path,
-            "a document ends with the one token that its tokenizer declares, or with data.separator",
-            _choices(backend, ends.values()),
-        )
-    return tuple(set(ends.values()))
-
-
-def _choices(backend: Any, tokens: Iterable[int]) -> str:
-    return ", or ".join(f"data.separator={token} for {backend.id_to_token(token)}" for token in dict.fromkeys(tokens))
+    tokens = tuple(dict.fromkeys(ends.values()))
+    if len(tokens) > 1:
+        fix = ", or ".join(f"data.separator={token} for {backend.id_to_token(token)}" for token in tokens)
+        raise _bad(f"documents may end with {join_words(list(ends), last='or')}, by {path.parent}", path, fix)
+    return tokens
 
 
 def token_text(value: Any) -> str:
@@ -161,9 +137,9 @@ def read_text(path: Path) -> str:
 
 
 def _unreadable(path: Path, reason: object) -> DataError:
-    rule = "the files of a tokenizer are in Hugging Face's format"
-    return _bad(f"{path} can't be read: {reason}", path, rule, "save the tokenizer again: tokenizer.save_pretrained(…)")
+    return _bad(f"{path} can't be read: {reason}", path, "save the tokenizer again: tokenizer.save_pretrained(…)")
 
 
-def _bad(what: str, path: Path, rule: str, fix: str) -> DataError:
+def _bad(what: str, path: Path, fix: str) -> DataError:
+    rule = "a tokenizer's files, in Hugging Face's format, say which token ends a document, or data.separator does"
     return DataError(what, where=f"data.tokenizer, {path}", rule=rule, fix=fix)

@@ -196,12 +196,11 @@ def _with_mask(corpus: Corpus, path: Path, metadata: CorpusMetadata, found: Text
 def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Corpus:
     ends = map_ends(path, metadata)
     check_ends(ends, metadata.ends_fingerprint, path)
-    fingerprint, bytes_per_token = (
-        packed_fingerprint(corpus.fingerprint, metadata.ends_fingerprint), corpus.validation_bytes_per_token
-    )
-    if metadata.has_begin and metadata.validation_text_bytes is not None:
+    fingerprint = packed_fingerprint(corpus.fingerprint, metadata.ends_fingerprint)
+    bytes_per_token = corpus.validation_bytes_per_token
+    if metadata.has_begin and bytes_per_token is not None:
         # No document predicts its first token, which has no bytes, so all bytes are of the others.
-        bytes_per_token = metadata.validation_text_bytes / (metadata.num_validation - metadata.num_validation_documents)
+        bytes_per_token /= 1 - metadata.num_validation_documents / metadata.num_validation
     return replace(
         corpus,
         fingerprint=fingerprint,

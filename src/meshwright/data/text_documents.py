@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 from meshwright.data.compressed_files import DAMAGE, UNPACK, contents_name, open_contents, suffix_of_compression
 from meshwright.errors import DataError
@@ -98,37 +98,29 @@ def find_files(source: str) -> tuple[Path, list[str]]:
         DataError: a link leads nowhere, or to a folder that it is in.
     """
     pattern = os.path.expanduser(source)
-    root = _fixed_root(pattern)
     # An existing path is taken literally: it may contain brackets.
     matches = [pattern] if os.path.isfile(pattern) else glob.iglob(pattern, recursive=True)
-    return root, _without_repeats(matches, root, source)
+    return _fixed_root(pattern), _without_repeats(matches, source)
 
 
-def _without_repeats(paths: Iterable[str], root: Path, source: str) -> list[str]:
-    """Return the files among paths, one path for each: one without links below the root, else the first by name."""
-    folders: dict[str, tuple[bool, tuple[str, ...]]] = {}
+def _without_repeats(paths: Iterable[str], source: str) -> list[str]:
+    """Return the files among paths, one path for each: its own, else the first by name."""
+    folders: dict[Path, str] = {}
     found: dict[str, tuple[bool, str]] = {}
-
-    def folder_of(path: str) -> tuple[bool, tuple[str, ...]]:
-        """Return whether links lead to a file's folder, and the real paths of the folders from the root to it."""
-        folder = os.path.dirname(path)
-        if folder not in folders:
-            is_root = Path(folder) == root or folder == os.path.dirname(folder)
-            is_linked, above = (False, ()) if is_root else folder_of(folder)
-            real, is_link = os.path.realpath(folder), not is_root and os.path.islink(folder)
-            if is_link and real in above:
-                raise _bad_link(folder, source, "a folder that it is in")
-            folders[folder] = is_linked or is_link, (*above, real)
-        return folders[folder]
-
     for path in paths:
-        is_linked, above = folder_of(path)
+        folder = Path(path).parent
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+            if folders[folder] in map(os.path.realpath, folder.parents):
+                for link in filter(Path.is_symlink, (folder, *folder.parents)):
+                    raise _bad_link(link, source, "a folder that it is in")
         is_link = os.path.islink(path)
         if is_link and not os.path.exists(path):
             raise _bad_link(path, source, "no file")
         if os.path.isfile(path):
-            file = os.path.realpath(path) if is_link else os.path.join(above[-1], os.path.basename(path))
-            found[file] = min((is_linked or is_link, path), found.get(file, (True, "\U0010ffff")))
+            file = os.path.realpath(path) if is_link else os.path.join(folders[folder], os.path.basename(path))
+            rank = os.path.abspath(path) != file, path
+            found[file] = min(rank, found.get(file, rank))
     return [path for _, path in found.values()]
 
 
@@ -141,73 +133,41 @@ def split(documents: list[Document]) -> tuple[list[TextSlice], list[TextSlice]]:
     return [TextSlice(item, Extent.HEAD) for item in documents], [TextSlice(item, Extent.TAIL) for item in documents]
 
 
-def read(document_slice: TextSlice, *, source: str) -> str | None:
-    """Return the text of a slice, or None if the file is not UTF-8 or has a zero byte, which separates documents.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        data = Path(document_slice.document.path).read_bytes()
-    except OSError as error:
-        raise unreadable_file(document_slice.document.path, source, error) from None
-    check_encoding(data, document_slice.document.path)
-    if b"\0" in data:
-        return None
-    try:
-        text = data.decode("utf-8").removeprefix(BOM)
-    except UnicodeDecodeError:
-        return None
-    end = len(text) - len(text) // HOLD_OUT_DIVISOR
-    if document_slice.extent is Extent.HEAD:
-        return text[:end]
-    return text[end:] if document_slice.extent is Extent.TAIL else text
-
-
 @contextmanager
-def opened(path: str, source: str) -> Iterator[BinaryIO]:
-    """Open a file of a source to read what it holds, decompressed.
+def opened(path: str, source: str) -> Iterator[BufferedReader]:
+    """Open a file of a source to read the text that it holds, decompressed and without a byte order mark.
 
     Raises:
-        DataError: it can't be read, here or in the body.
+        DataError: it can't be read, here or in the body, or has another Unicode encoding than UTF-8.
     """
     try:
         with open_contents(path) as file:
+            start = file.peek(4)
+            if name := next((name for mark, name in _OTHER_UNICODE.items() if start.startswith(mark)), None):
+                raise _other_unicode(path, name)
+            if start.startswith(codecs.BOM_UTF8):
+                file.read(len(codecs.BOM_UTF8))
             yield file
     except (*DAMAGE, OSError) as error:
         if isinstance(error, OSError) and (error.errno is not None or not suffix_of_compression(path)):
             raise unreadable_file(path, source, error) from None
         raise DataError(
-            f"{path} can't be decompressed, from some byte on: {error}",
+            f"{path} can't be decompressed to its end: {error}",
             where=f"data.source, {source}",
             rule="compressed files are whole, and compressed as their suffix says",
             fix="fetch the file again, or a data.source without it",
         ) from None
 
 
-def other_unicode(data: bytes) -> str | None:
-    """Return the Unicode encoding other than UTF-8 that a file's first bytes say it has; None if they don't."""
-    return next((name for mark, name in _OTHER_UNICODE.items() if data.startswith(mark)), None)
-
-
-def check_encoding(data: bytes, path: str) -> None:
-    """Check that the first bytes of a file don't say that it has another Unicode encoding than UTF-8.
-
-    Raises:
-        DataError: they do.
-    """
-    if (name := other_unicode(data)) is not None:
-        raise DataError(
-            f"{path} is in {name}, by its first bytes", where=f"data.source, {path}", rule="text is in UTF-8",
-            fix=to_utf8(path, name),
-        )  # fmt: skip
-
-
-def to_utf8(path: str, encoding: str) -> str:
-    """Return the commands that write a file again in UTF-8."""
+def _other_unicode(path: str, name: str) -> DataError:
     suffix = suffix_of_compression(path)
     first = f"{UNPACK[suffix]} {shlex.quote(path)}, then " if suffix else ""
-    return f"{first}iconv -f {encoding} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>"
+    return DataError(
+        f"{path} is in {name}, by its first bytes",
+        where=f"data.source, {path}",
+        rule="text is in UTF-8",
+        fix=f"{first}iconv -f {name} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>",
+    )
 
 
 def damage(text: str) -> str:
@@ -286,12 +246,12 @@ def _document(path: str, root: Path, source: str) -> Document:
     return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
-def _bad_link(path: str, source: str, target: str) -> DataError:
+def _bad_link(path: str | Path, source: str, target: str) -> DataError:
     return DataError(
         f"{path} is a link to {target}",
         where=f"data.source, {source}",
         rule="every link that the source matches leads to a file or a folder, and no folder is in itself",
-        fix=f"rm {shlex.quote(path)}, or a data.source without it",
+        fix=f"rm {shlex.quote(str(path))}, or a data.source without it",
     )
 
 

@@ -80,8 +80,7 @@ class HuggingFaceTokenizer:
 
     Args:
         path: path of the `tokenizer.json`.
-        bos: see `frame`.
-        separator: see `frame`.
+        bos, separator: see `frame`.
 
     Raises:
         DataError: the package or the file is missing, or the file is not a tokenizer.
@@ -126,10 +125,7 @@ class HuggingFaceTokenizer:
 def open_tokenizer(name: str, *, bos: str = AUTO, separator: int | None = None) -> Tokenizer:
     """Open the tokenizer named by `data.tokenizer`: `bytes`, or a `tokenizer.json` or its folder (`~` is expanded).
 
-    Args:
-        name: the tokenizer.
-        bos: see `frame`.
-        separator: see `frame`.
+    `bos` and `separator` decide how documents are framed (see `frame`).
 
     Raises:
         DataError: the file is missing or not a tokenizer, or the `tokenizers` package is missing.

@@ -6,6 +6,7 @@ A line that can't be read is an error with its file and number. Blank lines are 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -15,7 +16,7 @@ from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText
 from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened, other_unicode, to_utf8
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened
 from meshwright.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson")
@@ -56,18 +57,13 @@ def read_texts(part: TextSlice, field: RecordField, empty: EmptyTexts, *, source
         for index, (number, line) in enumerate(_lines(file)):
             if begin <= index < end:
                 text = _document(_object(line, path, number), field, f"{path}:{number}")
-                if text:
+                if empty.keeps(text, f"{path}:{number}"):
                     yield text
-                else:
-                    empty.add(f"{path}:{number}")
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers from one."""
-    for number, line in enumerate(file, start=1):
-        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if line.strip():
-            yield number, line
+    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
 def _lines_of(part: TextSlice, source: str) -> tuple[int, float]:
@@ -87,7 +83,7 @@ def _object(line: bytes, path: str, number: int) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place} is not UTF-8 from its byte {error.start + 1} on", where=f"data.source, {place}", rule=rule,
-            fix=to_utf8(path, other_unicode(line) or "<its encoding>"),
+            fix=f"iconv -f <its encoding> -t UTF-8 {shlex.quote(path)}",
         ) from None  # fmt: skip
     except (ValueError, RecursionError) as error:
         at = f" at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""

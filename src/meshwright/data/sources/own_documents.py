@@ -85,10 +85,8 @@ def read_texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, 
             raise _bad(source, f"{place} is of type {type(text).__name__}, not str")
         if found_damage := damage(text):
             raise _bad(source, f"{place} has {found_damage}")
-        if text := text.removeprefix(BOM):
+        if empty.keeps(text := text.removeprefix(BOM), place):
             yield text
-        else:
-            empty.add(place)
 
 
 def _bad(source: str, what: str) -> DataError:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
-from meshwright.data.compressed_files import UNPACK, contents_name, suffix_of_compression
 from meshwright.data.sources import json_lines, parquet
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
@@ -13,9 +11,6 @@ from meshwright.data.sources.shards import check_shards
 from meshwright.data.sources.source_text import RecordText
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.text_documents import Document, TextSlice
-from meshwright.errors import DataError
-
-_NOT_IN_ORDER = (".parquet", ".npy", ".bin", ".tar")
 
 
 def is_record_file(path: str) -> bool:
@@ -24,21 +19,11 @@ def is_record_file(path: str) -> bool:
 
 
 def check_record_field(documents: list[Document], field: RecordField | None, *, source: str) -> None:
-    """Check that a field is given for files of records, and only for them, that none has to be decompressed first, and
-    that no shard is missing.
+    """Check that a field is given for files of records, and only for them, and that no shard is missing.
 
     Raises:
-        DataError: it is not, or one has to or is.
+        DataError: it is not, or one is.
     """
-    for document in documents:
-        suffix = suffix_of_compression(document.path)
-        if suffix and contents_name(document.path).lower().endswith(_NOT_IN_ORDER):
-            raise DataError(
-                f"{document.path} is compressed, and its contents aren't read in order",
-                where=f"data.source, {source}",
-                rule=f"text and JSON lines may be compressed ({', '.join(UNPACK)}); {', '.join(_NOT_IN_ORDER)} may not",
-                fix=f"{UNPACK[suffix]} {shlex.quote(document.path)}",
-            )
     files = [document for document in documents if is_record_file(document.path)]
     if files and field is None:
         path = files[0].path

@@ -26,11 +26,6 @@ class Batch:
     is_end: list[bool]
     goes_on: bool = False
 
-    @property
-    def is_start(self) -> list[bool]:
-        """For each text, whether a document starts with it."""
-        return [not self.goes_on, *self.is_end[:-1]]
-
 
 def batches(texts: Iterable[SourceText]) -> Iterator[Batch]:
     """Group texts into batches. Where they are cut is no part of the result: any other size gives the same tokens."""

@@ -63,8 +63,8 @@ def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
     arrays: list[Tokens] = []
     masks: list[NDArray[np.bool_]] = []
     text_bytes = 0
-    data = _data(batch)
-    for number, (one, is_start, is_end) in enumerate(zip(data, batch.is_start, batch.is_end, strict=True)):
+    data, starts = _data(batch), [not batch.goes_on, *batch.is_end[:-1]]
+    for number, (one, is_start, is_end) in enumerate(zip(data, starts, batch.is_end, strict=True)):
         chat = conversations.get(number)
         if chat is None:
             arrays += [begin if is_start else nothing, next(texts), end if is_end else nothing]
