@@ -29,7 +29,7 @@ _PROBES = 100
 
 @dataclass(frozen=True)
 class Framing:
-    """Ids before and after the text of each document, and both as text, as in `<s> … </s>`, which bytes have none of."""
+    """Ids before and after the text of each document, and both as text, as in `<s> … </s>`: none for bytes."""
 
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()

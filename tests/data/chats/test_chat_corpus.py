@@ -136,7 +136,7 @@ def test_texts_beside_conversations_count_as_a_whole(tmp_path, tokenizers):
     (tmp_path / "b.txt").write_text("fox " * 100)
     train, held_out = splits(opened(f"{tmp_path}/*.*", tokenizers["chatml"], tmp_path))
     for ids, counts in (train[-1], held_out[-1]):
-        assert ids[-1] == 0 and all(counts)
+        assert ids[0] == 3 and ids[-1] == 2 and all(counts), "framed as the tokenizer frames a text"
     assert len(train) == 73 and not all(train[0][1])
 
 

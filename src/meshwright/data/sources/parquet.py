@@ -28,7 +28,7 @@ _BATCH_ROWS = 1024
 
 
 def is_parquet(path: str) -> bool:
-    """Return True if a file has the suffix of Parquet, perhaps compressed as a whole, which is refused when it's read."""
+    """Return True if a file has the suffix of Parquet, or that of one compressed as a whole, which isn't read."""
     return contents_name(path).lower().endswith(SUFFIXES)
 
 
