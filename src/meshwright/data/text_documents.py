@@ -111,7 +111,7 @@ def _without_repeats(paths: Iterable[str], source: str) -> list[str]:
         folder = Path(path).parent
         if folder not in folders:
             folders[folder] = os.path.realpath(folder)
-            if folders[folder] in map(os.path.realpath, folder.parents):
+            if "**" in source and folders[folder] in map(os.path.realpath, folder.parents):
                 for link in filter(Path.is_symlink, (folder, *folder.parents)):
                     raise _bad_link(link, source, "a folder that it is in")
         is_link = os.path.islink(path)
