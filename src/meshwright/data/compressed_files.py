@@ -12,7 +12,8 @@ import io
 import lzma
 import os
 import zlib
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from meshwright.errors import DataError
 
@@ -45,7 +46,7 @@ def open_contents(path: str) -> io.BufferedReader:
         import pyarrow as pa
 
         return io.BufferedReader(pa.input_stream(path, compression="zstd"))
-    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return cast(io.BufferedReader, openers.get(suffix, open)(path, "rb"))  # all of them can peek
 
 
