@@ -62,6 +62,12 @@ def test_figures_are_the_library_s(here, tmp_path):
     assert from_json((tmp_path / "plan.json").read_text(), where="x") == plan
 
 
+def test_a_warm_up_that_does_not_end_is_said(here):
+    said = here("plan", "llama-tiny", "train.steps=5").stdout
+    assert "train.warmup_steps = 40 exceeds train.steps = 5" in " ".join(said.split())
+    assert "warmup" not in here("plan", "llama-tiny").stdout
+
+
 def test_a_plan_in_a_file_is_shown_and_compared(here, tmp_path):
     here("plan", "llama-tiny", "mesh.dp_shard=2", "-o", tmp_path / "plan.json")
     shown = here("plan", tmp_path / "plan.json")

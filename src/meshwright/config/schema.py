@@ -52,7 +52,13 @@ class DataConfig(Section):
         "which neither attend to nor predict each other",
     )
     separator: int | None = Field(
-        None, ge=0, description="token id that ends each document of a token file, needed by data.packing=documents"
+        None,
+        ge=0,
+        description="token id that ends each document: of a token file, needed by data.packing=documents; of text, in "
+        "place of the end of text that data.tokenizer declares",
+    )
+    bos: Literal["auto", "none"] = Field(
+        "auto", description="beginning of each document of text: auto adds what data.tokenizer itself adds, if anything"
     )
     text_field: str | None = Field(
         None,

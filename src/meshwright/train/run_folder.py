@@ -31,6 +31,7 @@ from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.mixtures.changes import KEYS, changes
+from meshwright.data.special_tokens import NONE
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_files
@@ -304,6 +305,8 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
 def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> CheckpointError:
     """Return the error for a checkpoint of other data; `saved` is the data section of its configuration."""
     now = config.data.model_dump(mode="json")
+    if config.data.tokenizer != BYTES:
+        saved = {"bos": NONE, **saved}  # earlier versions added no beginning
     differences = changes(saved, now)
     names = [key.partition(".")[2] for key in KEYS]
     before = {f"data.{name}": saved[name] for name in names if name in saved and saved[name] != now[name]}

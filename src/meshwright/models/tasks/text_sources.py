@@ -129,8 +129,8 @@ def end_ids(data: DataFacts) -> tuple[int, ...]:
         if one.chat_field is not None:
             turns += [None if (end := ChatFormat(data.tokenizer).turn_end) is None else end.id]
         elif one.use is not Use.VALIDATION:
-            is_tokens = is_token_file(one.source)
-            documents += [data.separator if is_tokens else open_tokenizer(data.tokenizer).separator_id]
+            tokenizer = open_tokenizer(data.tokenizer, bos=data.bos, separator=data.separator)
+            documents += [data.separator] if is_token_file(one.source) else tokenizer.framing.end[:1]
     return tuple(dict.fromkeys(found for found in (*turns, *documents) if found is not None))
 
 
