@@ -10,8 +10,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import CheckpointError
+from meshwright.models.huggingface.checks import train_command
 
 CONFIG = "config.json"
+BELONGING = "use the {} that belongs to these weights"
 
 
 class JsonFields(BaseModel):
@@ -73,7 +75,7 @@ def parse_fields(kind: type[FieldsT], content: Mapping[str, Any], *, where: str,
             f"{name} has {key} = {_short(first['input'])}",
             where=f"{where}, {key}",
             rule=first["msg"][:1].lower() + first["msg"][1:],
-            fix=f"use the {name} that belongs to these weights",
+            fix=BELONGING.format(name),
         ) from None
 
 
@@ -84,18 +86,24 @@ def missing_key(key: str, where: str) -> CheckpointError:
         f"{name} has no {key}",
         where=where,
         rule=f"{name} describes the weights beside it",
-        fix=f"use the {name} that belongs to these weights",
+        fix=BELONGING.format(name),
     )
 
 
 def unsupported(key: str, value: Any, where: str, rule: str) -> CheckpointError:
-    """Return the error for a value that `transformers` accepts and we do not."""
+    """Return the error for a value that our models don't have, and transformers' do."""
     return CheckpointError(
         f"{key} = {_short(value)} is not supported",
         where=where,
         rule=rule,
-        fix="import a different model",
+        fix=train_command(Path(where).parent),
     )
+
+
+def contradiction(key: str, value: Any, where: str, rule: str) -> CheckpointError:
+    """Return the error for a value that no model can have beside the others."""
+    what, fix = f"{key} = {_short(value)} contradicts another key", BELONGING.format(Path(where).name)
+    return CheckpointError(what, where=where, rule=rule, fix=fix)
 
 
 def allowed_values(key: str, allowed: tuple[Any, ...]) -> str:
