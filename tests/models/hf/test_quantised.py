@@ -15,6 +15,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.contract.task import SimpleBatch
 from meshwright.models.hf import private
 from meshwright.models.hf.family import FAMILY, pretrained
+from meshwright.models.hf.pretrained import Pretrained
 from meshwright.models.hf.quantised import dequantised
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
@@ -29,11 +30,12 @@ PLAIN = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 
 
 def by_blocks(weight: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Each number times the scale of its block, one after the other."""
+    """Each block times its scale, one after the other."""
     out = torch.empty(weight.shape)
-    for i in range(weight.shape[0]):
-        for j in range(weight.shape[1]):
-            out[i, j] = weight[i, j].float() * scale[i // rows, j // columns]
+    for i, row in enumerate(scale):
+        for j, one in enumerate(row):
+            block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            out[block] = weight[block].float() * one
     return out
 
 
@@ -123,7 +125,14 @@ def test_a_folder_in_float8_is_the_model_that_it_stands_for(tmp_path: Path) -> N
         change_config(other, quantization_config=quantization)
         save_file(changed, other / "model.safetensors")
         with pytest.raises(CheckpointError, match=message.replace(".", r"\.")):
-            open_data(hf_config(str(other), "model.weights=folder", cache=tmp_path / "cache"))
+            open_weights(other, tmp_path).check()
+
+
+def open_weights(folder: Path, here: Path) -> Pretrained:
+    """The weights that a run of a folder starts from."""
+    found = pretrained(hf_facts(str(folder), "model.weights=folder", cache=here / "cache"))
+    assert found is not None
+    return found
 
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -145,8 +154,7 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(tmp_path: Path) -> No
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     change_config(folder, quantization_config={"quant_method": "mxfp4"})
     with private.quiet():
-        weights = pretrained(hf_facts(str(folder), "model.weights=folder", cache=tmp_path / "cache"))
-        assert weights is not None
+        weights = open_weights(folder, tmp_path)
         for name, values in due.items():
             assert torch.equal(weights.read(name).float(), values), name
     facts = hf_facts(str(folder), cache=tmp_path / "cache")

@@ -72,7 +72,7 @@ def test_null_and_left_out_as_transformers_takes_them(changes, found):
         ({"sliding_window": 2047}, "sliding_window = 2047 is not supported"),
         ({"sliding_window": 4096, "max_position_embeddings": LEFT_OUT}, "config.json has no max_position_embeddings"),
         ({"sliding_window": "all"}, "sliding_window = 'all'"),
-        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5 contradicts"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5 is not supported"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0"),
         ({"num_local_experts": None}, "num_local_experts = None"),
         ({"num_local_experts": 2.5}, "num_local_experts = 2.5"),

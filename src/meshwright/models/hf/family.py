@@ -120,7 +120,7 @@ class HfFamily(ForeignFamily):
             width = parameter_of(structure_of(f), name).shape[1]
             return ZEROS if lora.zero_init and SECOND in name else Uniform(1 / sqrt(width))  # as a linear layer's
         name = name if lora is None else original_name(name)
-        if weights is not None and weights.has(name):
+        if weights is not None and name in weights.wanted.shapes:
             return Stored(partial(weights.read, name))
         return super().initial(f, name)
 
@@ -155,7 +155,9 @@ def _pretrained(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: in
 
     found = saved_tensors(_structure(section, lora, seq_len, tp, cache_dir))
     own = {original_name(name): shape for name, shape in found.shapes.items() if not is_adapter(name)}
-    return Pretrained(_source(section), replace(found, shapes=own), section.unused_weights, cache_dir=cache_dir)
+    source, wanted = _source(section), replace(found, shapes=own)
+    assert source.folder is not None
+    return Pretrained(source.folder, source, wanted, section.unused_weights, cache_dir)
 
 
 def _section(f: RunFacts) -> HfConfig:

@@ -235,9 +235,10 @@ def transposed_linear() -> type[Any]:
 
 
 class LoadedWeights(NamedTuple):
-    """A model's parameters and buffers as transformers loads them, and its report, by names in the text model."""
+    """A model's tensors as transformers loads them, and its report, by names in the text model."""
 
     tensors: dict[str, Any]
+    """Parameters and saved buffers, tied ones by all their names."""
     missing: set[str]
     """Names that transformers filled by the model's own rules."""
     unexpected: set[str]
@@ -269,10 +270,10 @@ def load_weights(config: Any, tensors: Mapping[str, Any], *, dtype: Any) -> Load
             PreTrainedModel._adjust_missing_and_unexpected_keys = adjust  # type: ignore[method-assign]
     twice = {name for name in tensors if f"{model.base_model_prefix}.{name}" in tensors}  # both become the latter
     return LoadedWeights(
-        {text_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())},
-        {text_name(name) for name in found["missing_keys"]},
-        {text_name(name) for name in found["unexpected_keys"] | twice},
-        [(text_name(name), tuple(a), tuple(b)) for name, a, b in sorted(found["mismatched_keys"])],
+        {_text_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()},
+        {_text_name(name) for name in found["missing_keys"]},
+        {_text_name(name) for name in found["unexpected_keys"] | twice},
+        [(_text_name(name), tuple(a), tuple(b)) for name, a, b in sorted(found["mismatched_keys"])],
     )
 
 
@@ -298,7 +299,7 @@ def _model_class(config: Any) -> tuple[Any, Any]:
     return kind, found.get_text_config() if is_text else found
 
 
-def text_name(name: str) -> str:
+def _text_name(name: str) -> str:
     """Return a parameter's name in the text model, which a model with images or audio calls `language_model`."""
     return name.replace("language_model.", "")
 

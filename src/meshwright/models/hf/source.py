@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Source:
     """Folder with the weights and the tokenizer; None for a model type, which is built small."""
     fields: str = ""
     """Content of config.json, without how its weights are quantised: the model is what they stand for."""
-    quantization: str = ""
+    quantization: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """`quantization_config` of config.json; empty without one."""
 
     def identity(self) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _read(path: Path) -> Source:
     if not isinstance(model_type, str):
         raise _error(f"{path} has no model_type", "the config.json of a transformers model")
     found = [part.pop(key, None) for part in (fields, fields.get("text_config")) for key in QUANTIZATION if part]
-    quantization = next((json.dumps(one, sort_keys=True) for one in found if one), "")
+    quantization = next((one for one in found if one), {})
     return Source(model_type, path.parent, json.dumps(fields, sort_keys=True), quantization)
 
 

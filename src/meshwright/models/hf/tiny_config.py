@@ -82,8 +82,7 @@ def tiny_config(model_type: str) -> Any:
 
 
 def not_causal(model_type: str, *, is_name: bool = False) -> ConfigError:
-    """Return the error for a model type that has no causal language model; it `is_name` if it was given as such, and
-    not by a folder."""
+    """Return the error for a model type without a causal language model; `is_name` if no folder has given it."""
     known = private.is_known(model_type)  # such as an encoder, which no name is a misspelling of
     nearest = [] if known else difflib.get_close_matches(model_type.lower(), private.causal_names(), n=1)
     newer = "" if known else ", or if the type is newer: pip install --upgrade transformers"

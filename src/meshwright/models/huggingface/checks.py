@@ -7,6 +7,7 @@ from shlex import quote
 
 from meshwright.errors import CheckpointError
 
+CONFIG = "config.json"
 FIX = "check that the weights match the configuration"
 
 
@@ -18,9 +19,7 @@ def train_command(folder: Path) -> str:
     return f"meshwright run hf-tiny model.config={name} model.weights=folder{tokenizer}"
 
 
-def check_names(
-    present: set[str], expected: set[str], *, noun: str, where: str, unexpected_fix: str | None = None
-) -> None:
+def check_names(present: set[str], expected: set[str], *, noun: str, where: str) -> None:
     """Check that no tensor is missing or unexpected.
 
     Raises:
@@ -33,7 +32,7 @@ def check_names(
                 f"tensor {min(names)}{more} {'is' if len(names) == 1 else 'are'} {problem}",
                 where=where,
                 rule=f"the tensors are exactly those of the {noun} in the configuration",
-                fix=unexpected_fix if unexpected_fix and problem == "unexpected" else FIX,
+                fix=train_command(Path(where)) if problem == "unexpected" and Path(where, CONFIG).is_file() else FIX,
             )
 
 

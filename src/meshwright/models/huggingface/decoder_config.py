@@ -20,7 +20,6 @@ from meshwright.models.huggingface.json_fields import (
     JsonFields,
     Positive,
     allowed_values,
-    contradiction,
     missing_key,
     parse_fields,
     unsupported,
@@ -134,7 +133,7 @@ def decoder_dimensions(fields: DecoderFields, *, where: str) -> dict[str, Any]:
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     if num_heads % num_kv_heads:
         rule = f"must divide num_attention_heads = {num_heads}"
-        raise contradiction("num_key_value_heads", num_kv_heads, where, rule)
+        raise unsupported("num_key_value_heads", num_kv_heads, where, rule, contradicts=True)
     head_dim = fields.head_dim or fields.hidden_size // num_heads
     if head_dim < 2 or head_dim % 2:
         raise unsupported("head_dim", head_dim, where, "rotary embedding needs an even, positive head_dim")

@@ -18,10 +18,10 @@ from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.safetensors_file import TensorToWrite
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model, Repeated
-from meshwright.models.huggingface.checks import FIX, check_names, check_shape, train_command
+from meshwright.models.huggingface.checks import CONFIG, FIX, check_names, check_shape
 from meshwright.models.huggingface.decoder_tensors import EMBEDDING, HEAD
 from meshwright.models.huggingface.export_weights import PREFIX
-from meshwright.models.huggingface.json_fields import CONFIG, read_object
+from meshwright.models.huggingface.json_fields import read_object
 from meshwright.models.huggingface.kept_files import read_kept
 from meshwright.models.huggingface.weight_files import TRAINABLE, open_weights
 from meshwright.units import counted
@@ -70,9 +70,7 @@ def _check_weights(
         _check_count(repeated, model, len(weights), where)
     mapped = list(architecture.tensors(model))
     present = _parameters(weights, model)
-    expected = {name for one in mapped for name in one.theirs}
-    fix = train_command(Path(where))
-    check_names(present, expected, noun=architecture.noun, where=where, unexpected_fix=fix)
+    check_names(present, {name for one in mapped for name in one.theirs}, noun=architecture.noun, where=where)
     for one in mapped:
         for name in one.theirs:
             check_shape(name, tuple(weights[name].shape), one.their_shape(), where=where)

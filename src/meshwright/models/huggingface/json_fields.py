@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.checks import train_command
 
-CONFIG = "config.json"
 BELONGING = "use the {} that belongs to these weights"
 
 
@@ -90,20 +89,14 @@ def missing_key(key: str, where: str) -> CheckpointError:
     )
 
 
-def unsupported(key: str, value: Any, where: str, rule: str) -> CheckpointError:
-    """Return the error for a value that our models don't have, and transformers' do."""
+def unsupported(key: str, value: Any, where: str, rule: str, *, contradicts: bool = False) -> CheckpointError:
+    """Return the error for a value that transformers' models may have and ours don't, or that contradicts others."""
     return CheckpointError(
         f"{key} = {_short(value)} is not supported",
         where=where,
         rule=rule,
-        fix=train_command(Path(where).parent),
+        fix=BELONGING.format(Path(where).name) if contradicts else train_command(Path(where).parent),
     )
-
-
-def contradiction(key: str, value: Any, where: str, rule: str) -> CheckpointError:
-    """Return the error for a value that no model can have beside the others."""
-    what, fix = f"{key} = {_short(value)} contradicts another key", BELONGING.format(Path(where).name)
-    return CheckpointError(what, where=where, rule=rule, fix=fix)
 
 
 def allowed_values(key: str, allowed: tuple[Any, ...]) -> str:
