@@ -77,11 +77,11 @@ def test_other_methods_are_refused(method: str | None) -> None:
     assert "model.weights=random" in caught.value.fix
 
 
-def quantise(folder: Path) -> dict[str, Tensor]:
-    """Store a folder's projections as float8 in blocks, and return what they stand for."""
+def quantise(folder: Path, which: str = "_proj") -> dict[str, Tensor]:
+    """Store a folder's matrices of some name as float8 in blocks, and return what all tensors stand for."""
     tensors = load_file(folder / "model.safetensors")
     plain = dict(tensors)
-    for name in [name for name in tensors if "_proj" in name]:
+    for name in [name for name in tensors if which in name]:
         rows, columns = tensors[name].shape
         scale = torch.rand(-(-rows // 16), -(-columns // 8)) / 2000 + 1e-4
         spread = scale.repeat_interleave(16, 0)[:rows].repeat_interleave(8, 1)[:, :columns]
@@ -133,6 +133,15 @@ def open_weights(folder: Path, here: Path) -> Pretrained:
     found = pretrained(hf_facts(str(folder), "model.weights=folder", cache=here / "cache"))
     assert found is not None
     return found
+
+
+def test_experts_in_float8_are_multiplied_before_they_are_stacked(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "mixtral", tokenizer=False)
+    plain = quantise(folder, ".experts.")
+    read = open_weights(folder, tmp_path).read("model.layers.0.mlp.experts.gate_up_proj")
+    for i, expert in enumerate(read):
+        w1, w3 = (plain[f"model.layers.0.block_sparse_moe.experts.{i}.{name}.weight"] for name in ("w1", "w3"))
+        assert torch.equal(expert, torch.cat([w1, w3]))
 
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

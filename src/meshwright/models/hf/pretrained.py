@@ -145,7 +145,7 @@ class Pretrained:
     def _load(self, tensors: Mapping[str, Tensor], odd: Mapping[str, torch.dtype]) -> private.LoadedWeights:
         """Return the parameters as transformers loads them, each with values of the folder."""
         shapes, config = self.wanted.shapes, whole_config(self.source)
-        if self.source.quantization:
+        if self.source.quantization.get("quant_method") == BY_TRANSFORMERS:
             config.quantization_config = {**self.source.quantization, "dequantize": True}
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
         misfit = "{} of shape {}, but the model has {}"

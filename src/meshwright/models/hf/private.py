@@ -281,8 +281,8 @@ def ignored_names(config: Any, names: Iterable[str]) -> set[str]:
     """Return those names of stored tensors that a model has no place for and declares as ignored."""
     import torch
 
-    kind, config = _model_class(config)
     with quiet(), torch.device("meta"):
+        kind, config = _model_class(config)
         model = kind(config)
     found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(found)

@@ -64,8 +64,9 @@ def _read(path: Path) -> Source:
     model_type = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(model_type, str):
         raise _error(f"{path} has no model_type", "the config.json of a transformers model")
-    found = [part.pop(key, None) for part in (fields, fields.get("text_config")) for key in QUANTIZATION if part]
-    quantization = next((one for one in found if one), {})
+    parts = [part for part in (fields, fields.get("text_config")) if isinstance(part, dict)]
+    found = [part.pop(key, None) for part in parts for key in QUANTIZATION]
+    quantization = next((one if isinstance(one, dict) else {"quant_method": str(one)} for one in found if one), {})
     return Source(model_type, path.parent, json.dumps(fields, sort_keys=True), quantization)
 
 
