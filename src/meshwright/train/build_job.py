@@ -22,7 +22,7 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal
+from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Stored
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.parallel.apply_plan import apply_plan, needs_mesh
@@ -175,6 +175,8 @@ def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
         local.fill_(fill.value)
     elif isinstance(fill, Computed):
         local.copy_(fill.compute()[box.slices()])
+    elif isinstance(fill, Stored):
+        local.copy_(fill.read(box.slices()))
     else:
         if not local.is_floating_point():
             dtype = str(local.dtype).removeprefix("torch.")

@@ -24,6 +24,7 @@ from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.lora import merged
 from meshwright.models.hf.lora_names import is_adapter, original_name
 from meshwright.models.hf.source import Source
+from meshwright.models.huggingface.checks import train_command
 from meshwright.models.huggingface.export_weights import PREFIX, new_directory, no_adapters
 from meshwright.models.huggingface.json_fields import CONFIG
 from meshwright.models.huggingface.kept_files import CONTEXT, GENERATION, context_note, stored_dtype, with_ends
@@ -87,8 +88,7 @@ class TransformersWeights:
             f"{source} is read by transformers, and needs no import",
             where=str(source),
             rule="an import is for models that have a family of their own here",
-            fix=f"meshwright run hf-tiny model.config={source} model.weights=folder "
-            f"data.tokenizer={source}/tokenizer.json",
+            fix=train_command(source),
         )
 
 

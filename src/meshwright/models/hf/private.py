@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
@@ -52,11 +53,12 @@ def text_config_class(config: type[Any]) -> type[Any]:
     return type(config().text_config)
 
 
-def read_config(folder: str) -> Any:
-    """Return the configuration in a folder."""
+def read_config(folder: str, *, aloud: bool) -> Any:
+    """Return the configuration in a folder; with `aloud`, transformers may say what it thinks of it."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    with nullcontext() if aloud else quiet():
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
@@ -251,35 +253,69 @@ def transposed_linear() -> type[Any]:
     return TransposedLinear
 
 
-def convert_weights(folder: Path, names: Iterable[str], out: Path) -> list[str]:
-    """Load a folder's weights, and write them as one file of safetensors with the names of the model's parameters.
+class LoadedWeights(NamedTuple):
+    """A model's tensors as transformers loads them, and its report, by names in the text model."""
+
+    tensors: dict[str, Any]
+    """Parameters and saved buffers, tied ones by all their names."""
+    missing: set[str]
+    """Names that transformers filled by the model's own rules."""
+    unexpected: set[str]
+    """Names that the model doesn't have; those that it declares as ignored, too."""
+    mismatched: list[tuple[str, Any, Any]]
+    """Name, shape of the weights and shape of the model."""
+
+
+def load_weights(config: Any, tensors: Mapping[str, Any], *, dtype: Any) -> LoadedWeights:
+    """Load stored tensors into a model, converted to the names and forms that it computes with.
 
     Args:
-        folder: folder of the model, or of one with images or audio whose text model it is.
-        names: names of the text model's parameters and saved buffers.
-        out: file to write.
-
-    Returns:
-        What the folder lacks or has in another shape; if there is any, nothing is written.
+        config: configuration of the model, or of one with images or audio whose text model it is.
+        tensors: the stored tensors by name.
+        dtype: dtype of floating-point ones, wide enough for all.
     """
-    from safetensors.torch import save_file
-
     with quiet():
-        from transformers import AutoModelForCausalLM
+        from transformers import PreTrainedModel
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    model, found = loaded
-    tensors = {_text_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    filled = {_text_name(name) for name in found["missing_keys"]}  # at random
-    unfit = [f"no {name}" for name in sorted(names) if name in filled or name not in tensors]
-    unfit += [
-        f"{name} of shape {tuple(a)}, but the model has {tuple(b)}" for name, a, b in sorted(found["mismatched_keys"])
-    ]
-    if not unfit:
-        save_file({name: tensors[name].detach().contiguous() for name in names}, out)
-    return unfit
+        kind, config = _model_class(config)
+        adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+        PreTrainedModel._adjust_missing_and_unexpected_keys = lambda self, loading_info: None  # type: ignore[method-assign]
+        try:
+            model, found = kind.from_pretrained(
+                None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        finally:
+            PreTrainedModel._adjust_missing_and_unexpected_keys = adjust  # type: ignore[method-assign]
+    twice = {name for name in tensors if f"{model.base_model_prefix}.{name}" in tensors}  # both become the latter
+    return LoadedWeights(
+        {_text_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()},
+        {_text_name(name) for name in found["missing_keys"]},
+        {_text_name(name) for name in found["unexpected_keys"] | twice},
+        [(_text_name(name), tuple(a), tuple(b)) for name, a, b in sorted(found["mismatched_keys"])],
+    )
+
+
+def ignored_names(config: Any, names: Iterable[str]) -> set[str]:
+    """Return those names of stored tensors that a model has no place for and declares as ignored."""
+    import torch
+
+    with quiet(), torch.device("meta"):
+        kind, config = _model_class(config)
+        model = kind(config)
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(found)
+    return set(names) - found.unexpected_keys
+
+
+def _model_class(config: Any) -> tuple[Any, Any]:
+    """Return the class that `AutoModelForCausalLM` loads weights with, and the configuration that it takes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = config if is_causal_config(type(config)) else config.get_text_config()
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    is_text = kind.config_class is found.sub_configs.get("text_config")
+    return kind, found.get_text_config() if is_text else found
 
 
 def _text_name(name: str) -> str:

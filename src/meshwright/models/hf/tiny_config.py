@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models.hf import private
-from meshwright.models.hf.source import KEY, transformers_version
+from meshwright.models.hf.source import CONFIG_FILE, KEY, transformers_version
 from meshwright.models.hf.tiny_by_hand import BY_HAND, UNSUPPORTED
 from meshwright.models.hf.tiny_sizes import ALTERNATING_LISTS, LEADING_LISTS, LIMITS, NUM_LAYERS, PER_LAYER, SIZES
 
@@ -35,7 +35,7 @@ def causal_types() -> tuple[str, ...]:
 def text_type(model_type: str) -> str:
     """Return the model type of a causal type's text model, or the type itself if its text model has none."""
     if model_type not in private.causal_names():
-        raise not_causal(model_type)
+        raise not_causal(model_type, is_name=True)
     config = private.config_class(model_type)
     if model_type in UNSUPPORTED:
         return model_type
@@ -145,16 +145,18 @@ def limits_of(config: Any) -> list[int]:
     return sorted((limit for limit in found if isinstance(limit, int) and limit > 0), reverse=True)
 
 
-def not_causal(model_type: str) -> ConfigError:
-    """Return the error for a model type that has no causal language model."""
+def not_causal(model_type: str, *, is_name: bool = False) -> ConfigError:
+    """Return the error for a model type without a causal language model; `is_name` if no folder has given it."""
     known = private.is_known(model_type)  # such as an encoder, which no name is a misspelling of
     nearest = [] if known else difflib.get_close_matches(model_type.lower(), private.causal_names(), n=1)
     newer = "" if known else ", or if the type is newer: pip install --upgrade transformers"
+    missing = f"there is no folder {model_type}, and " if is_name else ""
+    path = f", or the path of a folder with a {CONFIG_FILE}" if is_name else ""
     return ConfigError(
-        f"{model_type!r} is no causal language model of the installed transformers {transformers_version()}",
+        f"{missing}{model_type!r} is no causal language model of the installed transformers {transformers_version()}",
         where=KEY,
         rule="a model type that AutoModelForCausalLM knows",
-        fix=f"{KEY}={nearest[0] if nearest else 'qwen3'}{newer}",
+        fix=f"{KEY}={nearest[0] if nearest else 'qwen3'}{path}{newer}",
     )
 
 

@@ -15,8 +15,8 @@ from meshwright.data.special_tokens import SEPARATOR_NAMES, TOKENS_MAP, token_te
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, read_files, vocabulary
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, Model
+from meshwright.models.huggingface.checks import CONFIG
 from meshwright.models.huggingface.decoder_config import DEFAULT_MAX_SEQ_LEN
-from meshwright.models.huggingface.json_fields import CONFIG
 from meshwright.units import counted
 
 GENERATION = "generation_config.json"
