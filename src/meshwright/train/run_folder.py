@@ -275,9 +275,14 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
             is now trained.
     """
     sections = {name: section.model_dump() for name, section in config.family_sections().items()}
+    saved: dict[str, Any] = manifest.run.get("config", {})
+    is_other_corpus = manifest.run.get("corpus", corpus) != corpus
+    if is_other_corpus and saved.get("data", {}).get("tokenizer", config.data.tokenizer) != config.data.tokenizer:
+        # First, since the model's vocabulary is that of its tokenizer: by itself, neither size would do.
+        _check_tokenizer(manifest, config, path)
+        raise _other_corpus(saved["data"], config, path)
     check_model(manifest, model_facts(config).identity, sections)
     _check_tokenizer(manifest, config, path)
-    saved: dict[str, Any] = manifest.run.get("config", {})
     decides = {**DECIDES_SAMPLES, **config.family.decides_samples}
     for section, key in ((section, key) for section, keys in decides.items() for key in keys):
         now = getattr(getattr(config, section), key)
@@ -298,7 +303,7 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
             rule="a resumed run continues with the optimizer whose states the checkpoint has",
             fix=format_fix({OPTIMIZER: before}),
         )
-    if manifest.run.get("corpus", corpus) != corpus:
+    if is_other_corpus:
         raise _other_corpus(saved.get("data", {}), config, path)
 
 
