@@ -148,7 +148,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps(record) + "\n" for record in records)
     for path, content in {
         "texts/a.txt": TEXT, "texts/b.txt": TEXT[::-1], "ä [1] b/a.txt": TEXT[1:], "ä [1] b/b.txt": TEXT[::-1],
-        "lines.jsonl": lines, "two words.jsonl": lines, "array.jsonl": json.dumps(records), 
+        "lines.jsonl": lines, "two words.jsonl": lines, "array.jsonl": json.dumps(records),
         "bom.jsonl": "\ufeff" + lines, "spaces.jsonl": lines.replace('"body"', '"a b"').replace('"my text"', '"c d"'),
         "chats.jsonl": "".join(json.dumps({"messages": chat(f"{n}?", f"It is {n}.")}) + "\n" for n in range(400)),
         "not-toml.toml": "[train\n", "plan.json": "{}",
