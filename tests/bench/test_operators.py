@@ -49,7 +49,8 @@ def test_the_backward_of_every_operator_is_right_or_rejected_on_all_ranks(num_ra
     """In ranks of their own, since an operator that is wrong may kill them. Takes two minutes for each of both."""
     pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest: pip install expecttest")
     placements = (InputPlacement.SHARD, InputPlacement.SHARD_LAST)
-    cases = run_side(Side.FALLBACK, num_ranks=num_ranks, gradients=True, placements=placements)
+    options = {"gradients": True, "placements": placements, "timeout_s": 60.0}  # for a loaded machine
+    cases = run_side(Side.FALLBACK, num_ranks=num_ranks, **options)
     bad = [case for case in cases if case.outcome in (Outcome.WRONG, Outcome.NOT_IMPLEMENTED, Outcome.OTHER_ERROR)]
     assert bad == []
     for placed in placements:

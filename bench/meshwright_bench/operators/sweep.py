@@ -28,8 +28,6 @@ from meshwright_bench.operators.cases import InputPlacement, Outcome, Side, Swee
 from meshwright_bench.private import TorchDispatchMode, operators, tree_leaves, tree_map_only
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 5.0
-"""Timeout of an operator's collectives, after which waiting ranks continue."""
 UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return uninitialized memory."""
 
@@ -86,7 +84,7 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
             num_groups += 1
             path = f"{context.store_path}-{num_groups}"
             group.enter_context(process_group(rank=context.rank, num_ranks=context.num_ranks, device=CPU,
-                                              timeout_s=TIMEOUT_S, store_path=path))  # fmt: skip
+                                              timeout_s=task.timeout_s, store_path=path))  # fmt: skip
             mesh = init_device_mesh("cpu", (context.num_ranks,))
         if context.rank == 0:
             begin_line(task.lines, name_of(entry), placed)
