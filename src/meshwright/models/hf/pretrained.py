@@ -213,15 +213,16 @@ class Pretrained:
 
 
 def _expert_gaps(names: Iterable[str]) -> list[str]:
-    """Return what is missing where experts are stored one by one, numbered from 0 and each with the same; transformers
+    """Return what is missing where experts are stored one by one, numbered from 0, and most have it: transformers
     stacks those that are there."""
-    parts: dict[str, set[str]] = defaultdict(set)
-    last: dict[str, int] = defaultdict(int)
-    for match in filter(None, map(EXPERT.fullmatch, present := set(names))):
-        parts[match[1]].add(match[3])
-        last[match[1]] = max(last[match[1]], int(match[2]))
-    due = {f"{path}{i}{part}" for path, found in parts.items() for i in range(last[path] + 1) for part in found}
-    return [f"no {name}" for name in sorted(due - present)]
+    numbers: dict[str, set[int]] = defaultdict(set)
+    having: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for match in filter(None, map(EXPERT.fullmatch, names)):
+        numbers[match[1]].add(int(match[2]))
+        having[match[1], match[3]].add(int(match[2]))
+    due = {path: set(range(max(found) + 1)) for path, found in numbers.items()}
+    most = {one: found for one, found in having.items() if 2 * len(found) > len(numbers[one[0]])}
+    return sorted(f"no {path}{i}{part}" for (path, part), found in most.items() for i in due[path] - found)
 
 
 def _globs(names: Sequence[str]) -> list[str]:
