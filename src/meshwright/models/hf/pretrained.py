@@ -35,6 +35,7 @@ from meshwright.models.hf.quantised import FIX as NOT_QUANTISED
 from meshwright.models.hf.source import Source, transformers_version
 from meshwright.models.huggingface.weight_files import TRAINABLE, find_files, open_weights
 from meshwright.settings.violation import format_fix
+from meshwright.units import counted
 
 COMPLETE = "model.weights=random, or the complete folder (hf download)"
 NOT_READ = "not read of the weights in %s: %s"
@@ -132,7 +133,8 @@ class Pretrained:
         self._check_placed(loaded.unexpected | apart, odd)
         self._check_complete(_expert_gaps(usable), odd)
         if others := loaded.tensors.keys() - shapes.keys() - ties.keys():
-            _log.warning(NOT_READ, self.folder, f"{len(others)} tensors beside the text model, such as {min(others)}")
+            found = counted(len(others), "tensor")
+            _log.warning(NOT_READ, self.folder, f"{found} beside the text model, such as {min(others)}")
         with atomic_write(converted) as file:
             save_file({name: loaded.tensors[name].detach().cpu().contiguous() for name in shapes}, file.name)
 
