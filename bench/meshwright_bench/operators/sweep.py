@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return uninitialized memory."""
 
-TOLERANCES: dict[str, float] = {"rtol": 1e-5, "atol": 1e-4}
-"""Sums of shards add up in another order."""
+GRADIENT_TOLERANCES = (1e-5, 1e-4)
+"""Relative and absolute: partial sums of shards add up in another order, over more operations than in a forward."""
 
 CaseOutcome = tuple[Outcome, str]
 """Outcome of a case on one rank, with a note."""
@@ -48,6 +48,9 @@ class Sample:
     expected: Any
     is_defined: bool
     """True if repeated calls return the same values."""
+    rtol: float | None = None
+    atol: float | None = None
+    """Tolerances; PyTorch's for the dtype if None."""
 
     def run(self, inputs: Any) -> Any:
         """Return the operator's result for other inputs, with the same seed."""
@@ -167,7 +170,9 @@ def find_sample(entry: Any, *, gradients: bool = False) -> Sample | str:
             expected = operator(copied, *args, **kwargs)
     except Exception as error:
         return f"plain tensors: {type(error).__name__}: {error}"
-    return Sample(name_of(entry), operator, inputs, expected, not randomness.seen and entry.name not in UNSET)
+    is_defined = not randomness.seen and entry.name not in UNSET
+    tolerances = GRADIENT_TOLERANCES if gradients else (None, None)
+    return Sample(name_of(entry), operator, inputs, expected, is_defined, *tolerances)
 
 
 def _with_gradients(operator: Callable[..., Any], differentiable: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -183,7 +188,7 @@ def _with_gradients(operator: Callable[..., Any], differentiable: Callable[[Any]
         copied = tree_map_only(Tensor, Tensor.clone, args[0])  # in-place operators don't write to leaves
         results = differentiable(operator(copied, *args[1:], **kwargs))
         outputs = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
-        total = sum((x.abs() if x.is_complex() else x).square().sum() for x in outputs)
+        total = torch.stack([(x.abs() if x.is_complex() else x).square().sum() for x in outputs]).sum()
         return results, *torch.autograd.grad(total, leaves, allow_unused=True)
 
     return run
@@ -196,7 +201,7 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _place(x: Tensor, placed: InputPlacement, mesh: DeviceMesh) -> DTensor:
+def _place(x: Tensor, placed: InputPlacement, mesh: DeviceMesh) -> Tensor:
     dim = {InputPlacement.SHARD: 0, InputPlacement.SHARD_LAST: x.dim() - 1}.get(placed)
     placement = Replicate() if dim is None or not x.dim() else Shard(dim)
     replicated = DTensor.from_local(x.detach().clone(), mesh, [Replicate()], run_check=False)
@@ -214,7 +219,7 @@ def _difference(result: Any, sample: Sample) -> str:
                 return f"shape or dtype differs: {one}, expected {other}"
         elif isinstance(other, Tensor):
             try:
-                torch.testing.assert_close(one, other, equal_nan=True, **TOLERANCES)
+                torch.testing.assert_close(one, other, equal_nan=True, rtol=sample.rtol, atol=sample.atol)
             except AssertionError as error:
                 return str(error)
         elif sample.is_defined and one != other and one == one:

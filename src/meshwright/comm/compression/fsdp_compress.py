@@ -206,8 +206,7 @@ def _methods(option: str, names: Names, modules: Collection[str], use: Use) -> d
     Raises:
         ConfigError: a mapping lacks a module, or has a name that is none.
     """
-    wrong = [] if isinstance(names, str) else sorted(names.keys() ^ modules)
-    if wrong:
+    if not isinstance(names, str) and (wrong := sorted(names.keys() ^ modules)):
         what = "is not an FSDP2 module" if wrong[0] in names else f"has no method in {option}"
         full = {name: names.get(name, EXACT) for name in modules}
         raise ConfigError(
