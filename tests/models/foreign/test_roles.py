@@ -58,6 +58,8 @@ def test_adapters_are_matrices(tmp_path: Path) -> None:
 DECAYED = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight", "embeddings.weight")
 """Ends of the names of Mamba's parameters that decay."""
 LR, DECAY = 0.01, 1.0
+EPS = 1e-2
+"""Mamba's scan rounds to float32: a smaller epsilon would enlarge what that does to gradients that are near zero."""
 
 
 def one_step(folder: Path, words: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -84,7 +86,7 @@ def test_mamba_is_updated_as_a_plain_loop_does(gang: GangPool, optimizer: str, t
     folder = write_model(tmp_path / "model", "mamba", tokenizer=False)
     words = (
         "model.weights=folder", "train.precision=float64", "train.steps=1", "train.warmup_steps=0",
-        "train.min_lr_ratio=1", "train.eps=1e-4", f"train.lr={LR}", f"train.weight_decay={DECAY}",
+        "train.min_lr_ratio=1", f"train.eps={EPS}", f"train.lr={LR}", f"train.weight_decay={DECAY}",
         "train.validation_samples=0", "train.sample_tokens=0", f"train.optimizer={optimizer}",
     )  # fmt: skip
     before, expected = one_step(folder, words)
