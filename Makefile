@@ -1,16 +1,18 @@
-# Every target makes what it needs: a .venv with the pinned dependencies and Meshwright in it, once.
+# Every target makes what it needs: a .venv with the pinned dependencies and Meshwright in it, once. The demo needs no
+# more; tests, checks and documentation add theirs to it.
 # PYTHON=… names the Python to make it with; DEMO_ARGS='train.steps=30' adds words to the demo's command;
 # TESTERS=4 runs the tests of four files at once, each with processes of its own.
 
 VENV := .venv
 READY := $(VENV)/.ready
+READY_DEV := $(READY)-dev
 PY := $(VENV)/bin/python
 TESTERS ?= 2
 # Without .pyc files every process of a test would compile all of src again.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
-.PHONY: help demo test test-slow gpu lint docs setup clean redo-setup
+.PHONY: help demo test test-slow gpu lint docs setup setup-dev clean redo-setup
 help:
 	@echo "make demo       train a small Llama on 2 processes (2 minutes or so), and verify its checkpoint"
 	@echo "make test       all tests but the slow ones"
@@ -18,7 +20,7 @@ help:
 	@echo "make gpu        the tests that need a CUDA device, and bench capture, whose results go to bench/results"
 	@echo "make lint       ruff, and mypy on src"
 	@echo "make docs       the documentation with its reference, as a site in build/docs; a broken link is an error"
-	@echo "make setup      only the .venv that the others make by themselves"
+	@echo "make setup      only the .venv that the demo makes by itself; make setup-dev: the one of the others"
 	@echo "make clean      remove .venv, caches and the demo's run folder; other runs stay"
 
 demo: $(READY)
@@ -26,33 +28,34 @@ demo: $(READY)
 	@$(PY) -m meshwright run llama-tiny mesh.dp_shard=2 $(DEMO_ARGS) --out $(DEMO_OUT)
 	@$(PY) -m meshwright checkpoint verify $(DEMO_OUT)
 
-test: $(READY)
-	@echo "test: all tests but the slow ones (7 to 9 minutes on 2 cores) …"
+test: $(READY_DEV)
+	@echo "test: all tests but the slow ones (about 4 minutes on 2 cores) …"
 	@$(PYTEST)
 
-test-slow: $(READY)
-	@echo "test-slow: end-to-end tests (about an hour on 2 cores) …"
+test-slow: $(READY_DEV)
+	@echo "test-slow: end-to-end tests (about half an hour on 2 cores) …"
 	@$(PYTEST) -m slow
 
 # One tester: they share the device. The environment needs a CUDA build of PyTorch.
-gpu: $(READY)
+gpu: $(READY_DEV)
 	@echo "gpu: tests that need a CUDA device, then bench capture …"
 	@$(PYTEST) -n 0 -m gpu
 	@$(PY) -m meshwright bench capture --device cuda --json bench/results/capture-cuda.json
 
-lint: $(READY)
+lint: $(READY_DEV)
 	@echo "lint: ruff, then mypy on src (a minute the first time) …"
 	@$(PY) -m ruff check -q .
 	@$(PY) -m mypy
 
-docs: $(READY)
+docs: $(READY_DEV)
 	@echo "docs: the site (a minute or so) …"
 	@$(PY) -m sphinx -q -E -W --keep-going -j auto -b html -d build/doctrees docs build/docs
 	@echo "docs: build/docs/index.html"
 
 setup: $(READY)
+setup-dev: $(READY_DEV)
 
-# The stamp holds the path of this folder: a .venv that came along with a copy points at the original.
+# A stamp holds the path of this folder: a .venv that came along with a copy points at the original.
 ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
 $(READY): redo-setup
 else ifeq ($(wildcard $(PY)),)
@@ -60,6 +63,8 @@ $(READY): redo-setup
 endif
 $(READY): pyproject.toml bench/pyproject.toml constraints.txt
 	@PYTHON="$(PYTHON)" .ci/setup $(VENV) "$(CURDIR)"
+$(READY_DEV): $(READY)
+	@PYTHON="$(PYTHON)" .ci/setup $(VENV) "$(CURDIR)" dev
 redo-setup:
 
 clean:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from subprocess import CompletedProcess
 
@@ -13,7 +16,7 @@ import pytest
 from meshwright.testing.gang import PRELOAD, GangPool, start_server
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
-for name, max_examples in (("default", 30), ("slow", 100)):
+for name, max_examples in (("default", 20), ("slow", 100)):
     hypothesis.settings.register_profile(
         f"meshwright-{name}",
         deadline=None,
@@ -23,9 +26,37 @@ for name, max_examples in (("default", 30), ("slow", 100)):
     )
 
 
+PLACES = (
+    "HF_", "HUGGINGFACE_", "MPLCONFIGDIR", "TORCHINDUCTOR_", "TORCH_HOME", "TRANSFORMERS_", "TRITON_", "WANDB_", "XDG_",
+)  # fmt: skip
+"""Beginnings of the variables that may name folders and services of the user."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--shuffle`."""
+    parser.addoption("--shuffle", metavar="SEED", help="run the files, and the tests of each file, in a random order")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw more examples where the slow tests run."""
+    """Draw more examples where the slow tests run, and give all processes of the run an empty home."""
     hypothesis.settings.load_profile("meshwright-slow" if config.option.markexpr == "slow" else "meshwright-default")
+    if hasattr(config, "workerinput"):
+        return  # inherits what follows
+    home = tempfile.mkdtemp(prefix="home-of-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+    for name in [name for name in os.environ if name.startswith(PLACES)]:
+        del os.environ[name]
+    os.environ |= {"HOME": home, "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle files and the tests of each, where that was asked for."""
+    if seed := config.getoption("shuffle"):
+        rng = random.Random(seed)
+        files = sorted({item.path for item in items})
+        order = dict(zip(files, rng.sample(range(len(files)), len(files)), strict=True))
+        rng.shuffle(items)
+        items.sort(key=lambda item: order[item.path])
 
 
 PRELOADED = (
@@ -73,8 +104,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected is never garbage: not walked again."""
+    """What was imported and collected is never garbage: not walked again; and what tests make is looked at seldom."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
     gc.enable()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,7 @@ def test_the_house_rules_hold(tree, checker):
     assert not breaches, "\n" + "\n".join(breaches)
 
 
-def test_no_path_of_one_machine():
+def test_no_path_of_one_machine(monkeypatch):
+    monkeypatch.setenv("HOME", pwd.getpwuid(os.getuid()).pw_dir)
     breaches = path_breaches(ROOT)
     assert not breaches, "\n" + "\n".join(breaches)

@@ -20,6 +20,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.load import known_keys
 from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
+from meshwright.data.packed_corpus import WARNING
 from meshwright.errors import MeshwrightError
 from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.models.hf.source import check_installed
@@ -215,7 +216,8 @@ def prove(
         made, steps = make_plan(proved) if given is None else plan_in_float64(given), steps or PROOF_STEPS
     axes, threads = proved.mesh.axes(), proved.train.threads
     _try_optimizer(made)
-    proved.family.open_data(run_facts(proved))
+    description = proved.family.open_data(run_facts(proved)).description
+    warnings = tuple(line.strip() for line in description.splitlines() if WARNING in line)
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
         say(f"{proved.name} · {axes} · {counted(steps, 'step')} in {proved.train.precision} …")
@@ -235,7 +237,7 @@ def prove(
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
     report = answer["report"]
-    return Proof(report["passed"], (*notes, *answer["lines"]), {**report, "set_aside": list(notes)})
+    return Proof(report["passed"], (*warnings, *notes, *answer["lines"]), {**report, "set_aside": list(notes)})
 
 
 def prove_catalogue(

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright_bench.operators.benchmark import operator_figures, read_cases, time_figures
+from meshwright_bench.operators.benchmark import operator_figures, read_cases, run_side, time_figures
 from meshwright_bench.operators.cases import Case, InputPlacement, Outcome, Side, begin_line, end_line
 
 REFUSED = {
@@ -17,6 +17,13 @@ REFUSED = {
 """Operators that are not functions of their inputs: random numbers per rank, or storage."""
 
 
+FORWARD = (InputPlacement.SHARD, InputPlacement.REPLICATED)
+
+
+WRITES_PLAIN_TENSORS = {"nn.functional.linear_cross_entropy.chunked_none"}
+"""Operators whose backward multiplies DTensors into plain memory of its own: the same error on all ranks."""
+
+
 def swept(rank, world_size):
     """Return the outcomes of all operators on this rank, in one process group."""
     from meshwright_bench.operators.sweep import find_sample, name_of, operators, run_case
@@ -24,7 +31,7 @@ def swept(rank, world_size):
     mesh, cases = init_device_mesh("cpu", (world_size,)), []
     for entry in operators():
         sample = find_sample(entry)
-        cases += [Case(name_of(entry), at, *run_case(sample, at, Side.FALLBACK, mesh)) for at in InputPlacement]
+        cases += [Case(name_of(entry), at, *run_case(sample, at, Side.FALLBACK, mesh)) for at in FORWARD]
     return cases
 
 
@@ -34,10 +41,27 @@ def test_every_operator_is_right_or_rejected(gang):
     for cases in gang(2).run(swept, timeout_s=240.0):
         bad = {Outcome.WRONG, Outcome.NOT_IMPLEMENTED, Outcome.OTHER_ERROR}
         assert [case for case in cases if case.outcome in bad] == []
-        for placed in InputPlacement:
+        for placed in FORWARD:
             assert {c.operator for c in cases if c.placed is placed and c.outcome is Outcome.REFUSED} == REFUSED
             counts = Counter(case.outcome for case in cases if case.placed is placed)
             assert counts[Outcome.RIGHT] > 640 and counts[Outcome.UNDEFINED] < 25 and counts[Outcome.LEFT_OUT] < 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])  # most samples have 5 rows: 2, 2, 1 and 2, 2, 1, 0
+def test_the_backward_of_every_operator_is_right_or_rejected_on_all_ranks(num_ranks):
+    """In ranks of their own, since an operator that is wrong may kill them. Takes two minutes for each of both."""
+    pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest: pip install expecttest")
+    placements = (InputPlacement.SHARD, InputPlacement.SHARD_LAST)
+    options = {"gradients": True, "placements": placements, "timeout_s": 60.0}  # for a loaded machine
+    cases = run_side(Side.FALLBACK, num_ranks=num_ranks, **options)
+    bad = [case for case in cases if case.outcome in (Outcome.WRONG, Outcome.NOT_IMPLEMENTED, Outcome.OTHER_ERROR)]
+    assert {case.operator for case in bad} == WRITES_PLAIN_TENSORS
+    assert all("mixes DTensors and a plain tensor" in case.note and "rank 0:" not in case.note for case in bad)
+    for placed in placements:
+        assert {c.operator for c in cases if c.placed is placed and c.outcome is Outcome.REFUSED} <= REFUSED
+        counts = Counter(case.outcome for case in cases if case.placed is placed)
+        assert counts[Outcome.RIGHT] > 510, counts
 
 
 def test_a_case_that_killed_its_ranks_is_recorded_as_an_error(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -134,3 +135,38 @@ def die_while_writing(rank, world_size, root):
     if rank == 1:
         DurableFile.write = write
     save(root, 2)
+
+
+def save_at_once(rank, world_size, root):
+    """Each rank saves step 1 by itself, rank 1 while rank 0 is writing, and again afterwards; what each was told."""
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    real, found = DurableFile.finish, []
+
+    def attempt():
+        values = {"w": torch.full((1000,), float(rank))}
+        found.append(told(lambda: save_load.save(root, 1, values, model={}, run={}, keep=2, group=alone)))
+
+    def finish(self):
+        if "rank-" in os.readlink(f"/proc/self/fd/{self._fd}"):
+            dist.barrier()
+            dist.barrier()
+        return real(self)
+
+    with mock.patch.object(DurableFile, "finish", finish) if rank == 0 else mock.MagicMock():
+        if rank == 1:
+            dist.barrier()
+        attempt()
+        if rank == 1:
+            dist.barrier()
+    dist.barrier()
+    if rank == 1:
+        attempt()
+    return os.getpid(), found
+
+
+def save_without_rank_1(rank, world_size, root):
+    group = dist.new_group()
+    dist.barrier(group)
+    group.set_timeout(timedelta(seconds=2))
+    values = {"w": torch.ones(3)}
+    return told(lambda: save_load.save(root, 1, values, model={}, run={}, keep=2, group=group)) if rank == 0 else None

@@ -6,6 +6,7 @@ full values, so it does not depend on the arithmetic of offsets that is under te
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshwright.checkpoint import save_load
+from meshwright.errors import CheckpointError
 
 SHAPES = {
     "model.even": (8, 4),
@@ -142,6 +144,38 @@ def save_replicas(rank, world_size, root):
     if rank == 1:
         tensors["only.here"] = torch.arange(3)
     return save_load.save(root, 1, tensors, model={}, run={}, keep=1)
+
+
+def save_shard_like_name(rank, world_size, root):
+    """A tensor by rows, and on rank 0 one with the name that its first row has in the file."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    w = distribute_tensor(torch.randn(2, 2, generator=torch.Generator().manual_seed(0)), mesh, [Shard(0)])
+    try:
+        tensors = {"w": w} | ({"w[0:1,0:2]": torch.ones(3)} if rank == 0 else {})
+        save_load.save(root, 1, tensors, model={}, run={}, keep=1)
+    except CheckpointError as error:
+        return error.what
+    return None
+
+
+def save_different_replicas(rank, world_size, root):
+    """Save replicas that are equal, and replicas of which one bit differs, or the order; returns the warnings."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    same = {"a": torch.arange(5.0), "b": torch.full((3, 4), float("nan")), "none": torch.zeros(0, 3)}
+    other = {"a": torch.arange(5.0), "b": torch.zeros(3, 4), "c": torch.tensor([1, 2]), "d": torch.ones(3)}
+    if rank == 1:
+        other |= {"b": -torch.zeros(3, 4), "c": torch.tensor([2, 1]), "d": torch.tensor([1, 1, 1 + 2**-20])}
+    other["d"] = DTensor.from_local(other["d"], mesh, [Replicate()], run_check=False)
+    found = []
+    for tensors in (same, other):
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())
+        logging.getLogger("meshwright").addHandler(handler)
+        save_load.save(root, 1, tensors, model={}, run={}, keep=1)
+        logging.getLogger("meshwright").removeHandler(handler)
+        found.append(lines)
+    return found
 
 
 def save_short(rank, world_size, root):

@@ -140,3 +140,21 @@ def _recording(function, record):
         return result
 
     return recorded
+
+
+def test_a_second_save_is_refused_with_the_first_ones_name_and_touches_nothing(tmp_path):
+    held = atomic_directory.lock(tmp_path)
+    (tmp_path / ".tmp-00000001").mkdir()
+    with pytest.raises(RunError, match=f"process {os.getpid()} on .* is saving a checkpoint here"):
+        atomic_directory.lock(tmp_path)
+    assert names(tmp_path) == [".saving", ".tmp-00000001"]
+    atomic_directory.unlock(tmp_path, held)
+    atomic_directory.unlock(tmp_path, atomic_directory.lock(tmp_path))
+    assert names(tmp_path) == [".tmp-00000001"]
+
+
+def test_the_lock_of_a_dead_process_is_none(tmp_path):
+    (tmp_path / ".saving").write_text("process 1 on nowhere")
+    held = atomic_directory.lock(tmp_path)
+    assert (tmp_path / ".saving").read_text().startswith(f"process {os.getpid()} on ")
+    atomic_directory.unlock(tmp_path, held)

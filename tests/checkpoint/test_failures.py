@@ -129,3 +129,19 @@ def test_a_disk_that_is_really_full_loses_nothing(gang, small_disk):
     manifest.verify(root / "00000001")
     found = save_load.read_tensors(root / "00000002", ["w"])["w"]
     assert torch.equal(found, torch.arange(float(numel)))
+
+
+def test_of_two_processes_that_save_one_step_the_second_is_told_who_the_first_is(gang, tmp_path):
+    (pid, first), (_, (refused, again)) = gang(2).run(failures.save_at_once, tmp_path)
+    assert first == [None] and again is None
+    assert refused.kind == "RunError" and f"process {pid} on " in refused.text
+    manifest.verify(tmp_path / "00000001")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["00000001"]
+    assert save_load.read_tensors(tmp_path / "00000001", ["w"])["w"].unique().tolist() == [1.0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_save_is_missed(gang, tmp_path):
+    told, nothing = gang(2).run(failures.save_without_rank_1, tmp_path)
+    assert nothing is None and told.kind == "CollectiveError"
+    assert "rank 1: reported no failed collective" in told.text

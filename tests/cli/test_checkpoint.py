@@ -83,6 +83,19 @@ def test_export_and_import_are_inverse(here, run_folder, tmp_path):
     assert told_model(done) == CONFIG.model.spec()
 
 
+def test_weights_are_exported_in_the_dtype_that_is_asked_for(here, run_folder, tmp_path):
+    from safetensors.torch import load_file
+
+    done = here("checkpoint", "export", run_folder, tmp_path / "hf", "--dtype", "bfloat16", torch=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
+    path, ours, theirs = run_folder / "checkpoints/00000010", "model.head.weight", "lm_head.weight"
+    stored = save_load.read_tensors(path, [ours])[ours]
+    assert torch.equal(load_file(tmp_path / "hf/model.safetensors")[theirs], stored.bfloat16())
+    done = here("checkpoint", "export", run_folder, tmp_path / "other", "--dtype", "int8", torch=True)
+    assert done.returncode == 2 and "float32" in done.stderr and not (tmp_path / "other").exists()
+
+
 def told_model(done):
     """By the words that an import prints, with which a run takes the weights up."""
     words = next(line for line in done.stdout.splitlines() if line.startswith("model  ")).split()[1:]

@@ -7,8 +7,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,14 @@ def test_no_limit_on_files_is_fine(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     found = findings()["open files"]
     assert found.state == "ok" and "unlimited" in found.text and "-1" not in found.text
+
+
+def test_it_looks_for_all_that_the_package_declares():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    names = [word.partition(">")[0] for word in project["dependencies"]]
+    extras = {name: words[0].partition(">")[0] for name, words in project["optional-dependencies"].items()}
+    assert sorted(names) == sorted(doctor.REQUIRED)
+    assert extras == {**doctor.EXTRAS, "dev": "accelerate"}
 
 
 @pytest.mark.parametrize("name", doctor.REQUIRED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+from meshwright.errors import ScheduleError
 from meshwright.pipeline import Schedule, generate
 from meshwright.pipeline.generate import ScheduleKind
 from tests.helpers import meshwright, shown_error
@@ -59,7 +60,7 @@ def test_costs(draws):
     assert "makespan 20.5 ·" in text  # both ways once, (m + p - 1) of 6.5 each, 2 transfers
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "dualpipe-v"])
 def test_a_table_that_was_written_is_read_again(draws, tmp_path, kind):
     first = draws(kind, *SIZE, "--csv", "a.csv", "--json", "a.json")
     assert "table     a.csv\ntable     a.json\n" in first.stdout
@@ -110,7 +111,10 @@ def test_the_docs_show_what_the_command_prints(draws, tmp_path):
     assert (tmp_path / "mine.csv").read_text() == by_hand
     (tmp_path / "mine.csv").write_text(table)
     draws(*use.split()[3:])
-    assert "'0K1'" in error
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.from_csv(table.replace("0F0,0F1", "0F0,0f 1"), where="mine.csv")
+    shown = [line.split(maxsplit=1)[1] for line in error.splitlines()]
+    assert shown == [caught.value.what, caught.value.where, caught.value.rule, caught.value.fix]
 
 
 def test_no_torch_and_no_matplotlib_for_text(no_torch, tmp_path):

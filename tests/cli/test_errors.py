@@ -173,7 +173,7 @@ def test_empty_corpus(fails_here, tmp_path):
     assert alternatives(error["fix"]) == [["data.source=stdlib"]]
 
 
-@pytest.mark.parametrize("content", [b"\0\0\0", b"\xff\xfe\xff", b"x"])
+@pytest.mark.parametrize("content", [b"\0\0\0", b"\xff\xfd\xff", b"x"])
 def test_corpus_without_text(fails_here, tmp_path, content):
     (tmp_path / "a.txt").write_bytes(content)
     assert "is empty" in fails_here("run", "data.source=*.txt", "data.cache_dir=cache")["error"]

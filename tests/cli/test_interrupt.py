@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,7 @@ COMMANDS = {"module": [sys.executable, "-m", "meshwright"], "script": [Path(sys.
 MODULES = ["meshwright.cli.main", "typer", "meshwright.pipeline.serialize", "pydantic", "numpy"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(("module", "command"), list(zip(MODULES, cycle(COMMANDS), strict=False)))
 def test_an_interrupt_amid_imports_is_quiet(command, module, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     ended = subprocess.run(

@@ -35,7 +35,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("preset", "words"), LAYOUTS, ids=[f"{p} {' '.join(w)}" for p, w in LAYOUTS])
 def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
-    done = here("plan", preset, *words)
+    config = load(preset, words)
+    done = here("plan", preset, *words, torch=config.family.derives)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines) and len(lines) <= 45, done.stdout
@@ -43,7 +44,7 @@ def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
         last = line.split()[-1]
         assert not last.isdigit() and last not in ("×", "·", "="), line
         assert not line.strip().startswith(("GiB", "MiB", "KiB", "B ")), line
-    found = hashes(make_plan(load(preset, words)))
+    found = hashes(make_plan(config))
     assert f"model {found.model} · layout {found.layout} · plan {found.fingerprint}" in lines[-1]
 
 
@@ -59,6 +60,12 @@ def test_figures_are_the_library_s(here, tmp_path):
     here("plan", "llama-tiny", *words, "--json", tmp_path / "a.json", "-o", tmp_path / "plan.json")
     assert json.loads((tmp_path / "a.json").read_text()) == json.loads(done.stdout)
     assert from_json((tmp_path / "plan.json").read_text(), where="x") == plan
+
+
+def test_a_warm_up_that_does_not_end_is_said(here):
+    said = here("plan", "llama-tiny", "train.steps=5").stdout
+    assert "train.warmup_steps = 40 exceeds train.steps = 5" in " ".join(said.split())
+    assert "warmup" not in here("plan", "llama-tiny").stdout
 
 
 def test_a_plan_in_a_file_is_shown_and_compared(here, tmp_path):

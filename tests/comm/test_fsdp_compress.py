@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.comm import Compression, compress
+from meshwright.comm.collective_timeout import CollectiveError
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.error_feedback_state import ErrorLayout
 from meshwright.comm.compression.fsdp_collectives import CompressedReduceScatter
+from meshwright.errors import ConfigError
 from meshwright.mesh.local_shards import to_local
 
 
@@ -149,3 +154,64 @@ def test_odd_modules_and_a_loss_scale(gang):
         assert names == {"", "root", "two"} and scale == 2.0**12
         assert len(warnings) == 1 and "weights of two are gathered uncompressed, not as int8" in warnings[0]
         assert losses[-1] < losses[0] / 3
+
+
+def mappings(rank, world_size):
+    """What `compress` says of mappings that don't fit the model, and how it runs with one that does."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[1])
+    fully_shard(model)
+    told = []
+    for options in (
+        {"gradients": {"1": "loco4"}},
+        {"gradients": {"": "loco4", "1": "loco4", "0": "loco4"}},
+        {"weights": {"": "int8", "one": "int8"}},
+        {"inside_node": {}},
+    ):
+        try:
+            compress(model, **options)
+            told.append(None)
+        except ConfigError as error:
+            told.append((error.what, error.where, error.rule, error.fix))
+    for _, where, _, fix in filter(None, told):
+        if "inside_node" not in where:
+            compress(model, **eval(f"dict({fix})"))
+    return told
+
+
+def test_a_mapping_that_does_not_fit_names_the_units(gang):
+    for told in gang(2).run(mappings):
+        whats, wheres, rules, fixes = zip(*told, strict=True)
+        assert whats == (
+            "the root has no method in gradients", "0 is not an FSDP2 module", "1 has no method in weights",
+            "the root has no method in inside_node",
+        )  # fmt: skip
+        assert wheres[0] == "meshwright.comm.compress, gradients" and wheres[2].endswith("weights")
+        assert all(rule.endswith("FSDP2 module of the model: '', '1'") for rule in rules)
+        assert fixes[0] == "gradients={'': 'exact', '1': 'loco4'}"
+        assert fixes[1] == "gradients={'': 'loco4', '1': 'loco4'}"
+
+
+def without_rank_1(rank, world_size):
+    model = fully_shard(nn.Linear(8, 8))
+    store = dist.group.WORLD.get_group_store()
+    dist.barrier()
+    if rank == 1:
+        while not store.check(["rank 0 is told"]):
+            time.sleep(0.01)
+        return None
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        compress(model, gradients="int8")
+        told = None
+    except CollectiveError as error:
+        told = error.what
+    store.set_timeout(before)
+    store.set("rank 0 is told", "")
+    return told
+
+
+def test_ranks_that_do_not_call_it_are_named(gang):
+    told, _ = gang(2).run(without_rank_1)
+    assert told == "rank 1 did not call compress or place within 1 s"

@@ -80,19 +80,19 @@ def check_requantising(kernels, length, inner, codec, rotate, device="cpu"):
     assert_requantising_agrees(kernels, x, inner, error, codec, rotate=rotate, device=device)
 
 
-@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[::2]))
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[::4]))
 def test_interpreted_codecs_agree_with_the_reference(interpreter, length, codec, dtype, rotate):
     interpreter.run(interpreted, check_codecs, length, codec, dtype, rotate)
 
 
-@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[1::2]))
+@pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[2::4]))
 def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, codec, dtype, rotate):
     interpreter.run(interpreted, check_feedback, length, codec, dtype, rotate)
 
 
 @pytest.mark.parametrize(
     ("length", "inner", "codec", "rotate"),
-    [(4227, Codec.INT8, Codec.INT4, True), (129, Codec.INT4, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
+    [(129, Codec.INT8, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
 )
 def test_interpreted_requantising_agrees_with_the_reference(interpreter, length, inner, codec, rotate):
     interpreter.run(interpreted, check_requantising, length, inner, codec, rotate)

@@ -133,9 +133,9 @@ def test_a_file_of_such_a_name_is_a_file(monkeypatch, tmp_path):
 def test_empty_documents_are_counted(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(Numbers, "__getitem__", lambda self, index: "" if index in (3, 4) else "a" * 9)
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        opened(tmp_path)
+        corpus = opened(tmp_path)
     assert f"the first document without text is {HERE}:Numbers[3]" in caplog.text
-    assert "left out 2 documents of" in caplog.text
+    assert "left out 2 documents:" in corpus.description
 
 
 def database(folder):

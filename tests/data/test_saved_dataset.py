@@ -106,10 +106,9 @@ def test_a_row_that_is_no_text_is_named(tmp_path, value, says):
 def test_rows_without_text_are_counted(tmp_path, caplog):
     datasets.Dataset.from_dict({"body": ["a", "", "b"] * 10}).save_to_disk(tmp_path / "one")
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        opened(tmp_path / "one", tmp_path)
-    assert "left out 10 documents" in caplog.text and f"the first document without text is {tmp_path}/one, row 1" in (
-        caplog.text
-    )
+        corpus = opened(tmp_path / "one", tmp_path)
+    assert "left out 10 documents" in corpus.description
+    assert f"the first document without text is {tmp_path}/one, row 1" in caplog.text
 
 
 def test_a_folder_that_is_not_whole_is_named(copy, tmp_path):

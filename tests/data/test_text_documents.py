@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshwright.data.sources.text_pieces import read_pieces
 from meshwright.data.text_documents import (
     MIN_HELD_OUT_FILES,
     Document,
     Extent,
     TextSlice,
     list_documents,
-    read,
     split,
 )
 from meshwright.errors import DataError
@@ -81,7 +81,8 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
     write(folder, {"a.txt": text})
     (document,) = list_documents(str(folder / "a.txt"))
     head, tail, whole = (
-        read(TextSlice(document, extent), source="*") for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
+        "".join(read_pieces(TextSlice(document, extent), source="*"))
+        for extent in (Extent.HEAD, Extent.TAIL, Extent.FULL)
     )
     assert head + tail == whole == text
     assert len(tail) == len(text) // 10
@@ -91,7 +92,7 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
 def test_what_is_no_text_reads_as_none(tmp_path, contents):
     write(tmp_path, {"a.txt": contents})
     (document,) = list_documents(str(tmp_path / "a.txt"))
-    assert all(read(TextSlice(document, extent), source="*") is None for extent in Extent)
+    assert all(read_pieces(TextSlice(document, extent), source="*") is None for extent in Extent)
 
 
 def test_a_glob_lists_matching_files_once_sorted_by_relative_name(tmp_path, monkeypatch):
@@ -107,6 +108,48 @@ def test_a_glob_lists_matching_files_once_sorted_by_relative_name(tmp_path, monk
 def test_a_file_named_with_brackets_is_itself(tmp_path):
     write(tmp_path, {"a[1].txt": "x", "a1.txt": "y"})
     assert [item.name for item in list_documents(str(tmp_path / "a[1].txt"))] == ["a[1].txt"]
+
+
+def test_a_file_is_listed_once_by_its_own_path(tmp_path):
+    """Links to files and folders, absolute and relative, beside and above what they lead to."""
+    write(tmp_path, {f"b/{number}.txt": "x" for number in range(80)} | {"elsewhere/o.txt": "o"})
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b" / "other.txt").symlink_to(tmp_path / "b" / "0.txt")
+    (tmp_path / "b" / "to").symlink_to("../elsewhere")
+    (tmp_path / "c").symlink_to(tmp_path)  # leads to itself, but no pattern below goes through it
+    names = [f"b/{number}.txt" for number in range(80)]
+    for pattern in ("[ab]/**/**/*.txt", "[ab]/[0-9o]*.txt"):
+        found = [one.name for one in list_documents(str(tmp_path / pattern))]
+        assert sorted(set(found) - {"b/to/o.txt", "a/to/o.txt"}) == sorted(names) and len(set(found)) == len(found)
+    assert [one.name for one in list_documents(str(tmp_path / "a" / "*.txt"))] == sorted(f"{n}.txt" for n in range(80))
+    train, validation = split(list_documents(str(tmp_path / "[ab]" / "*.txt")))
+    files = [{os.path.realpath(one.document.path) for one in part} for part in (train, validation)]
+    assert not files[0] & files[1] and len(files[0] | files[1]) == 80
+
+
+def test_links_that_lead_nowhere_or_to_where_they_are_are_named(tmp_path):
+    write(tmp_path, {"a/x.txt": "x", "a/b/x.txt": "x"})
+    for link, target, what, pattern in (
+        ("a/y.txt", "gone.txt", "no file", "**/*.txt"),
+        ("a/z.txt", "z.txt", "no file", "a/*"),
+        ("a/b/up", "..", "a folder that it is in", "**/*.txt"),
+        ("a/b/too", tmp_path, "a folder that it is in", "a/**/x.txt"),
+    ):
+        (tmp_path / link).symlink_to(target)
+        with pytest.raises(DataError, match=f"{link} is a link to {what}") as caught:
+            list_documents(str(tmp_path / pattern))
+        assert caught.value.where == f"data.source, {tmp_path / pattern}"
+        os.unlink(shlex.split(caught.value.fix.partition(",")[0])[1])
+        assert len(list_documents(str(tmp_path / pattern))) == (1 if pattern == "a/*" else 2)
+
+
+@pytest.mark.parametrize("name", ["dä ta [1]/a.txt", "[1] [2]/[x]/a.txt"])
+def test_brackets_that_match_nothing_are_said_with_a_pattern_that_does(tmp_path, name):
+    write(tmp_path, {name: "x"})
+    with pytest.raises(DataError, match=r"in which \[ starts a list of characters") as caught:
+        list_documents(str(tmp_path / name).replace("a.txt", "*.txt"))
+    [word] = shlex.split(caught.value.fix)
+    assert [one.path for one in list_documents(word.removeprefix("data.source="))] == [str(tmp_path / name)]
 
 
 def test_nothing_found_says_what_is_near(tmp_path):
@@ -151,7 +194,7 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     (document,) = list_documents(str(tmp_path / "a.txt"))
     os.unlink(document.path)
     with pytest.raises(DataError, match="cannot be read: No such file"):
-        read(TextSlice(document, Extent.FULL), source="a.txt")
+        read_pieces(TextSlice(document, Extent.FULL), source="a.txt")
 
 
 GOLDEN = ["file9.txt", "file11.txt", "file14.txt", "file21.txt", "file34.txt", "file37.txt", "file43.txt", "file79.txt"]

@@ -80,20 +80,11 @@ def test_tokenizer_json_round_trips_without_extra_ids(tokenizer_path, text):
 
 def test_a_separator_in_the_text_is_text(tokenizer_path):
     tokenizer = open_tokenizer(str(tokenizer_path))
-    assert tokenizer.separator_id == 0
+    (end,) = tokenizer.framing.end
     text = "a<|endoftext|>b"
-    assert tokenizer.separator_id not in tokenizer.encode(text)
+    assert end == 0 and end not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.decode([tokenizer.separator_id]) == "<|endoftext|>"
-
-
-@pytest.mark.parametrize("name", ["</s>", "<|end_of_text|>", "<eos>"])
-def test_usual_separators_are_found(tmp_path, name):
-    assert open_tokenizer(str(build(tmp_path / "t.json", separator=name))).separator_id == 0
-
-
-def test_an_unusual_separator_is_none(tmp_path):
-    assert open_tokenizer(str(build(tmp_path / "t.json", separator="<?>"))).separator_id is None
+    assert tokenizer.decode([end]) == "<|endoftext|>"
 
 
 @given(

@@ -100,6 +100,53 @@ def test_gradients_flow(gang):
     assert gang(4).run(gradients, timeout_s=MANY_S) == [(True, [True, True], True)] * 4
 
 
+F = torch.nn.functional
+BACKWARDS = {
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "group_norm": lambda x: F.group_norm(x[None].mT, 1),
+    "layer_norm": lambda x: F.layer_norm(x, (5,)),
+    "vector_norm, inf": lambda x: torch.linalg.vector_norm(x, float("inf")),
+    "vector_norm, -inf": lambda x: torch.linalg.vector_norm(x, float("-inf")),
+    "norm by rows, inf": lambda x: x.norm(float("inf"), dim=1),
+    "sum over no dim": lambda x: torch.ops.aten.sum.dim_IntList(x, [], True) * x,
+    "amax": lambda x: x.amax(()) * x.amin(0),
+    "var": lambda x: x.var() * x,
+    "logsumexp": lambda x: x.logsumexp(0),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([1, 0, 4, 3, 2])),
+    "max_pool1d": lambda x: F.max_pool1d(x[None], 2),
+    "conv1d": lambda x: F.conv1d(x[None], torch.ones(2, 5, 2)),
+    "cumprod": lambda x: x.cumprod(0),
+    "svd": lambda x: torch.linalg.svdvals(x),
+    "index": lambda x: x[torch.tensor([4, 0, 0])],
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.1])),
+}
+"""Functions of a 5 × 5 matrix, on four ranks sharded as 2, 2, 1 and 0, and on three as 2, 2 and 1."""
+
+
+def backwards(rank, world_size):
+    mesh, found = init_device_mesh("cpu", (world_size,)), {}
+    for name, call in BACKWARDS.items():
+        for dim in (0, 1):
+            plain = numbers(5, 5, seed=4).requires_grad_()
+            placed = place(plain.detach(), mesh, [Shard(dim)]).requires_grad_()
+            with replicate_fallback(warn=False):
+                result = call(placed)
+                result.square().sum().backward()
+            expected = call(plain)
+            expected.square().sum().backward()
+            values = torch.allclose(result.full_tensor(), expected, atol=1e-5)
+            found[name, dim] = values, torch.allclose(placed.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-4)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_gradients_are_right_on_uneven_and_empty_shards(gang, num_ranks):
+    """All operators of PyTorch: `tests/bench/test_operators.py`, slow."""
+    for found in gang(num_ranks).run(backwards, timeout_s=MANY_S):
+        assert {key: outcome for key, outcome in found.items() if outcome != (True, True)} == {}
+        assert len(found) == 2 * len(BACKWARDS)
+
+
 class Lines(logging.Handler):
     """A handler that collects log messages."""
 

@@ -106,11 +106,18 @@ class Module:
             return None
         return ".".join([self.aliases[node.id], *reversed(attributes)])
 
+    @cached_property
+    def _imports_by_name(self) -> bool:
+        """Whether expressions may import; otherwise only statements do."""
+        return any(name in self.text for name in IMPORTERS)
+
     def _walk(self, node: ast.AST, *, late: bool, typing_only: bool) -> Iterator[Import]:
         for target in self._targets(node) if isinstance(node, ast.Import | ast.ImportFrom | ast.Call) else ():
             yield Import(target, getattr(node, "lineno", 0), late, typing_only)
         late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in _children(node):
+            if isinstance(child, ast.expr) and not self._imports_by_name:
+                continue
             hidden = isinstance(node, ast.If) and _asks_type_checking(node.test) and child in node.body
             yield from self._walk(child, late=late, typing_only=typing_only or hidden)
 

@@ -70,14 +70,12 @@ def parameters(rank, world_size, words):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(["mesh.dp_shard=4"], marks=pytest.mark.slow),
-        pytest.param(["mesh.tp=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
-        ["mesh.tp=2", "mesh.dp_replicate=2"],
+        pytest.param(["mesh.tp=2", "mesh.dp_replicate=2"], marks=pytest.mark.slow),
         ["mesh.dp_replicate=2", "mesh.dp_shard=2", "model.tie_embeddings=true"],
         # Rows that neither tp's nor FSDP2's ranks divide evenly among them: 262 / 2 = 131, and 50 / 2 = 25.
         ["mesh.tp=2", "mesh.dp_shard=2", "model.vocab_size=262", "model.ffn_dim=50"],
-        ["mesh.dp_shard=4", "model.vocab_size=257", "model.ffn_dim=3", "model.dim=6", "model.num_heads=1",
-         "model.num_kv_heads=1"],
+        pytest.param(["mesh.dp_shard=4", "model.vocab_size=257", "model.ffn_dim=3", "model.dim=6", "model.num_heads=1",
+                      "model.num_kv_heads=1"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -117,6 +117,12 @@ def test_lookups_and_vectors_need_no_deferring():
     )
 
 
+def test_an_embedding_of_another_stage_has_no_weight():
+    stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2))
+    del stage[0].weight
+    assert undeferred_parameters(stage) == [] and defer_weight_gradients(stage) is not None
+
+
 @pytest.mark.parametrize("stage", [nn.RMSNorm(2), nn.Sequential(nn.Embedding(4, 2), nn.RMSNorm(2)), nn.Module()])
 def test_a_stage_without_anything_to_defer_is_not_split(stage):
     assert defer_weight_gradients(stage) is None and undeferred_parameters(stage) == []

@@ -50,7 +50,7 @@ LAYOUTS = {
     "experts": ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
     "experts on cp": ("moe-tiny", "mesh.dp_shard=2", "mesh.cp=2", "mesh.ep=2"),
 }
-QUICK = [("dp_shard 2 × tp 2",), ("dp_shard 3, uneven",)]
+QUICK = [("dp_shard 3, uneven",)]
 
 
 def moved(rank, world_size, words):
@@ -194,6 +194,7 @@ def saved_and_loaded(rank, world_size, words, folder):
     return {name: (local_box(tensor).slices(), to_local(tensor).clone()) for name, tensor in kept.items()}
 
 
+@pytest.mark.slow
 def test_momentum_is_bitwise_the_same_on_another_layout(gang, tmp_path):
     corpus, folder = small_corpus(tmp_path), tmp_path / "saved"
     there, back = ("mesh.dp_shard=2", "mesh.tp=2"), ("mesh.pp=2", "mesh.dp_replicate=2", "train.num_microbatches=2")
@@ -222,7 +223,13 @@ def updated_in_buckets(rank, world_size, words, elements):
         whole_matrices.cache_clear()
 
 
-@pytest.mark.parametrize("words", [("llama-tiny", "mesh.dp_shard=2"), ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("llama-tiny", "mesh.dp_shard=2"), marks=pytest.mark.slow),
+        ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2"),
+    ],
+)
 def test_buckets_change_nothing(gang, tmp_path, words):
     words = [*words, MUON, *small_corpus(tmp_path)]
     one, several = (gang(2).run(updated_in_buckets, words, elements) for elements in (2**25, 3000))
@@ -266,10 +273,10 @@ def row_states(rank, world_size, words, folder):
 def test_a_state_per_row_is_sharded_as_its_rows(gang, tmp_path):
     corpus, folder = small_corpus(tmp_path), tmp_path / "saved"
     optimizer = "train.optimizer=tests.optim.own:Rows"
-    layouts = ("mesh.dp_shard=2", "mesh.tp=2"), ("mesh.dp_shard=3",)
+    layouts = ("mesh.tp=2",), ("mesh.dp_shard=3",)
     before, after = (
         gang(ranks).run(row_states, ["llama-tiny", *words, optimizer, *corpus, "train.global_batch=12"], folder)
-        for ranks, words in zip((4, 3), layouts, strict=True)
+        for ranks, words in zip((2, 3), layouts, strict=True)
     )
     stored = save_load.read_tensors(folder / "00000001", sorted(before[0]))
     assert stored["optimizer.total.blocks.0.ffn.up.weight"].dim() == 1

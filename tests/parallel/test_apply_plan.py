@@ -20,7 +20,7 @@ LAYOUTS = [
     pytest.param(2, ["mesh.tp=2", TIED], marks=pytest.mark.slow),
     pytest.param(2, ["mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     (2, ["mesh.dp_shard=2", "train.num_microbatches=2", TIED]),
-    (4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]),
+    pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.tp=2", "mesh.dp_replicate=2", TIED], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
 ]
@@ -100,7 +100,7 @@ def reductions(rank, world_size, words):
     [
         pytest.param(["mesh.dp_shard=2"], marks=pytest.mark.slow),
         ["mesh.dp_replicate=2"],
-        ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
+        pytest.param(["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_reduced_once_a_step_not_once_a_part(gang, corpus, layout):

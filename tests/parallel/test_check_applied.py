@@ -11,7 +11,7 @@ from meshwright.parallel.check_applied import FirstGradientCheck, check_placemen
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import Shard
-from tests.helpers import small_corpus
+from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job
 
 WORDS = ("model.num_layers=2",)
@@ -70,7 +70,9 @@ def check(rank, world_size, words, case):
     return None
 
 
-@pytest.mark.parametrize("case", PLACED)
+@pytest.mark.parametrize(
+    "case", quick_and_slow(((name,) for name in PLACED), [("a column by columns",), ("kept",), ("in another unit",)])
+)
 def test_other_placements_and_units_are_named(gang, corpus, case):
     layout, _, words = PLACED[case]
     num_ranks = 4 if layout != TP else 2

@@ -70,7 +70,7 @@ def loss_and_gradients(rank, world_size, spec, axes, splits):
         pytest.param(axes, spec, splits, id=f"{axes}, {name}", marks=() if axes in quick else pytest.mark.slow)
         for name, spec, splits, quick in (
             ("pictures", SHORT[0], False, (Axes(tp=2),)),
-            ("videos, deferred", SHORT[1], True, (Axes(dp_shard=2, tp=2),)),
+            ("videos, deferred", SHORT[1], True, (Axes(dp_shard=2),)),
         )
         for axes in LAYOUTS
     ],

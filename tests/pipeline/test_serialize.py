@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline import Schedule, generate, lower
+from meshwright.pipeline import Schedule, generate, lower, verify
 from meshwright.pipeline.lower import LowerOptions
 from meshwright.pipeline.serialize import parse_action
 from tests.pipeline.random_tables import random_table
 
+TORCH_DUALPIPE_V = Path(__file__).with_name("torch_dualpipe_v.csv")
 tables = st.builds(random_table, st.randoms(use_true_random=False), splits=st.booleans(), overlaps=st.booleans())
 options = st.builds(LowerOptions, release=st.booleans(), reduces=st.booleans(), keeps_unsharded=st.booleans())
 
@@ -53,17 +55,17 @@ def test_blanks_comments_and_what_torch_reduces_mean_nothing():
 @pytest.mark.parametrize(
     ("source", "where", "what", "fix"),
     [
-        ("0F0,0G0\n", "x.csv, line 1, column 5", "'0G0' is not an action", "0F0"),
+        ("0F0,0G0\n", "x.csv, line 1, column 5", "'0G0' is not an action", "such as 2F3"),
         ("0F0,0B0\n# a comment\n1F0,  1b0\n", "x.csv, line 3, column 7", "'1b0' is not an action", "1B0"),
-        ("0F0,F\n", "x.csv, line 1, column 5", "'F' is not an action", "0F0"),
-        ("0F\n", "x.csv, line 1, column 1", "'0F' is not an action", "0F0"),
-        ("0F0 0B0\n", "x.csv, line 1, column 1", "'0F0 0B0' is not an action", "0F0"),
+        ("0F0,F\n", "x.csv, line 1, column 5", "'F' is not an action", "such as 2F3"),
+        ("0F\n", "x.csv, line 1, column 1", "'0F' is not an action", "0F with its micro-batch, such as 2F3"),
+        ("0F0 0B0\n", "x.csv, line 1, column 1", "'0F0 0B0' is not an action", "0F0,0B0"),
         ("0F0@3\n", "x.csv, line 1, column 1", "'0F0@3' is not an action", "0F0"),
-        ("0F0,0F1+0X0\n", "x.csv, line 1, column 5", "'0F1+0X0' is not an action", "0F0"),
-        ("0F0,0F1+\n", "x.csv, line 1, column 5", "'0F1+' is not an action", "0F0"),
+        ("0F0,0F1+0X0\n", "x.csv, line 1, column 5", "'0F1+0X0' is not an action", "such as 2F3"),
+        ("0F0,0F1+\n", "x.csv, line 1, column 5", "'0F1+' is not an action", "0F1"),
         ("0F0,0SEND_F0\n", "x.csv, line 1, column 5", "0SEND_F0 is not a computation", "remove 0SEND_F0"),
         ("0F0,0REDUCE\n", "x.csv, line 1, column 5", "0REDUCE is not a computation", "remove 0REDUCE"),
-        ("0F" + "9" * 5000 + "\n", "x.csv, line 1, column 1", "is not an action", "0F"),
+        ("0F" + "9" * 5000 + "\n", "x.csv, line 1, column 1", "is not an action", "such as 2F3"),
         ("0F0,0B0\n0F1,0B1\n", "x.csv", "stage 0 is on rank 0 and on rank 1 (0F1)", "0F1 to the line of rank 0"),
         ("0F0,0B0\n2F0,2B0\n", "x.csv", "stage 1 is missing, but stage 2 is present", "actions of stage 1"),
         ("999999999F0\n", "x.csv", "stage 0 is missing, but stage 999999999 is present", "actions of stage 0"),
@@ -91,13 +93,57 @@ def test_any_text_is_a_table_or_an_explained_error(source):
 
 
 @pytest.mark.parametrize(
-    ("cell", "fix"), [("0REDUCE3", "0REDUCE"), ("2SEND_F1@0", "2SEND_F1"), ("1W", "1W0"), ("3RESHARD0@1", "3RESHARD")]
+    ("cell", "fix"), [("0REDUCE3", "0REDUCE"), ("2SEND_F1@0", "2SEND_F1"), ("3RESHARD0@1", "3RESHARD")]
 )
 def test_the_fix_of_a_cell_is_an_action(cell, fix):
     with pytest.raises(ScheduleError) as caught:
         parse_action(cell)
     assert caught.value.fix == fix
     assert str(parse_action(fix)) == fix
+
+
+TYPOS = {
+    "lower case": str.lower,
+    "spaces": lambda cell: cell.replace("F", " F "),
+    "underscores": lambda cell: cell.replace("B", "_B_"),
+    "a slot": lambda cell: cell if "+" in cell else f"{cell}@0",
+    "PyTorch's overlap without its kind": lambda cell: f"({cell.replace('+', ';')})" if "+" in cell else cell,
+    "PyTorch's overlap in other words": lambda cell: f"({cell.replace('+', ' ; ')})OVERLAP" if "+" in cell else cell,
+    "a plus too many": lambda cell: f"{cell}+",
+}
+
+
+@given(tables, st.sampled_from(list(TYPOS)), st.data())
+def test_the_fix_of_a_typo_keeps_the_schedule(table, typo, data):
+    rows = [[str(action) for action in row] for row in table.actions]
+    rank = data.draw(st.sampled_from([rank for rank, row in enumerate(rows) if row]))
+    at = data.draw(st.integers(0, len(rows[rank]) - 1))
+    rows[rank][at] = TYPOS[typo](rows[rank][at])
+    try:
+        found = Schedule.from_csv(as_csv(rows), kind=table.kind)
+    except ScheduleError as error:
+        rows[rank][at] = error.fix
+        found = Schedule.from_csv(as_csv(rows), kind=table.kind)
+    assert found == table
+
+
+@given(st.builds(random_table, st.randoms(use_true_random=False), overlaps=st.just(True)))
+def test_pytorchs_overlaps_are_read(table):
+    rows = [[str(action) for action in row] for row in table.actions]
+    of_torch = [[f"({cell.replace('+', ';')})OVERLAP_F_B" if "+" in cell else cell for cell in row] for row in rows]
+    assert Schedule.from_csv(as_csv(of_torch), kind=table.kind) == table
+
+
+def as_csv(rows):
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def test_pytorchs_dualpipe_v_is_read_and_verified():
+    """As `ScheduleDualPipeV` of torch 2.13 computes it, for two ranks and four micro-batches."""
+    table = Schedule.from_csv(TORCH_DUALPIPE_V.read_text())
+    verify(table)
+    assert table.stage_ranks == (0, 1, 1, 0) and table.num_microbatches == 4
+    assert sum(len(action.parts()) == 2 for row in table.actions for action in row) == 6
 
 
 GOOD = json.loads(generate("1f1b", num_stages=2, num_microbatches=2).to_json())

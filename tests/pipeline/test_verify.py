@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -135,6 +137,55 @@ def test_torchs_table_is_the_one_that_torch_makes():
     good = base("1f1b").to_csv().splitlines()
     assert [line.removesuffix(f",{rank}REDUCE_GRAD") for rank, line in enumerate(lines[:3])] == good[:3]
     assert lines[3].startswith("3F1,3B0,3F2,3B1") and lines[3].endswith("3F8,3B7,3REDUCE_GRAD")
+
+
+REPEATS = {
+    "a W beside B": lambda edit, f, m: edit.insert(f"{f}W{m}", after=f"{f}B{m}"),
+    "an I before B": lambda edit, f, m: edit.insert(f"{f}I{m}", after=f"{f}F{m}"),
+    "an I after B": lambda edit, f, m: edit.insert(f"{f}I{m}", after=f"{f}B{m}"),
+    "I and W beside B": lambda edit, f, m: edit.insert(f"{f}W{m}", after=(b := f"{f}B{m}")).insert(f"{f}I{m}", after=b),
+    "no B": lambda edit, f, m: edit.drop(f"{f}B{m}"),
+    "I instead of B": lambda edit, f, m: edit.put(f"{f}B{m}", f"{f}I{m}"),
+    "W instead of B": lambda edit, f, m: edit.put(f"{f}B{m}", f"{f}W{m}"),
+}
+
+
+def apply_fix(table: Schedule, error: ScheduleError) -> Schedule:
+    """The table after the first of a fix's alternatives, which `error` names with rank and position."""
+    edit, rank = Edit(table), int(re.match(r"rank (\d+)", error.where)[1])
+    if later := re.search(r" or (\w+) later", error.fix):
+        row = edit.rows[rank]
+        at = row.index(later[1])
+        row[at : at + 2] = row[at : at + 2][::-1]
+        return edit.done()
+    words = re.split(r",? or |, since ", error.fix)[0]
+    if names := re.fullmatch(r"remove (\w+)(?: and (\w+))?", words):
+        return edit.drop(*filter(None, names.groups())).done()
+    name, side, position = re.fullmatch(r"(?:put|add) (\w+) (before|after) position (\d+)", words).groups()
+    edit.rows[rank].insert(int(position) - (side == "before"), name)
+    return edit.done()
+
+
+@pytest.mark.parametrize("fault", REPEATS)
+@settings(max_examples=10)
+@given(kind=st.sampled_from(["1f1b", "f-then-b", "interleaved"]), data=st.data())
+def test_the_fix_of_a_backward_leaves_one_of_each(fault, kind, data):
+    """Whatever is missing or repeated, following fixes leads to a table with the same work, each once."""
+    right = base(kind, p=2, m=3)
+    stage, m = data.draw(st.integers(0, right.num_stages - 1)), data.draw(st.integers(0, 2))
+    table = REPEATS[fault](Edit(right), stage, m).done()
+    for _ in range(20):
+        try:
+            verify(table)
+            break
+        except ScheduleError as error:
+            table = apply_fix(table, error)
+    verify(table)
+    work = Counter((part.kind, part.stage, part.microbatch) for _, _, part in table.positions())
+    split = {(kind, stage, m) for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)}
+    same = {(part.kind, part.stage, part.microbatch) for _, _, part in right.positions()}
+    assert set(work.values()) == {1}
+    assert set(work) in (same, same - {(ActionKind.BACKWARD, stage, m)} | split)
 
 
 def test_a_stage_that_works_on_a_micro_batch_not_at_all():

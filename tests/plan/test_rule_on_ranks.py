@@ -35,7 +35,7 @@ MODELS = {
     "biases": (ROWS, (*RUN, *TEXT)),
     "biases, whole stream": (ROWS, (*RUN, *TEXT, "mesh.sequence_parallel=false")),
 }
-QUICK = ("llama", "llama, whole stream", "dit", "own", "biases")
+QUICK = ("llama, whole stream", "own", "biases")
 AXES = ("tp", "dp_shard", "dp_replicate")
 
 

@@ -33,16 +33,15 @@ UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
 DROPOUT = "train.dropout=0.1"
 QUICK = [
-    (1, ("model.num_kv_heads=4", "train.seq_len=32")),
-    (1, (BF16,)),
     (2, ("mesh.tp=2",)),
     (1, (*DIT, BF16)),
     (1, (BF16, "float8.recipe=current")),
-    (1, (*MOE, BF16, "model.num_shared_experts=1")),
     (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
-    (2, (*MOE, "mesh.tp=2")),
 ]
 SLOW = [
+    (1, ("model.num_kv_heads=4", "train.seq_len=32")),
+    (1, (*MOE, BF16, "model.num_shared_experts=1")),
+    (2, (*MOE, "mesh.tp=2")),
     (1, (F64, "model.dim=64", "model.ffn_dim=100")),
     (2, ("mesh.tp=2", WHOLE, BF16)),
     (1, (BF16, "float8.recipe=delayed", "float8.modules=['*.ffn.*','*.wq']")),

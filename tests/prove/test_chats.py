@@ -12,6 +12,7 @@ from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.data.chats.formats import CHATML, build, many_chats, write_lines
+from tests.helpers import quick_and_slow
 from tests.prove.proofs import assert_proved, proof, small_config, small_expert_config
 from tests.prove.seeded_faults import Fault
 
@@ -83,7 +84,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(FAULTS)[:2], pytest.param("everything counts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", quick_and_slow(((name,) for name in FAULTS), [("the divisor ignores the mask",)]))
 def test_masks_gone_wrong_fail(gang: GangPool, words: list[str], name: str) -> None:
     result = proof(gang, small_config(*words, *SHARD), "tests.prove.test_chats", "FAULTS", name)
     assert not result.passed

@@ -24,7 +24,7 @@ LAYOUTS = {
     "frozen parts": ("mesh.dp_shard=2", "train.freeze=['blocks.0.*','norm.*']"),
     "secondary shards": ("mesh.dp_shard=4", "comm.secondary_shards=2"),
 }  # fmt: skip
-QUICK = {"one node", "two nodes"}
+QUICK = {"two nodes"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in LAYOUTS])

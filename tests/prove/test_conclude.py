@@ -136,7 +136,7 @@ def test_one_scaled_gradient_never_passes(axes, name, factor, ranks):
         assert wrong.gradient.diagnosis.text
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     axes=st.sampled_from(DRAWN), micro=st.sampled_from([1, 2, 4]), seed=st.integers(0, 10**6), size=st.floats(-11, 2)
 )
@@ -159,7 +159,6 @@ def test_noise_is_given_no_cause(axes, micro, seed, size):
     assert kinds <= HONEST
 
 
-@settings(max_examples=30)
 @given(axes=st.sampled_from(DRAWN), seed=st.integers(0, 10**6), size=st.floats(-8, 1))
 def test_noise_in_the_parameters_is_no_step_and_no_decay(axes, seed, size):
     reference = make_reference(axes.data_parallel(), 1)

@@ -15,10 +15,10 @@ from tests.prove.seeded_faults import Fault
 
 DROPOUT = "train.dropout=0.25"
 QUICK = {
-    "tp with sequence parallel, recomputed": ("mesh.dp_shard=2", "mesh.tp=2", "recompute.policy=full"),
-    "cp": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=2"),
-}
+    "tp with sequence parallel, recomputed": ("mesh.tp=2", "recompute.policy=full"),
+    }
 SLOW = {
+    "cp": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=2"),
     "tp without sequence parallel": ("mesh.tp=2", "mesh.sequence_parallel=false", "mesh.dp_replicate=2"),
     "cp by heads, with tp": ("mesh.cp=2", "mesh.cp_method=heads", "mesh.tp=2", "model.num_kv_heads=4"),
     "cp, packed": ("mesh.cp=2", "data.packing=documents", "train.num_microbatches=2"),

@@ -15,10 +15,9 @@ from tests.prove.seeded_faults import FAULTS
 
 QUICK_FAULTS = {
     "experts' gradients are multiplied by ep",
-    "the last row of each expert is missing",
     "a recomputed forward counts again",
 }
-"""One of each kind."""
+"""One of gradients and one of the router."""
 
 
 @pytest.mark.parametrize(
@@ -47,9 +46,9 @@ def test_the_suite_is_large_enough() -> None:
 
 
 DENSE = [name for name, fault in FAULTS.items() if "ffn" not in fault.at and "left out of the norm" not in fault.says][
-    ::3
+    ::6
 ]
-"""A third of them: they are those of tests/prove/test_seeded_faults.py, in a model with experts."""
+"""A sixth of them: they are those of tests/prove/test_seeded_faults.py, in a model with experts."""
 
 
 @pytest.mark.slow
@@ -99,10 +98,9 @@ RUNS = {
 }  # fmt: skip
 QUICK = ("ep 2", "tp 1", "no pipeline", "sigmoid, groups", "recomputed", 4)
 LARGE = [
-    ("ep 2", "tp 2", "zb-v", "balance loss", "exact-via-all-to-all", 1),
     ("ep 2", "tp 2, whole sequences", "dualpipe-v", "capacity", "recomputed", 4),
 ]
-"""Each kind of tp with a pipeline, on 8 ranks, which take several times as long as 4."""
+"""tp and a pipeline, on 8 ranks, which take several times as long as 4."""
 KINDS = (
     (("ep 2 of dp_shard 4", "tp 1", "no pipeline"), ("ep 2, replicated", "tp 1", "no pipeline")),
     (("ep 2", "tp 2", "no pipeline"), ("ep 2", "tp 2, whole sequences", "no pipeline")),

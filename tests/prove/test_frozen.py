@@ -40,10 +40,9 @@ GLOBS = {
 }
 QUICK = {
     ("pp, chunks", "one embedder"),
-    ("chunks", "what the first stage has"),
 }
 """Sharded besides: `test_dit`."""
-ALSO = {*QUICK, ("pp, chunks, dp_shard", "all embedders")}
+ALSO = {*QUICK, ("chunks", "what the first stage has"), ("pp, chunks, dp_shard", "all embedders")}
 
 
 def assert_proved_and_kept(gang, config):

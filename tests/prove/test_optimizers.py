@@ -21,7 +21,7 @@ LAYOUTS = {
     "adamw and groups on tp 2": (GROUPS, "mesh.tp=2"),
     "an own one of whole matrices on dp_shard 2": ("train.optimizer=tests.optim.own:Whole", "mesh.dp_shard=2"),
 }
-QUICK = {"muon on dp_shard 2", "adamw and groups on tp 2"}
+QUICK = {"muon on dp_shard 2"}
 SLOW = pytest.mark.slow
 
 

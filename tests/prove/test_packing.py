@@ -41,9 +41,9 @@ def words(source: str, *more: str) -> list[str]:
 
 QUICK = {
     "dp, accumulation": ("mesh.dp_shard=2", "train.num_microbatches=4"),
-    "cp 4, window": ("mesh.cp=4", "model.window=5", "model.global_every=2"),
 }
 SLOW = {
+    "cp 4, window": ("mesh.cp=4", "model.window=5", "model.global_every=2"),
     "one rank": ("train.num_microbatches=2",),
     "dp 4": ("mesh.dp_shard=2", "mesh.dp_replicate=2"),
     "cp 2, accumulation": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=4"),

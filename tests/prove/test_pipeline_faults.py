@@ -20,9 +20,7 @@ from tests.prove.proofs import assert_named, proof, prove_with, record_on_rank, 
 QUICK = {
     "two micro-batches are swapped on the way to stage 1",
     "a W is lost",
-    "an input's buffer is stale",
     "shared gradients are not added up",
-    "every rank counts the loss",
 }
 """Of most kinds one."""
 

@@ -10,7 +10,6 @@ from tests.prove.proofs import proof, small_config, small_dit_config
 from tests.prove.shared_faults import SHARED_FAULTS
 
 QUICK = {
-    "two keys are exchanged on rank 1",
     "the second chunk does not get the sum",
     "the norm counts copies",
 }

@@ -46,12 +46,14 @@ def test_a_run_from_scratch_carries_its_tokenizer(folder):
     assert kept == {"tokenizer.json": TOKENIZER.encode(), "tokenizer_config.json": b"settings"}
 
 
-def test_what_was_imported_is_carried_on_and_wins(folder):
-    path = checkpoint(folder, {"config.json": b"1", "tokenizer_config.json": b"2"})
-    wanted = {"config.json": b"1", "tokenizer_config.json": b"2"}
-    assert files_to_carry(config(), path) == wanted
+def test_what_was_imported_is_carried_on_but_for_a_tokenizer_that_the_run_reads(folder):
+    imported = {"config.json": b"1", "tokenizer_config.json": b"2", "chat_template.jinja": b"3"}
+    path = checkpoint(folder, imported)
+    assert files_to_carry(config(), path) == imported
+    assert files_to_carry(config(tokenizer=folder / "other.json"), path) == {**imported, "tokenizer.json": b"{}"}
     kept = files_to_carry(config(tokenizer=folder / "tokenizer.json"), path)
-    assert kept == wanted | {"tokenizer.json": TOKENIZER.encode()}
+    own = {"tokenizer.json": TOKENIZER.encode(), "tokenizer_config.json": b"settings"}
+    assert kept == {"config.json": b"1", **own}, "its template wrote the training data, not the imported one"
 
 
 def check(path, **data):

@@ -28,14 +28,14 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(corpus):
-    """Twenty steps of one process."""
-    return trace(0, 1, [*corpus, *TINY, *BALANCED, FP64], 20)
+    """Ten steps of one process."""
+    return trace(0, 1, [*corpus, *TINY, *BALANCED, FP64], 10)
 
 
 @pytest.mark.parametrize(("dp", "ep"), quick_and_slow([(2, 2), (4, 2)], quick=[(2, 2)]))
 def test_losses_do_not_depend_on_the_layout(gang, corpus, alone, dp, ep):
     words = [*corpus, *TINY, *BALANCED, FP64, f"mesh.dp_shard={dp}", f"mesh.ep={ep}"]
-    found = run_on(gang, dp, trace, words, 20)[0]
+    found = run_on(gang, dp, trace, words, 10)[0]
     torch.testing.assert_close(found.losses, alone.losses, rtol=0, atol=1e-9)
     torch.testing.assert_close(found.norms, alone.norms, rtol=0, atol=1e-8)
     for name, piece in found.final.items():
@@ -61,7 +61,7 @@ def dtypes_of_experts(rank, world_size, words):
     return found
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_routing_weights_stay_wide_in_bfloat16(gang, corpus, ep):
     words = [*corpus, *TINY, "train.precision=bfloat16", "mesh.dp_shard=2", f"mesh.ep={ep}"]
     for found in run_on(gang, 2, dtypes_of_experts, words):
@@ -81,11 +81,11 @@ def sent_in_steps(rank, world_size, words, num_steps):
 @pytest.mark.parametrize(
     "words",
     [
-        ["mesh.ep=2"],
         ["mesh.ep=4", "train.num_microbatches=2", "recompute.policy=full", "model.top_k=3"],
-        ["mesh.ep=4", "model.drop=over-capacity", "model.capacity_factor=0.75", "model.num_experts=16"],
+        pytest.param(["mesh.ep=4", "model.drop=over-capacity", "model.capacity_factor=0.75", "model.num_experts=16"],
+                     marks=pytest.mark.slow),
     ],
-    ids=["ep 2", "ep 4, recomputed", "capacity"],
+    ids=["recomputed", "capacity"],
 )
 def test_bytes_are_predicted_exactly_with_uniform_routing(gang, corpus, words):
     words = [*corpus, *TINY, "mesh.dp_shard=4", "model.routing=uniform", "model.num_shared_experts=1", *words]

@@ -44,9 +44,8 @@ NAMED = ("dp_shard 4", "tp 2, dp_shard 2", "HSDP")
 """Those that every change must keep, which are tried in float32 too."""
 
 QUICK = {
-    ("float64", "HSDP"),
     ("float64", "pp 2"),
-    ("float32", "dp_shard 4"),
+    ("float64", "dp_shard 2, in 4 parts"),
 }
 
 STEPS = 3

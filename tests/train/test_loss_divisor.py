@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.loader import IGNORED_TARGET
+from tests.helpers import quick_and_slow
 from tests.train.jobs import make_job, pieces, run_on
 
 LAYOUTS = {
@@ -78,7 +79,10 @@ def differences(expected, found):
             yield float((piece.values - piece.of(gradients[name])).abs().max() / largest)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = [("dp_shard 2, 2 micro-batches",), ("cp 2, 4 micro-batches",)]
+
+
+@pytest.mark.parametrize("name", quick_and_slow(((name,) for name in LAYOUTS), QUICK))
 def test_loss_and_gradients_are_those_of_one_process(gang, words, expected, name):
     world_size, layout = LAYOUTS[name]
     results = run_on(gang, world_size, first_step, [*words, *layout])
@@ -92,8 +96,7 @@ def test_loss_and_gradients_are_those_of_one_process(gang, words, expected, name
     assert ("dp" in name) == (len({sum(one) for one in counts}) > 1)
 
 
-@pytest.mark.parametrize("name", ["dp_shard 2, 2 micro-batches", "dp_replicate 2"])
-def test_a_divisor_of_each_rank_is_found(gang, words, expected, name):
-    world_size, layout = LAYOUTS[name]
+def test_a_divisor_of_each_rank_is_found(gang, words, expected):
+    world_size, layout = LAYOUTS["dp_shard 2, 2 micro-batches"]
     results = run_on(gang, world_size, first_step, [*words, *layout], True)
     assert min(max(differences(expected, found)) for found in results) > 1e-3

@@ -142,6 +142,15 @@ def test_other_data_is_refused_and_the_difference_is_said(tmp_path, before, now,
         assert data == earlier
 
 
+def test_a_run_from_before_documents_had_a_beginning_resumes_without(tmp_path):
+    saved = load(None, ["name=mine", "data.tokenizer=t"]).model_dump()
+    del saved["data"]["bos"]
+    save(tmp_path / "a", 3, run={"config": saved, "corpus": "text", "skipped_in_a_row": 0})
+    with pytest.raises(CheckpointError, match="data.bos was none and is auto") as caught:
+        choose("a", "auto", config=load(None, ["name=mine", "data.tokenizer=t"]), corpus="other")
+    assert caught.value.fix.startswith("data.bos=none")
+
+
 @pytest.mark.parametrize(("before", "now"), [([], "muon"), (["train.optimizer=muon"], "adamw")])
 def test_a_run_resumes_with_its_optimizer(tmp_path, before, now):
     save(tmp_path / "a", 3, words=before)

@@ -53,7 +53,7 @@ PAIRS = {
     "from one stage to a sharded pipeline": (("train.num_microbatches=4",), (*CHUNKED, "mesh.dp_shard=2")),
     "from sharded to V-shaped": ((*CHUNKED, "mesh.dp_shard=2"), ("mesh.pp=2", "pipeline.schedule=zb-v", *CHUNKS[1:])),
 }
-QUICK = {"the same chunks", "from one stage to a sharded pipeline"}
+QUICK = {"the same chunks", "from a pipeline to one process"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PAIRS])

@@ -271,7 +271,8 @@ def test_a_tracker_that_did_not_start_has_recorded_nothing(run):
 @pytest.mark.parametrize(
     ("unit", "name", "value"),
     [(text_unit(1.0), "loss_bits_per_byte", 2.0), (text_unit(None), "loss_nats_per_token", 2 * math.log(2)),
-     (LossUnit("squared error"), "loss_squared_error", 2 * math.log(2))],
+     (LossUnit("squared error"), "loss_squared_error", 2 * math.log(2)),
+     (LossUnit("per token"), "loss_per_token", 2 * math.log(2))],
 )  # fmt: skip
 def test_losses_say_their_unit(unit, name, value):
     line = {"step": 3, "loss": 2 * math.log(2), "validation_loss": 2 * math.log(2), "lr": 0.1}

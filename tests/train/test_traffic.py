@@ -66,8 +66,6 @@ VOCABULARY = "model.vocab_size=2000"  # a vocabulary that is larger than a block
 MICROBATCHES = "train.num_microbatches=2"
 LAYOUTS = quick_and_slow(
     [
-        (2, ("mesh.dp_shard=2",)),
-        (2, ("mesh.dp_shard=2", MICROBATCHES)),
         (2, ("mesh.dp_shard=2", MICROBATCHES, VOCABULARY)),
         (2, ("mesh.dp_shard=2", "train.precision=bfloat16", "model.tie_embeddings=true")),
         (2, ("mesh.dp_shard=2", "mesh.reshard_after_forward=false", MICROBATCHES, VOCABULARY)),
@@ -80,7 +78,6 @@ LAYOUTS = quick_and_slow(
         (4, ("mesh.cp=4", "model.tie_embeddings=true", "train.precision=bfloat16")),
     ],
     quick=[
-        (2, ("mesh.dp_shard=2", MICROBATCHES, VOCABULARY)),
         (2, ("mesh.dp_shard=2", "train.precision=bfloat16", "model.tie_embeddings=true")),
     ],
 )
@@ -138,22 +135,19 @@ WHOLE = "mesh.sequence_parallel=false"
 COUNTED = ["moe-tiny", "model.balance_loss=0.02", "model.balance_bias=true"]
 ALL_KINDS = [
     (2, ["mesh.tp=2"]),
-    (2, ["mesh.dp_replicate=2"]),
+    pytest.param(2, ["mesh.dp_replicate=2"], marks=pytest.mark.slow),
     (2, ["mesh.pp=2", "train.num_microbatches=2", "model.tie_embeddings=true"]),
     pytest.param(2, ["mesh.tp=2", RECOMPUTE, "train.num_microbatches=2", "train.precision=bfloat16"],
                  marks=pytest.mark.slow),
-    pytest.param(2, ["mesh.tp=2", RECOMPUTE, WHOLE], marks=pytest.mark.slow),
+    pytest.param(2, ["mesh.tp=2", WHOLE], marks=pytest.mark.slow),
     pytest.param(2, [*DIT, "mesh.tp=2", RECOMPUTE], marks=pytest.mark.slow),
     pytest.param(2, [*DIT, "mesh.pp=2"], marks=pytest.mark.slow),
-    pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v"], marks=pytest.mark.slow),
-    (4, ["mesh.cp=2", "mesh.tp=2", RECOMPUTE, "model.window=24", "model.global_every=2"]),
-    pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
+    (2, ["mesh.cp=2", RECOMPUTE, "model.window=24", "model.global_every=2"]),
     pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4", WHOLE,
                      "model.num_layers=4"], marks=pytest.mark.slow),
-    (2, [*COUNTED, "mesh.cp=2"]),
-    pytest.param(2, [*COUNTED, "mesh.cp=2", "model.balance_scope=global-batch"], marks=pytest.mark.slow),
+    (2, [*COUNTED, "mesh.cp=2", "model.balance_scope=global-batch"]),
     pytest.param(4, [*COUNTED, "mesh.cp=2", "mesh.tp=2", RECOMPUTE], marks=pytest.mark.slow),
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from meshwright.errors import InputError, RunError
 from meshwright.train.launch.launcher import launch
@@ -79,15 +80,21 @@ def time_figures(seconds: RawResult) -> list[Figure]:
     return figures
 
 
-def run_side(side: Side) -> list[Case]:
-    """Run all operators with both input placements, and return their outcomes."""
+def run_side(side: Side, *, num_ranks: int = NUM_RANKS, **options: Any) -> list[Case]:
+    """Run all operators with all input placements, and return their outcomes.
+
+    Args:
+        side: implementation that runs the operators.
+        num_ranks: number of ranks.
+        options: further fields of the `SweepTask`.
+    """
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         lines = Path(folder) / "lines"
         lines.touch()
         while True:
             num_done = len(read_cases(lines))
             try:
-                launch(sweep_body, SweepTask(lines, side, num_done), num_ranks=NUM_RANKS, threads=1)
+                launch(sweep_body, SweepTask(lines, side, num_done, **options), num_ranks=num_ranks, threads=1)
             except InputError:
                 raise
             except RunError as error:
@@ -108,7 +115,7 @@ def operator_figures(side: Side, cases: Iterable[Case]) -> list[Figure]:
             "operators",
             at_most=0 if side is Side.FALLBACK and outcome in TARGET_ZERO else None,
         )
-        for placed in InputPlacement
+        for placed in (InputPlacement.SHARD, InputPlacement.REPLICATED)
         for outcome in Outcome
     ]
 

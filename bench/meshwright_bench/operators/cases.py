@@ -58,6 +58,8 @@ class InputPlacement(StrEnum):
     """Placement of all inputs."""
 
     SHARD = "shard0"
+    SHARD_LAST = "shard-1"
+    """Along the last dim; only swept with gradients."""
     REPLICATED = "replicate"
 
 
@@ -74,7 +76,7 @@ class Outcome(StrEnum):
     UNDEFINED = "undefined_values"
     """Succeeded, but the values are random or uninitialized: only shapes are compared."""
     LEFT_OUT = "left_out"
-    """No float32 sample, failure on plain tensors too, or sparse inputs."""
+    """No float32 sample, failure on plain tensors too, or sparse inputs; with gradients, those that have none."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,17 @@ class SweepTask:
     Attributes:
         lines: file in which rank 0 records each case before it runs, and then its outcome.
         num_done: number of cases already in `lines`.
+        gradients: also compare the gradients of the inputs.
+        placements: placements of all inputs.
+        timeout_s: timeout of an operator's collectives, after which waiting ranks continue.
     """
 
     lines: Path
     side: Side
     num_done: int = 0
+    gradients: bool = False
+    placements: tuple[InputPlacement, ...] = (InputPlacement.SHARD, InputPlacement.REPLICATED)
+    timeout_s: float = 5.0
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from meshwright_bench.operators.cases import InputPlacement, Outcome, Side, Swee
 from meshwright_bench.private import TorchDispatchMode, operators, tree_leaves, tree_map_only
 
 CPU = torch.device("cpu")
-TIMEOUT_S = 5.0
-"""Timeout of an operator's collectives, after which waiting ranks continue."""
 UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 """Operators that return uninitialized memory."""
-PLACEMENTS = {InputPlacement.SHARD: Shard(0), InputPlacement.REPLICATED: Replicate()}
+
+GRADIENT_TOLERANCES = (1e-5, 1e-4)
+"""Relative and absolute: partial sums of shards add up in another order, over more operations than in a forward."""
 
 CaseOutcome = tuple[Outcome, str]
 """Outcome of a case on one rank, with a note."""
@@ -48,6 +48,9 @@ class Sample:
     expected: Any
     is_defined: bool
     """True if repeated calls return the same values."""
+    rtol: float | None = None
+    atol: float | None = None
+    """Tolerances; PyTorch's for the dtype if None."""
 
     def run(self, inputs: Any) -> Any:
         """Return the operator's result for other inputs, with the same seed."""
@@ -76,18 +79,20 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
     outcomes = dist.FileStore(f"{context.store_path}-outcomes", context.num_ranks)  # type: ignore[attr-defined]
     group, num_groups = ExitStack(), 0
     mesh = sample = None
-    for number, (entry, placed) in enumerate((entry, placed) for entry in operators() for placed in InputPlacement):
+    cases = ((entry, placed) for entry in operators() for placed in task.placements)
+    for number, (entry, placed) in enumerate(cases):
         if number < task.num_done:
             continue
         if mesh is None:
             num_groups += 1
             path = f"{context.store_path}-{num_groups}"
             group.enter_context(process_group(rank=context.rank, num_ranks=context.num_ranks, device=CPU,
-                                              timeout_s=TIMEOUT_S, store_path=path))  # fmt: skip
+                                              timeout_s=task.timeout_s, store_path=path))  # fmt: skip
             mesh = init_device_mesh("cpu", (context.num_ranks,))
         if context.rank == 0:
             begin_line(task.lines, name_of(entry), placed)
-        sample = sample if placed is not InputPlacement.SHARD and sample is not None else find_sample(entry)
+        if placed is task.placements[0] or sample is None:
+            sample = find_sample(entry, gradients=task.gradients)
         local = run_case(sample, placed, task.side, mesh)
         outcomes.set(f"{number}/{context.rank}", "\t".join(local))
         outcome, note = combine_outcomes(
@@ -142,22 +147,51 @@ def _parse(text: bytes) -> CaseOutcome:
     return Outcome(outcome), note
 
 
-def find_sample(entry: Any) -> Sample | str:
-    """Return the operator with its first sample, or the reason to leave it out."""
+def find_sample(entry: Any, *, gradients: bool = False) -> Sample | str:
+    """Return the operator with its first sample, or the reason to leave it out.
+
+    Args:
+        entry: entry of PyTorch's operator database.
+        gradients: let the operator return the gradients of its inputs too.
+    """
+    if gradients and not entry.supports_autograd:
+        return "no gradients"
     try:
         _seed(0)
         # Avoid `sample_inputs`, which searches the whole stack for the calling test and takes 100 ms.
-        first = next(iter(entry.sample_inputs_func(entry, "cpu", torch.float32, False)))
+        first = next(iter(entry.sample_inputs_func(entry, "cpu", torch.float32, gradients)))
         inputs = (first.input, first.args, first.kwargs)
+        operator = _with_gradients(entry, first.output_process_fn_grad) if gradients else entry
         if any(x.layout is not torch.strided for x in tree_leaves(inputs) if isinstance(x, Tensor)):
             return "sparse inputs"
         _seed(1)
         copied, args, kwargs = tree_map_only(Tensor, Tensor.clone, inputs)
         with RandomnessDetector() as randomness:  # type: ignore[no-untyped-call]
-            expected = entry(copied, *args, **kwargs)
+            expected = operator(copied, *args, **kwargs)
     except Exception as error:
         return f"plain tensors: {type(error).__name__}: {error}"
-    return Sample(name_of(entry), entry, inputs, expected, not randomness.seen and entry.name not in UNSET)
+    is_defined = not randomness.seen and entry.name not in UNSET
+    tolerances = GRADIENT_TOLERANCES if gradients else (None, None)
+    return Sample(name_of(entry), operator, inputs, expected, is_defined, *tolerances)
+
+
+def _with_gradients(operator: Callable[..., Any], differentiable: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that returns an operator's results and the gradients of their squares.
+
+    Args:
+        operator: the operator.
+        differentiable: PyTorch's choice of the results that are functions of the inputs, such as no signs of vectors.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        copied = tree_map_only(Tensor, Tensor.clone, args[0])  # in-place operators don't write to leaves
+        results = differentiable(operator(copied, *args[1:], **kwargs))
+        outputs = [x for x in tree_leaves(results) if isinstance(x, Tensor) and x.requires_grad]
+        total = torch.stack([(x.abs() if x.is_complex() else x).square().sum() for x in outputs]).sum()
+        return results, *torch.autograd.grad(total, leaves, allow_unused=True)
+
+    return run
 
 
 def _seed(seed: int) -> None:
@@ -167,10 +201,11 @@ def _seed(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _place(x: Tensor, placed: InputPlacement, mesh: DeviceMesh) -> DTensor:
-    placement = PLACEMENTS[placed] if x.dim() else Replicate()
+def _place(x: Tensor, placed: InputPlacement, mesh: DeviceMesh) -> Tensor:
+    dim = {InputPlacement.SHARD: 0, InputPlacement.SHARD_LAST: x.dim() - 1}.get(placed)
+    placement = Replicate() if dim is None or not x.dim() else Shard(dim)
     replicated = DTensor.from_local(x.detach().clone(), mesh, [Replicate()], run_check=False)
-    return replicated.redistribute(mesh, [placement])
+    return replicated.redistribute(mesh, [placement]).detach().requires_grad_(x.requires_grad)
 
 
 def _difference(result: Any, sample: Sample) -> str:
@@ -184,7 +219,7 @@ def _difference(result: Any, sample: Sample) -> str:
                 return f"shape or dtype differs: {one}, expected {other}"
         elif isinstance(other, Tensor):
             try:
-                torch.testing.assert_close(one, other, equal_nan=True)
+                torch.testing.assert_close(one, other, equal_nan=True, rtol=sample.rtol, atol=sample.atol)
             except AssertionError as error:
                 return str(error)
         elif sample.is_defined and one != other and one == one:

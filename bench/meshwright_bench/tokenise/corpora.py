@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.text_documents import STDLIB, Extent, TextSlice, list_documents, read
+from meshwright.data.text_documents import STDLIB, list_documents
 
 VOCAB_SIZE = 32_000
 
@@ -54,8 +55,11 @@ def train_tokenizer(path: Path) -> None:
 
 
 def _stdlib() -> list[str]:
-    texts = (read(TextSlice(one, Extent.FULL), source=STDLIB) for one in list_documents(STDLIB))
-    return [text for text in texts if text]
+    found = []
+    for one in list_documents(STDLIB):
+        with suppress(UnicodeDecodeError):
+            found.append(Path(one.path).read_text("utf-8-sig"))
+    return [text for text in found if text and "\0" not in text]
 
 
 def _texts(num_chars: int) -> Iterator[str]:

@@ -5,6 +5,7 @@ A checkpoint is a directory `<root>/<step>` of data files and a `manifest.json` 
 each. Only one run writes to a root. Anything that is not yet, or no longer, a checkpoint has a name that
 `list_checkpoints` ignores, and every name change is an atomic rename:
 
+- before and after: lock `.saving` in the root, so that a second process that saves there is refused; unlock it
 - saving: data into `.tmp-<step>`, each file flushed; the manifest last; flush the directory; rename it to
   `<step>`; flush the root
 - removing: rename to `.del-<step>`; only then delete its content
@@ -16,9 +17,13 @@ A kill leaves at most a `.tmp-`, a `.del-`, or an `.old` beside its complete suc
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
+import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,8 @@ from meshwright.checkpoint.manifest import MANIFEST, encode, list_checkpoints, r
 from meshwright.errors import CheckpointError, RunError
 from meshwright.log import get_logger
 
+LOCK = ".saving"
+"""File in the root that the process that saves there holds locked, with its name. The lock ends with the process."""
 _LEFTOVER = re.compile(r"\.(tmp|del)-\d{8,}(\.old)?")
 
 _log = get_logger(__name__)
@@ -40,6 +47,43 @@ def final_path(root: Path, step: int) -> Path:
 def temporary_path(root: Path, step: int) -> Path:
     """Return the path at which the checkpoint of `step` is assembled."""
     return root / f".tmp-{step:08d}"
+
+
+def lock(root: Path) -> int:
+    """Lock `root` for a save, and return the descriptor for `unlock`. File systems without locks are not locked.
+
+    Raises:
+        RunError: another process saves to `root`.
+        OSError: the directory cannot be created or written to.
+    """
+    _make_directory(root)
+    while True:
+        fd = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(fd, 1000).decode(errors="replace") or "another process"
+            os.close(fd)
+            raise RunError(
+                f"{owner} is saving a checkpoint here",
+                where=str(root),
+                rule="only one run saves to a folder, one checkpoint at a time",
+                fix="give each run a folder of its own, or save again when the other process is done",
+            ) from None
+        except OSError:
+            return fd
+        if (root / LOCK).exists() and os.path.samestat(os.stat(root / LOCK), os.fstat(fd)):
+            with suppress(OSError):  # a full disk is reported with what it has no room for
+                os.truncate(fd, 0)
+                os.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            return fd
+        os.close(fd)  # its owner removed it in the meantime
+
+
+def unlock(root: Path, fd: int) -> None:
+    """Undo `lock`."""
+    (root / LOCK).unlink(missing_ok=True)
+    os.close(fd)
 
 
 def begin(root: Path, step: int) -> Path:

@@ -21,10 +21,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from meshwright.checkpoint.layout_file import CheckpointLayout
-from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, dtype_name
+from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, check_name, dtype_name
+from meshwright.comm import collectives
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
+from meshwright.log import get_logger
+from meshwright.units import counted
+
+_log = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,14 +73,25 @@ class CheckedSavePlanner(DefaultSavePlanner):
             CheckpointError: a tensor can't be saved.
         """
         for name, tensor in self._tensors.items():
+            check_name(name)
             _check_dense(name, tensor)
             dtype_name(tensor.dtype)
         plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if _is_needed(tensor_data(item))])
+        items = [item for item in plan.items if _is_needed(tensor_data(item))]
+        sums = {item.index: _checksum(self.resolve_data(item)) for item in items if self._is_replicated(item)}
+        return replace(plan, items=items, planner_data=sums)
+
+    def _is_replicated(self, item: WriteItem) -> bool:
+        """Return whether other ranks plan the same shard."""
+        tensor = self._tensors[item.index.fqn]
+        if isinstance(tensor, DTensor):
+            axes = enumerate(tensor.placements)
+            return any(one.is_replicate() and tensor.device_mesh.size(axis) > 1 for axis, one in axes)
+        return collectives.world_size() > 1
 
     @with_picklable_errors
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Assign every shard to one rank.
+        """Assign every shard to one rank, and warn of replicas that differ.
 
         Raises:
             RunError: two ranks have different shards at the same offset of a tensor.
@@ -175,14 +192,16 @@ def _is_needed(data: TensorWriteData) -> bool:
     return math.prod(data.chunk.sizes) > 0 or math.prod(data.size) == 0
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")
+def _check_dense(name: str, tensor: object) -> None:
     problem = ""
-    if tensor.is_meta:
+    if not isinstance(tensor, Tensor):
+        problem = f"is a {type(tensor).__name__}, not a tensor"
+    elif tensor.is_meta:
         problem = "is on the meta device and has no values"
     elif tensor.layout != torch.strided:
         problem = f"has layout {tensor.layout}"
+    elif is_lazy(tensor) or _has_no_memory(tensor):
+        problem = f"is a {type(tensor).__name__} without memory of its own"
     elif isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         problem = f"is partial: its placements are {tensor.placements}"
     if problem:
@@ -193,9 +212,30 @@ def _check_dense(name: str, tensor: Tensor) -> None:
         )
 
 
+def _has_no_memory(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() > 0 and local.data_ptr() == 0
+
+
+def _checksum(value: Any) -> int:
+    """Return a number that depends on each bit and its place, computed on the tensor's device."""
+    words = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(_WORDS[value.dtype.itemsize])
+    weights = torch.arange(min(len(words), _CHUNK), device=words.device) * 2 + 1  # odd: no bit is multiplied away
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for chunk in words.split(_CHUNK):
+        total = total * 31 + (chunk * weights[: len(chunk)]).sum()
+    return int(total)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
+"""Elements summed at a time, so that products take little memory."""
+
+
 def _check_agreement(all_plans: list[SavePlan]) -> None:
-    """Raise if replicas differ in shape; PyTorch compares only their tensor names and offsets."""
+    """Raise if replicas differ in shape, and warn if they do in values; PyTorch compares only names and offsets."""
     seen: dict[MetadataIndex, tuple[int, TensorWriteData]] = {}
+    different: dict[str, tuple[int, int]] = {}
     for rank, plan in enumerate(all_plans):
         for item in plan.items:
             data = tensor_data(item)
@@ -208,6 +248,15 @@ def _check_agreement(all_plans: list[SavePlan]) -> None:
                     rule="a plain tensor is the same on all ranks; a shard of a larger one is a DTensor",
                     fix="save the DTensor, not its local tensor, or give the tensors different names",
                 )
+            if all_plans[first_rank].planner_data.get(item.index) != plan.planner_data.get(item.index):
+                different.setdefault(item.index.fqn, (first_rank, rank))
+    if different:
+        name, (first_rank, rank) = next(iter(different.items()))
+        _log.warning(
+            "%s has other values on rank %d than on rank %d%s: the checkpoint holds those of one of them; broadcast "
+            "tensors that should be equal, and give those of single ranks names of their own", name, rank, first_rank,
+            f", and so have {counted(len(different) - 1, 'more tensor')}" if len(different) > 1 else "",
+        )  # fmt: skip
 
 
 def _local_numel(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.checkpoint.durable_files import FileEntry, hash_file
 from meshwright.errors import CheckpointError
+from meshwright.settings.violation import format_fix
 from meshwright.units import counted
 
 __all__ = [
@@ -176,31 +177,52 @@ def newest_complete(root: Path) -> Path | None:
     return None
 
 
-def check_model(manifest: Manifest, identity: Mapping[str, Any]) -> None:
+def check_model(
+    manifest: Manifest, identity: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
     """Check that the checkpoint was saved from the model that `identity` describes.
 
     Raises:
         CheckpointError: the models differ. The error names the first differing field with both values; its fix sets
-            all of them.
+            all of them or, given the `sections` of the configuration that describe the model, their keys.
     """
     saved, expected = manifest.model, json.loads(json.dumps(dict(identity)))
     difference = _first_difference(expected, saved)
     if difference is None:
         return
     field, here, there = difference
-    flat = _flatten(expected)
+    flat, config, first = _flatten(expected), manifest.run.get("config"), field.partition(".")[0]
     changed = {name: value for name, value in _flatten(saved).items() if name not in flat or flat[name] != value}
     arguments = model_arguments(changed)
+    if config and sections:
+        arguments = format_fix(_changed_keys(config, sections, {**expected, **saved}, first))
+    name = field if first in (sections or {}) else f"model.{field}"
     if field == "kind":
-        fix = f"use a preset of a {there}, with {model_arguments(saved)}"
+        own = {f"model.{key}": value for key, value in (config or {}).get("model", {}).items()}
+        fix = f"use a preset of a {there}, with {format_fix(own) or model_arguments(saved)}"
     else:
-        fix = f"set {arguments}" if arguments else f"omit model.{field}"
+        fix = f"set {arguments}" if arguments else f"omit {name}, or restore the file that has it"
     raise CheckpointError(
-        f"model.{field} is {_format_value(here)} here and {_format_value(there)} in the checkpoint",
+        f"{name} is {_format_value(here)} here and {_format_value(there)} in the checkpoint",
         where=str(manifest.path),
         rule="a checkpoint loads into the model it was saved from, on any layout",
         fix=f"{fix}, or start without this checkpoint",
     )
+
+
+def _changed_keys(
+    saved: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], identity: Mapping[str, Any], field: str
+) -> dict[str, Any]:
+    """Return the keys of a configuration that differ from the saved one, with their saved values: those by whose names
+    the model's identity goes or, if `field` of it is no key but, say, in a file, all."""
+    known = {name: identity if name == "model" else identity.get(name, {}) for name in sections}
+    is_key = field in {*sections, *sections.get("model", {})}
+    return {
+        f"{name}.{key}": saved[name][key]
+        for name, values in sections.items()
+        for key, value in json.loads(json.dumps(dict(values))).items()
+        if saved.get(name, {}).get(key, value) != value and (key in known[name] or not is_key)
+    }
 
 
 def model_arguments(model: Mapping[str, Any]) -> str:

@@ -42,6 +42,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """Dtypes by their names in safetensors."""
 
+METADATA = "__metadata__"
+"""Name in the header that is no tensor's."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -73,6 +75,24 @@ def dtype_name(dtype: torch.dtype) -> str:
             fix="convert the tensor to one of these before saving",
         )
     return _DTYPE_NAMES[dtype]
+
+
+def check_name(name: str) -> None:
+    """Check that a safetensors file can hold a tensor of this name.
+
+    Raises:
+        CheckpointError: it can't.
+    """
+    if not isinstance(name, str) or name == METADATA or any("\ud800" <= one <= "\udfff" for one in name):
+        raise _name_error(repr(name), "is not text, is the format's own, or can't be encoded as UTF-8")
+
+
+def _name_error(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the tensor name {name} {what}",
+        rule="checkpoints are safetensors files, whose tensors have distinct names of Unicode text",
+        fix="give the tensor another name",
+    )
 
 
 def write_tensors(
@@ -130,11 +150,12 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str] | None) -> bytes:
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {} if metadata is None else {METADATA: dict(metadata)}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.num_bytes()
-        assert tensor.key not in header, f"two tensors named {tensor.key}"
+        if tensor.key in header:  # a shard of w, and a tensor with the name of that shard
+            raise _name_error(tensor.key, "is the name of two tensors in a file")
         header[tensor.key] = {
             "dtype": dtype_name(tensor.dtype),
             "shape": list(tensor.shape),
@@ -149,5 +170,5 @@ def _bytes_of(tensor: TensorToWrite) -> memoryview:
     value = tensor.fetch().detach()
     announced = value.dtype == tensor.dtype and tuple(value.shape) == tensor.shape
     assert announced, f"{tensor.key} is {value.dtype} {tuple(value.shape)}, not {tensor.dtype} {tensor.shape}"
-    flat = value.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    flat = value.to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data

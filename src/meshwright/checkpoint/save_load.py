@@ -26,6 +26,7 @@ from meshwright.checkpoint.reader import SafetensorsReader, read_tensor
 from meshwright.checkpoint.safetensors_file import TensorToWrite
 from meshwright.checkpoint.writer import SafetensorsWriter, SaveRequest
 from meshwright.comm import collectives
+from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.units import counted
 
@@ -106,7 +107,7 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | Non
             on every rank.
     """
     found = _broadcast_layout(path, group)
-    with _unwrap_rank_failures():
+    with name_failed_collective(), _unwrap_rank_failures():
         load_planned(
             dict(tensors),
             storage_reader=SafetensorsReader(found),
@@ -140,7 +141,7 @@ def _save(
 ) -> Path:
     writer = SafetensorsWriter(request, rank=collectives.rank(group))
     try:
-        with _unwrap_rank_failures():
+        with name_failed_collective(), _unwrap_rank_failures():
             save_planned(
                 dict(tensors),
                 storage_writer=writer,
@@ -148,9 +149,8 @@ def _save(
                 process_group=group,
                 no_dist=not collectives.is_distributed(),
             )
-    except BaseException:
-        writer.abandon()
-        raise
+    finally:
+        writer.close()
     return atomic_directory.final_path(request.root, request.step)
 
 

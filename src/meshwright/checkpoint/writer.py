@@ -68,7 +68,8 @@ class SafetensorsWriter(StorageWriter):
         self._request = request
         self._rank = rank
         self._temporary = atomic_directory.temporary_path(request.root, request.step)
-        self._is_coordinator = False
+        self._lock: int | None = None
+        """Descriptor of the lock of the root, on the coordinator."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer serves one save."""
@@ -81,13 +82,13 @@ class SafetensorsWriter(StorageWriter):
     @with_picklable_errors
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On the coordinator, create the directory that all ranks write to."""
-        self._is_coordinator = is_coordinator
         if not is_coordinator:
             return
         request = self._request
         # Values that the manifest cannot hold should fail now, not after all data has been written.
         manifest.encode(step=request.step, model=request.model, run=request.run, files={})
         with self._translate_os_errors(self._temporary):
+            self._lock = atomic_directory.lock(request.root)
             atomic_directory.clean(request.root)
             atomic_directory.begin(request.root, request.step)
 
@@ -133,10 +134,11 @@ class SafetensorsWriter(StorageWriter):
         except OSError as error:  # the new checkpoint is saved
             _log.warning("%s is saved, but an older checkpoint can't be removed: %s", final, error)
 
-    def abandon(self) -> None:
-        """Remove the written files on the coordinator after a failure. Never raises."""
-        if self._is_coordinator:
+    def close(self) -> None:
+        """End the save on the coordinator, and remove what it has written after a failure."""
+        if self._lock is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+            atomic_directory.unlock(self._request.root, self._lock)
 
     def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         path = self._temporary / f"rank-{self._rank:05d}.safetensors"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from meshwright.models.contract.family import OtherWeights
 
 app = typer.Typer(cls=Commands, help="List, verify, export and import checkpoints.", no_args_is_help=True)
+
+
+class ExportDtype(StrEnum):
+    """Dtypes that weights are exported in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
 
 FOLDER_HELP = "A run folder, a folder of checkpoints, or one checkpoint."
 
@@ -63,13 +73,18 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run folder for its newest valid one.")],
     out: Annotated[Path, typer.Argument(help="A new folder for the safetensors and config.json.")],
     merge: Annotated[bool, typer.Option("--merge", help="Add LoRA adapters into the weights that they adapt.")] = False,
+    dtype: Annotated[
+        ExportDtype | None, typer.Option(help="Dtype of the weights; default: that of the weights trained from.")
+    ] = None,
 ) -> None:
     """Write the model's weights in Hugging Face's format, with its parameter names; of a LoRA run, the adapters."""
     from meshwright.data.tokenizer_files import TOKENIZER
 
     path = _newest_valid(checkpoint)
-    _weights_of(path).export(path, out, merge=merge)
+    notes = _weights_of(path).export(path, out, merge=merge, dtype=dtype)
     show(f"{path} → {out}")
+    for note in notes:
+        show(note)
     if not (out / TOKENIZER).is_file():
         show("no tokenizer to export: the weights were imported without one, or trained on bytes or a token file")
 

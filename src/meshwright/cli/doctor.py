@@ -18,9 +18,10 @@ from meshwright.cli.colors import paint
 from meshwright.cli.wrapping import show
 from meshwright.units import GIB, counted, format_bytes
 
-REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib")
+REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib", "pyyaml", "jinja2")
 EXTRAS = {"images": "scikit-learn", "lora": "peft"} | {
-    name: name for name in ("transformers", "tokenizers", "tensorboard", "wandb", "trackio", "torchao")
+    name: name
+    for name in ("transformers", "tokenizers", "datasets", "tensorboard", "wandb", "trackio", "torchao", "accelerate")
 }
 MIN_PYTHON, MIN_TORCH, TESTED_TORCH = (3, 11), (2, 11), (2, 13)
 MIN_OPEN_FILES = 1024

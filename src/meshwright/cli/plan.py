@@ -53,16 +53,19 @@ def plan(
     # Write files first: closing a pager may end the command before the page is complete.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
-    figures = "" if json_path is None else json.dumps(_figures(name, made), indent=1)
+    figures = "" if json_path is None else json.dumps(_figures(name, made, config), indent=1)
     if json_path is not None and json_path != STDOUT:
         write_output(json_path, figures + "\n", where=JSON_OPTION)
     if other is not None:
         _show_differences(made, other)
     elif json_path != STDOUT:
         from meshwright.cli.plan_page import page
+        from meshwright.config.optimizer.lr_schedule import warmup_notes
 
-        for line in page(name, made, capture=config.capture if config is not None else None):
+        for line in page(name, made, config=config):
             show(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
+        for note in () if config is None else warmup_notes(config.train):
+            show(note)
     if json_path == STDOUT:
         print(figures)
 
@@ -102,8 +105,9 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
     return config.name, make_plan(config), config
 
 
-def _figures(name: str, made: RunPlan) -> dict[str, Any]:
-    """Return the JSON output: bytes by type and purpose, the hashes, and the plan itself."""
+def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, Any]:
+    """Return the JSON output: bytes by type and purpose, optimizer groups, the hashes, and the plan itself."""
+    from meshwright.cli.plan_page import optimizer_groups
     from meshwright.plan.compare import hashes
     from meshwright.plan.memory import predict_memory, predict_process_memory
     from meshwright.plan.serialize import encode
@@ -119,6 +123,7 @@ def _figures(name: str, made: RunPlan) -> dict[str, Any]:
         "memory": {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(made)},
         "traffic": {**{str(one.purpose): one.sent.total() for one in traffic.entries}, "total": traffic.sent().total()},
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
+        "optimizer": optimizer_groups(made, config.train if config is not None else None),
         "plan": encode(made),
     }
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
-from meshwright.config.schema import CaptureConfig
+from meshwright.config.optimizer.parameter_groups import group_settings
+from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
@@ -28,8 +30,8 @@ MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
-def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> Iterator[str]:
-    """Yield the lines of the page; headings are not indented."""
+def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterator[str]:
+    """Yield the lines of the page; headings are not indented. A plan from a file has no configuration."""
     yield f"{name} · {format_count(_num_params(plan))} parameters"
     yield from _batch(plan)
     yield from _replicated(plan)
@@ -37,13 +39,15 @@ def page(name: str, plan: RunPlan, *, capture: CaptureConfig | None = None) -> I
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
     yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
-    if capture is not None and capture.scope:
-        yield from _capture(plan, capture)
+    if config is not None and config.capture.scope:
+        yield from _capture(plan, config.capture)
     yield from _traffic(plan, predict_traffic(plan))
     yield "stages" if len(plan.stages) > 1 else "stage"
     yield from _stages(plan)
     yield "FSDP units"
     yield from _units(plan)
+    yield "optimizer groups"
+    yield from _groups(plan, config.train if config is not None else None)
     if any(kind.float8 is not None for kind in plan.kinds):
         yield "linear layers in float8"
         yield from _float8(plan)
@@ -174,6 +178,32 @@ def _unit_words(unit: Unit) -> str:
     sent = [f"{what} {method}" for what, method in (("gradients", unit.gradients), ("weights", unit.weights))
             if method != "exact"]  # fmt: skip
     return " · ".join([over, *([after] if unit.sharded else []), *sent])
+
+
+def optimizer_groups(plan: RunPlan, train: TrainConfig | None) -> list[dict[str, Any]]:
+    """Return trained parameters with the same role and settings, and their elements, the largest groups first. Peak
+    learning rates and decay are those of the `train` section, and None for a plan from a file."""
+    sizes: dict[tuple[Any, ...], dict[str, int]] = {}
+    for kind, layer, one in (found for stage in plan.stages for found in plan.parameters(stage)):
+        name, settings = kind.key(one, layer), dict[str, float | None](lr=None, weight_decay=None)
+        if train is not None:
+            lr, decay = group_settings(train, name, one.role, num_dims=len(one.shape))
+            settings = {"lr": lr, "weight_decay": decay}
+        if one.trained:
+            key = {"optimizer": plan.optimizer.update_of(one.role).optimizer, "role": one.role, **settings}
+            sizes.setdefault(tuple(key.items()), {})[name] = math.prod(one.shape)
+    found = [
+        {**dict(key), "parameters": list(members), "elements": sum(members.values())} for key, members in sizes.items()
+    ]
+    return sorted(found, key=lambda group: -group["elements"])
+
+
+def _groups(plan: RunPlan, train: TrainConfig | None) -> Iterator[str]:
+    for one in optimizer_groups(plan, train):
+        size = f"{counted(len(one['parameters']), 'parameter')}, {format_count(one['elements'])}"
+        settings = [f"decay {one['weight_decay']:g}" if one["weight_decay"] else "no decay"] if train else []
+        settings += [f"lr {one['lr']:g}"] if train and one["lr"] != train.lr else []
+        yield from _item(one["role"], one["optimizer"], size, *settings)
 
 
 def _float8(plan: RunPlan) -> Iterator[str]:

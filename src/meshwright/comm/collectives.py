@@ -6,6 +6,7 @@ Without an initialised process group, each behaves as if the world size were 1, 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TypeVar, cast
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from meshwright.comm.collective_log import track_collective
+from meshwright.comm.collective_timeout import CollectiveError
+from meshwright.comm.message_format import format_ranks
 from meshwright.comm.p2p import send_recv_all
 from meshwright.errors import LayoutError
 from meshwright.units import counted
@@ -54,6 +57,29 @@ def barrier(group: ProcessGroup | None = None) -> None:
     if world_size(group) > 1:
         with track_collective("barrier", None, group):
             dist.barrier(group)
+
+
+def await_ranks(name: str) -> None:
+    """Wait until all ranks have called this, through the store: ranks that don't may be in any other collective.
+
+    Raises:
+        CollectiveError: some rank has not within the timeout of the default group.
+    """
+    group = dist.group.WORLD
+    if group is None or dist.get_backend() == "fake":
+        return
+    store, me = group.get_group_store(), rank()
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    number = store.add(f"{name}, calls of {me}", 1)
+    keys = {peer: f"{name}, call {number} of {peer}" for peer in range(world_size())}
+    store.set(keys[me], "")
+    try:
+        store.wait(list(keys.values()), timeout)
+    except RuntimeError as error:
+        missing = [peer for peer, key in keys.items() if not store.check([key])]
+        what = f"{format_ranks(missing)} did not call {name} within {timeout.total_seconds():.0f} s"
+        rule, fix = "all ranks call it, the same number of times", "call it on every rank, before the first forward"
+        raise CollectiveError(what, where=f"rank {me}, call {number}", rule=rule, fix=fix) from error
 
 
 def all_reduce_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:

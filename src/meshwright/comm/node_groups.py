@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.comm.collectives import all_gather_object, rank
+from meshwright.comm.collectives import all_gather_object, await_ranks, rank
 from meshwright.comm.message_format import format_ranks
 from meshwright.comm.node_topology import TwoStagePlan, has_uneven_nodes, host_identity, node_numbers, plan_two_stages
 from meshwright.comm.private import shard_group
@@ -79,7 +79,9 @@ def place(
 
     Raises:
         LayoutError: `nodes` does not match the world size or differs between ranks.
+        CollectiveError: another rank does not call this within the timeout of the default group.
     """
+    await_ranks("compress or place")
     local = {ranks for part in parts for ranks in _shard_ranks(part)}
     gathered = all_gather_object((host_identity(), None if nodes is None else list(nodes), sorted(local)))
     node_of = _nodes([host for host, _, _ in gathered], [configured for _, configured, _ in gathered])

@@ -52,7 +52,13 @@ class DataConfig(Section):
         "which neither attend to nor predict each other",
     )
     separator: int | None = Field(
-        None, ge=0, description="token id that ends each document of a token file, needed by data.packing=documents"
+        None,
+        ge=0,
+        description="token id that ends each document: of a token file, needed by data.packing=documents; of text, in "
+        "place of the end of text that data.tokenizer declares",
+    )
+    bos: Literal["auto", "none"] = Field(
+        "auto", description="beginning of each document of text: auto adds what data.tokenizer itself adds, if anything"
     )
     text_field: str | None = Field(
         None,
@@ -140,7 +146,7 @@ class TrainConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     momentum: float = Field(0.95, ge=0, lt=1, description="momentum of muon and sgd")
     weight_decay: float = Field(
-        0.1, ge=0, description="decoupled weight decay of matrices (not applied to norm weights)"
+        0.1, ge=0, description="decoupled weight decay of all parameters but vectors, such as norm weights"
     )
     parameter_groups: Names = Field(
         (),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.corpus_checks import SplitSource, split_source
 from meshwright.data.packed_windows import PackedSplits, PackedWindows, open_packed
 from meshwright.data.text_corpus import Corpus
 from meshwright.errors import DataError
 from meshwright.units import counted
+
+WARNING = "warning:"
+"""Beginning of lines of a description that proofs show, too."""
 
 
 def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple_of: int = 1) -> Corpus:
@@ -35,6 +39,8 @@ def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple
         )
     )
     description = f"{corpus.description}\n  {_describe(train, len(corpus.train_documents.ends))}"
+    if corpus.conversations is not None and (chat := corpus.conversations.source.chat) is not None:
+        description += f"\n  {_describe_turns(chat)}"
     packed = replace(corpus, description=description, packed=PackedSplits(train, validation))
     _check(packed, train, validation, seq_len=seq_len, multiple_of=multiple_of)
     return packed
@@ -65,6 +71,14 @@ def _describe(train: PackedWindows, num_documents: int) -> str:
             f"{counted(train.num_left_out, 'piece')} without a token that counts"
         )
     return "\n  ".join(lines)
+
+
+def _describe_turns(chat: ChatFormat) -> str:
+    """Say which token ends a turn, or warn that training teaches none."""
+    if chat.turn_end is not None:
+        return f"turns of the assistant end with {chat.turn_end.text}"
+    what = f"{WARNING} no token that counts in the loss ends the turns of the assistant, so that generation won't stop"
+    return f"{what}: write one, such as the tokenizer's eos_token, inside the turn in {chat.files.template_path}"
 
 
 def _check(corpus: Corpus, train: PackedWindows, validation: PackedWindows, *, seq_len: int, multiple_of: int) -> None:

@@ -35,15 +35,16 @@ from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, map_ends, map_mask, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenise.parts import remove_parts
+from meshwright.data.tokenise.special_tokens import AUTO, declared_ends
 from meshwright.data.tokenise.write_corpus import write_corpus
-from meshwright.data.tokenizer import BYTES, tokenizer_identity
+from meshwright.data.tokenizer import BYTES, open_tokenizer, tokenizer_identity, tokenizer_path
 from meshwright.log import get_logger
 from meshwright.units import counted, format_count
 
 Tokens = NDArray[np.integer]
 
-# Increment when the same files would give different tokens: hold-out rule, separators, text detection.
-_FORMAT = 1
+# Increment when the same files would give different tokens: hold-out rule, framing, text detection.
+_FORMAT = 2
 
 _log = get_logger(__name__)
 
@@ -58,9 +59,9 @@ class Corpus:
         train: training ids, 1-D, memory-mapped.
         validation: held-out ids, 1-D, memory-mapped.
         vocab_size: size of the smallest vocabulary that covers every id.
-        validation_bytes_per_token: average bytes of text per token of `validation`, counting one byte per document
-            separator; converts nats per token to bits per byte. None for token files, whose text is unknown, and for
-            conversations, of which only some tokens count.
+        validation_bytes_per_token: average bytes of text per token of `validation`, counting one byte per end of a
+            document and none per beginning, which packed documents don't predict; converts nats per token to bits per
+            byte. None for token files, whose text is unknown, and for conversations, of which only some tokens count.
         fingerprint: hex SHA-256 of the ids of both splits, and of the documents if they are known; the same on every
             machine.
         train_documents: documents of `train`; None unless asked for.
@@ -111,6 +112,7 @@ def open_corpus(
     cache_dir: str | None,
     with_documents: bool = False,
     separator: int | None = None,
+    bos: str = AUTO,
     text_field: str | None = None,
     chat_field: str | None = None,
     use: Use = Use.SPLIT,
@@ -125,7 +127,9 @@ def open_corpus(
         token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
         cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
         with_documents: find the ends of the documents.
-        separator: last token of each document of a token file, needed to find them.
+        separator: last token of each document: of a token file, needed to find them; of text, in place of what the
+            tokenizer declares.
+        bos: auto for text that begins as the tokenizer frames it, or none.
         text_field: field that is the text of each record.
         chat_field: field that is the conversation of each record, in place of a text.
         use: whether to hold out a part for validation, or to put everything into one split; the other is empty then.
@@ -143,23 +147,22 @@ def open_corpus(
             source, token_dtype=token_dtype, cache_dir=cache_dir, separator=separator
         )
         metadata = metadata.used(use)
-        title = os.path.basename(source)
+        title, notes = os.path.basename(source), []
         corpus = replace(_corpus(source, tokens, metadata), is_text=False)
     else:
         found = open_source(source, record).used(use)
         path, metadata = _open_text(
-            source, found, tokenizer=tokenizer, cache_dir=cache_dir, with_documents=with_documents
-        )
-        title = found.title
+            source, found, tokenizer=tokenizer, bos=bos, separator=separator, cache_dir=cache_dir,
+            with_documents=with_documents,
+        )  # fmt: skip
+        title, notes = found.title, _notes(source, found, metadata)
         corpus = _with_mask(_corpus(source, map_tokens(path, metadata), metadata), path, metadata, found)
     corpus = _with_documents(corpus, path, metadata) if with_documents else corpus
     corpus = _without_other_split(corpus, use) if use is not Use.SPLIT else corpus
     amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
     sizes = {"train": len(corpus.train), "validation": len(corpus.validation)}
-    return replace(
-        corpus,
-        description=f"{title}, " + " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size),
-    )
+    parts = " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size)
+    return replace(corpus, description="\n  ".join([f"{title}, {parts}", *notes]))
 
 
 def _corpus(source: str, tokens: Tokens, metadata: CorpusMetadata) -> Corpus:
@@ -194,9 +197,14 @@ def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Cor
     ends = map_ends(path, metadata)
     check_ends(ends, metadata.ends_fingerprint, path)
     fingerprint = packed_fingerprint(corpus.fingerprint, metadata.ends_fingerprint)
+    bytes_per_token = corpus.validation_bytes_per_token
+    if metadata.has_begin and bytes_per_token is not None:
+        # No document predicts its first token, which has no bytes, so all bytes are of the others.
+        bytes_per_token /= 1 - metadata.num_validation_documents / metadata.num_validation
     return replace(
         corpus,
         fingerprint=fingerprint,
+        validation_bytes_per_token=bytes_per_token,
         train_documents=SplitDocuments(ends[: metadata.num_train_documents], 0, fingerprint),
         validation_documents=SplitDocuments(ends[metadata.num_train_documents :], metadata.num_train, fingerprint),
     )
@@ -212,19 +220,23 @@ def _without_other_split(corpus: Corpus, use: Use) -> Corpus:
 
 
 def _open_text(
-    source: str, found: TextSource, *, tokenizer: str, cache_dir: str | None, with_documents: bool
-) -> tuple[Path, CorpusMetadata]:
+    source: str, found: TextSource, *, tokenizer: str, bos: str, separator: int | None, cache_dir: str | None,
+    with_documents: bool,
+) -> tuple[Path, CorpusMetadata]:  # fmt: skip
     more, listing = found.key
     identity = [_FORMAT, tokenizer_identity(tokenizer), *more]
+    if tokenizer != BYTES:
+        identity.append({"bos": bos, "separator": separator, "ends": declared_ends(tokenizer_path(tokenizer).parent)})
     key = hashlib.sha256(json.dumps([identity, listing]).encode("ascii")).hexdigest()[:32]
 
     name = f"{STDLIB if source == STDLIB else 'text'}-{key}.tokens"
 
     def build(file: BinaryIO) -> CorpusMetadata:
         _log.info("tokenising %s of %s with %s", found.size, source, tokenizer)
+        opened = open_tokenizer(tokenizer, bos=bos, separator=separator)
         # The cache file is written under another name in the folder where it will be.
         parts = cache_file.parts_folder(Path(file.name).with_name(name))
-        return write_corpus(file, found, tokenizer, source=source, parts=parts)
+        return write_corpus(file, found, opened, source=source, parts=parts)
 
     path, metadata = cache_file.open_or_build(
         name,
@@ -235,14 +247,20 @@ def _open_text(
         is_usable=lambda metadata: metadata.has_documents or not with_documents,
     )
     remove_parts(cache_file.parts_folder(path))
-    if found.chat is not None and found.chat.uses_date:
-        _log.warning("the chat template may write the date into conversations: theirs is %s", metadata.chat_day)
-    if metadata.num_skipped and source != STDLIB:
-        message = "skipped %d of the %s of %s: not UTF-8, or contain zero bytes"
-        _log.warning(message, metadata.num_skipped, found.size, source)
-    if metadata.num_empty:
-        _log.warning("left out %s of %s: their text is empty", counted(metadata.num_empty, "document"), source)
     return path, metadata
+
+
+def _notes(source: str, found: TextSource, metadata: CorpusMetadata) -> list[str]:
+    """Return how the documents of a source are framed, and what they lack or depend on: part of its description, which
+    a run shows once, whereas every process that opens it would log it."""
+    notes = [f"documents framed {metadata.framing}"] if metadata.framing else []
+    if found.chat is not None and found.chat.uses_date:
+        notes.append(f"the chat template may write the date into conversations: theirs is {metadata.chat_day}")
+    if metadata.num_skipped and source != STDLIB:
+        notes.append(f"skipped {metadata.num_skipped} of the {found.size}: not UTF-8, or contain zero bytes")
+    if metadata.num_empty:
+        notes.append(f"left out {counted(metadata.num_empty, 'document')}: their text is empty")
+    return notes
 
 
 def _bytes(count: int) -> str:

@@ -8,6 +8,7 @@ does not reassign others.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import glob
 import hashlib
@@ -15,12 +16,15 @@ import os
 import shlex
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 
+from meshwright.data.sources.compressed_files import DAMAGE, UNPACK, contents_name, open_contents, suffix_of_compression
 from meshwright.errors import DataError
 
 STDLIB = "stdlib"
@@ -35,6 +39,10 @@ TEXT_SUFFIXES = frozenset(
 OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"
 HOLD_OUT_DIVISOR = 10
 """One in how many is held out for validation."""
+BOM = "\ufeff"
+"""Byte order mark, which is no part of a text that starts with it."""
+_OTHER_UNICODE = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16",
+                  codecs.BOM_UTF16_BE: "UTF-16"}  # fmt: skip
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -82,11 +90,38 @@ def list_documents(source: str) -> list[Document]:
 
 
 def find_files(source: str) -> tuple[Path, list[str]]:
-    """Return the root of a glob (`**` and `~` are expanded), to which names are relative, and its files, unordered."""
+    """Return the root of a glob (`**` and `~` are expanded), to which names are relative, and its files, unordered.
+
+    A file that several links or nested `**` lead to is listed once, by its own path if that matches.
+
+    Raises:
+        DataError: a link leads nowhere, or to a folder that it is in.
+    """
     pattern = os.path.expanduser(source)
-    # An existing path is taken literally: it may contain brackets. Nested `**` can match a file twice.
-    matches = {pattern} if os.path.isfile(pattern) else set(glob.glob(pattern, recursive=True))
-    return _fixed_root(pattern), [path for path in matches if os.path.isfile(path)]
+    # An existing path is taken literally: it may contain brackets.
+    matches = [pattern] if os.path.isfile(pattern) else glob.iglob(pattern, recursive=True)
+    return _fixed_root(pattern), _without_repeats(matches, source)
+
+
+def _without_repeats(paths: Iterable[str], source: str) -> list[str]:
+    """Return the files among paths, one path for each: its own, else the first by name."""
+    folders: dict[Path, str] = {}
+    found: dict[str, tuple[bool, str]] = {}
+    for path in paths:
+        folder = Path(path).parent
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+            if "**" in source and folders[folder] in map(os.path.realpath, folder.parents):
+                for link in filter(Path.is_symlink, (folder, *folder.parents)):
+                    raise _bad_link(link, source, "a folder that it is in")
+        is_link = os.path.islink(path)
+        if is_link and not os.path.exists(path):
+            raise _bad_link(path, source, "no file")
+        if os.path.isfile(path):
+            file = os.path.realpath(path) if is_link else os.path.join(folders[folder], os.path.basename(path))
+            rank = os.path.abspath(path) != file, path
+            found[file] = min(rank, found.get(file, rank))
+    return [path for _, path in found.values()]
 
 
 def split(documents: list[Document]) -> tuple[list[TextSlice], list[TextSlice]]:
@@ -98,26 +133,41 @@ def split(documents: list[Document]) -> tuple[list[TextSlice], list[TextSlice]]:
     return [TextSlice(item, Extent.HEAD) for item in documents], [TextSlice(item, Extent.TAIL) for item in documents]
 
 
-def read(document_slice: TextSlice, *, source: str) -> str | None:
-    """Return the text of a slice, or None if the file is not UTF-8 or has a zero byte, which separates documents.
+@contextmanager
+def opened(path: str, source: str) -> Iterator[BufferedReader]:
+    """Open a file of a source to read the text that it holds, decompressed and without a byte order mark.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: it can't be read, here or in the body, or has another Unicode encoding than UTF-8.
     """
     try:
-        data = Path(document_slice.document.path).read_bytes()
-    except OSError as error:
-        raise unreadable_file(document_slice.document.path, source, error) from None
-    if b"\0" in data:
-        return None
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    end = len(text) - len(text) // HOLD_OUT_DIVISOR
-    if document_slice.extent is Extent.HEAD:
-        return text[:end]
-    return text[end:] if document_slice.extent is Extent.TAIL else text
+        with open_contents(path) as file:
+            start = file.peek(4)
+            if name := next((name for mark, name in _OTHER_UNICODE.items() if start.startswith(mark)), None):
+                raise _other_unicode(path, name)
+            if start.startswith(codecs.BOM_UTF8):
+                file.read(len(codecs.BOM_UTF8))
+            yield file
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and (error.errno is not None or not suffix_of_compression(path)):
+            raise unreadable_file(path, source, error) from None
+        raise DataError(
+            f"{path} can't be decompressed to its end: {error}",
+            where=f"data.source, {source}",
+            rule="compressed files are whole, and compressed as their suffix says",
+            fix="fetch the file again, or a data.source without it",
+        ) from None
+
+
+def _other_unicode(path: str, name: str) -> DataError:
+    suffix = suffix_of_compression(path)
+    first = f"{UNPACK[suffix]} {shlex.quote(path)}, then " if suffix else ""
+    return DataError(
+        f"{path} is in {name}, by its first bytes",
+        where=f"data.source, {path}",
+        rule="text is in UTF-8",
+        fix=f"{first}iconv -f {name} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>",
+    )
 
 
 def damage(text: str) -> str:
@@ -196,14 +246,23 @@ def _document(path: str, root: Path, source: str) -> Document:
     return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
 
 
+def _bad_link(path: str | Path, source: str, target: str) -> DataError:
+    return DataError(
+        f"{path} is a link to {target}",
+        where=f"data.source, {source}",
+        rule="every link that the source matches leads to a file or a folder, and no folder is in itself",
+        fix=f"rm {shlex.quote(str(path))}, or a data.source without it",
+    )
+
+
 def _glob_of_texts(folder: str | Path) -> str | None:
     """Return a glob of the text files in a folder: those with the suffix that most of them have; None without any."""
     found: Counter[str] = Counter()
     for _, folders, names in islice(os.walk(folder), MAX_FOLDERS_SEARCHED):
         # As `**`, which doesn't search hidden folders.
         folders[:] = [name for name in folders if not name.startswith(".")]
-        suffixes = (os.path.splitext(name)[1] for name in names if not name.startswith("."))
-        found.update(suffix for suffix in suffixes if suffix.lower() in TEXT_SUFFIXES)
+        kinds = ((name, os.path.splitext(contents_name(name))[1]) for name in names if not name.startswith("."))
+        found.update(kind + suffix_of_compression(name) for name, kind in kinds if kind.lower() in TEXT_SUFFIXES)
     for suffix, _ in found.most_common(1):
         pattern = os.path.join(glob.escape(str(folder)), "**", f"*{suffix}")
         if any(os.path.isfile(path) for path in glob.iglob(pattern, recursive=True)):
@@ -224,6 +283,9 @@ def _nothing_found(source: str, root: Path) -> DataError:
     if os.path.isdir(pattern):
         found = _glob_of_texts(pattern)
         what, fix = f"{source} is a directory", f"data.source={shlex.quote(found)}" if found else OTHER_SOURCE
+    elif "[" in pattern and any(glob.iglob(literal := pattern.replace("[", "[[]"), recursive=True)):
+        what = f"no file matches {source}, in which [ starts a list of characters"
+        fix = f"data.source={shlex.quote(literal)}"
     elif glob.has_magic(pattern):
         found = _glob_of_texts(root) if root.is_dir() else None
         fix = f"data.source={shlex.quote(found)}, or data.source={STDLIB}" if found else OTHER_SOURCE

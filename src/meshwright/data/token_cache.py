@@ -42,6 +42,8 @@ class CorpusMetadata:
         mask_bytes: size of the loss mask; 0 if all tokens count.
         mask_fingerprint: SHA-256 of the mask.
         chat_day: the day, in ISO format, that is today in the conversations; empty without such.
+        framing: tokens around each document, as in `<s> … </s>`; empty for bytes and conversations.
+        has_begin: whether a token begins each document.
 
     Raises:
         ValueError: the size of the payload is not that of its contents.
@@ -62,6 +64,8 @@ class CorpusMetadata:
     mask_bytes: int = 0
     mask_fingerprint: str = ""
     chat_day: str = ""
+    framing: str = ""
+    has_begin: bool = False
 
     def __post_init__(self) -> None:
         tokens = (self.num_train + self.num_validation) * np.dtype(self.dtype).itemsize

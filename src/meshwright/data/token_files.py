@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from meshwright.data import cache_file
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
+from meshwright.data.sources.compressed_files import UNPACK, contents_name, suffix_of_compression
 from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
 from meshwright.data.token_cache import CorpusMetadata
 from meshwright.errors import DataError
@@ -39,7 +40,7 @@ _log = get_logger(__name__)
 
 def is_token_file(source: str) -> bool:
     """Return True if the source has the suffix of a token file."""
-    return source.lower().endswith(SUFFIXES)
+    return contents_name(source).lower().endswith(SUFFIXES)
 
 
 def open_token_file(
@@ -59,6 +60,9 @@ def open_token_file(
     path = Path(os.path.abspath(os.path.expanduser(source)))
     if not path.is_file():
         raise _missing(source, path)
+    if suffix := suffix_of_compression(source):
+        fix = f"{UNPACK[suffix]} {shlex.quote(str(path))}"
+        raise _malformed(path, "it is compressed", "a token file is mapped into memory as it is", fix)
     try:
         status = path.stat()
         tokens = _map_npy(path) if path.suffix.lower() == ".npy" else _map_bin(path, token_dtype)

@@ -10,12 +10,14 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.tokenise.special_tokens import AUTO, Framing, frame
 from meshwright.errors import DataError
 
 Tokens = NDArray[np.unsignedinteger]
@@ -23,8 +25,6 @@ Tokens = NDArray[np.unsignedinteger]
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
 RULE = "a tokenizer is bytes, or the path of a Hugging Face tokenizer.json or of its folder"
-SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Common names of the end-of-text token."""
 
 _INVALID_BYTE = 0xFF
 _PIECE_CHARS = 2**20
@@ -39,8 +39,12 @@ class Tokenizer(Protocol):
         """The size of the smallest vocabulary that covers every id."""
 
     @property
-    def separator_id(self) -> int | None:
-        """The id appended to every document; None if the vocabulary has no such token."""
+    def framing(self) -> Framing:
+        """The ids before and after every document.
+
+        Raises:
+            DataError: it isn't known what ends a document.
+        """
 
     def encode(self, text: str) -> Tokens:
         """Encode a text into ids, 1-D, without begin or end tokens."""
@@ -56,7 +60,7 @@ class ByteTokenizer:
     """UTF-8 byte tokenizer: 256 ids, with the zero byte, which text files do not contain, as the separator."""
 
     vocab_size: int = 256
-    separator_id: int | None = 0
+    framing = Framing(end=(0,))
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -76,13 +80,14 @@ class HuggingFaceTokenizer:
 
     Args:
         path: path of the `tokenizer.json`.
+        bos, separator: see `frame`.
 
     Raises:
         DataError: the package or the file is missing, or the file is not a tokenizer.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, bos: str = AUTO, separator: int | None = None) -> None:
+        self._path, self._bos, self._separator = path, bos, separator
         self._backend = open_backend(path)
         # Special tokens in the text are encoded as text: a document that mentions `<|endoftext|>` does not end there.
         self._backend.encode_special_tokens = True
@@ -90,8 +95,10 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise _not_a_tokenizer(path, "its vocabulary is empty")
         self.vocab_size: int = max(vocabulary.values()) + 1
-        separators = (vocabulary[name] for name in SEPARATOR_NAMES if name in vocabulary)
-        self.separator_id: int | None = next(separators, None)
+
+    @cached_property
+    def framing(self) -> Framing:
+        return frame(self._backend, self._path, bos=self._bos, separator=self._separator)
 
     def encode(self, text: str) -> Tokens:
         return self.encode_batch([text])[0]
@@ -115,13 +122,17 @@ class HuggingFaceTokenizer:
         return str(self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str, *, bos: str = AUTO, separator: int | None = None) -> Tokenizer:
     """Open the tokenizer named by `data.tokenizer`: `bytes`, or a `tokenizer.json` or its folder (`~` is expanded).
+
+    `bos` and `separator` decide how documents are framed (see `frame`).
 
     Raises:
         DataError: the file is missing or not a tokenizer, or the `tokenizers` package is missing.
     """
-    return ByteTokenizer() if name == BYTES else HuggingFaceTokenizer(tokenizer_path(name))
+    if name == BYTES:
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(tokenizer_path(name), bos=bos, separator=separator)
 
 
 def open_backend(path: Path) -> Any:

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.tokenise.special_tokens import TOKENIZER_CONFIG as TOKENIZER_CONFIG
+from meshwright.data.tokenise.special_tokens import TOKENS_MAP
 from meshwright.data.tokenizer import BYTES
 from meshwright.data.tokenizer import TOKENIZER as TOKENIZER
 from meshwright.errors import DataError
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
+    TOKENIZER, TOKENIZER_CONFIG, TOKENS_MAP, "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "spiece.model", "*.tiktoken", "chat_template.*",
     "additional_chat_templates/*.jinja",
 )  # fmt: skip

@@ -57,6 +57,8 @@ _log = get_logger(__name__)
 Warn = bool | Literal["error"]
 EMPTY_SAFE_PREFIXES = ("new_", "slice", "select")
 """Name prefixes of operators that, like elementwise ones, cannot fail on an empty shard."""
+BACKWARD = "_backward"
+"""Part of the names of operators of which some divide by the size of a shard, which kills the process."""
 REFUSED_BEFORE_PLANNING = ("aten.as_strided.default",)
 """Operators that DTensor's own handlers reject before planning."""
 
@@ -114,9 +116,9 @@ class _FallbackLayer:
         if is_incorrect(call):
             return self._from_copies(call)
         if _has_empty_shards(call) and not _is_safe_on_empty(call.operator):
-            return (
-                self._from_copies(call) if has_custom_handler(call.operator) else self._run_on_empty_shards(call, run)
-            )
+            if has_custom_handler(call.operator) or BACKWARD in name_of(call.operator):
+                return self._from_copies(call)
+            return self._run_on_empty_shards(call, run)
         try:
             return run(call)
         except Exception as error:

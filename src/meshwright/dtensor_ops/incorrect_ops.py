@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.dtensor_ops.interception import has_empty_list
 from meshwright.dtensor_ops.private import OpOverload, draws_per_rank, schema_of, shard_dim
 from meshwright.dtensor_ops.refused_ops import name_of
 from meshwright.dtensor_ops.run_replicated import OpCall
@@ -21,10 +22,18 @@ aten = torch.ops.aten
 def is_incorrect(call: OpCall) -> bool:
     """Return True if DTensor's result would differ from the result on one device."""
     check = CHECKS.get(name_of(call.operator))
-    if check is not None and check(call):
+    if (check is not None and check(call)) or _reduces_all_dims(call):
         return True
     # DTensor cannot hash complex arguments.
     return _draws(call) or any(isinstance(value, complex) for value in call.args)
+
+
+def _reduces_all_dims(call: OpCall) -> bool:
+    """Check for an empty list of dims, as in the backward of a norm: ATen reduces over all dims, DTensor over none."""
+    if not has_empty_list(call.args):
+        return False
+    arguments = zip(schema_of(call.operator).arguments, call.args, strict=False)
+    return is_sharded(call.args[0]) and any(one.name == "dim" and value == [] for one, value in arguments)
 
 
 def _draws(call: OpCall) -> bool:

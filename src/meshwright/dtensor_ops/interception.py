@@ -79,10 +79,15 @@ def depends_on_context(
     """Return True if a context may treat the call in another way than DTensor by itself."""
     if torch.Tag.nondeterministic_seeded in operator.tags and draws_per_rank(operator):
         return True
-    if any(_is_special(spec) for spec in specs):
+    if any(_is_special(spec) for spec in specs) or has_empty_list(args):
         return True
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return any(not isinstance(x, DTensor) and x.numel() != 1 for x in tensors)
+
+
+def has_empty_list(args: tuple[Any, ...]) -> bool:
+    """Return True if an argument is an empty list, which may mean that an operator reduces over all dims."""
+    return any(type(value) is list and not value for value in args)
 
 
 def _is_special(spec: DTensorSpec) -> bool:

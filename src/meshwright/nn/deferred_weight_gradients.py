@@ -112,7 +112,8 @@ def undeferred_parameters(module: nn.Module) -> list[str]:
     """Return the names of all matrices, including frozen ones, with gradients that no layer of `module` can defer."""
     exempt = {id(parameter) for layer in _deferring_layers(module) for parameter in layer.deferred_parameters()}
     # An embedding's gradient is as cheap as a norm's, so it is computed with the input gradients.
-    exempt |= {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Embedding)}
+    embeddings = (layer for layer in module.modules() if isinstance(layer, nn.Embedding))
+    exempt |= {id(p) for layer in embeddings for p in layer.parameters(recurse=False)}  # another stage's has none
     return [name for name, p in module.named_parameters() if p.dim() >= 2 and id(p) not in exempt]
 
 

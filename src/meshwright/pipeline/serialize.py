@@ -1,8 +1,8 @@
 """Serialization of tables: JSON for the full table, and CSV, which can be written by hand, for the compute actions.
 
 A CSV has one line per rank and one action per cell, `0F0,0F1,0B0,0B1`. Empty cells and lines starting with `#` are
-ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions. Compute-only tables without overlaps written
-by `torch.distributed.pipelining` can be read.
+ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions. Compute-only tables written by
+`torch.distributed.pipelining` can be read, with its overlaps, `(0F3;3B1)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ Actions = tuple[tuple[Action | Overlap, ...], ...]
 FORMAT = "meshwright pipeline table 1"
 CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
 TORCH_REDUCE = re.compile(r"[0-9]+REDUCE_GRAD")
+TORCH_OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+ALMOST_A_CELL = re.compile(r"(?<![0-9])([0-9]{1,9})[\s_:]*([FBIW])[\s_:]*([0-9]{1,9})(?![0-9])")
 BY_NAME = {kind.value: kind for kind in ActionKind}
+SOME_CELL = "stage, kind and micro-batch, such as 2F3"
 CELL_RULE = (
     "a cell is stage, kind and micro-batch, such as 2F3, with kind F, B, I or W; overlapping actions are joined by +"
 )
@@ -33,7 +36,8 @@ def parse_action(cell: str) -> Action | Overlap:
     Raises:
         ScheduleError: `cell` is not an action.
     """
-    first, plus, second = cell.partition("+")
+    of_torch = TORCH_OVERLAP.fullmatch(cell)
+    first, plus, second = of_torch.expand(r"\1+\2").partition("+") if of_torch else cell.partition("+")
     if plus:
         return Overlap(_parse_single(first, cell), _parse_single(second, cell))
     return _parse_single(first, cell)
@@ -143,17 +147,22 @@ def _parse_single(text: str, cell: str) -> Action:
     match = CELL.fullmatch(text.strip())
     kind = BY_NAME.get(match[2]) if match else None
     if match is None or kind is None:
-        raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=_suggestion(text))
+        raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=_suggestion(cell))
     if (match[3] is None) is not (kind in STAGE_LEVEL) or (match[4] is not None and kind not in RECVS):
-        fix = f"{match[1]}{match[2]}{'' if kind in STAGE_LEVEL else match[3] or 0}"
+        right = f"{match[1]}{match[2]}{'' if kind in STAGE_LEVEL else match[3]}"
+        needs_microbatch = match[3] is None and kind not in STAGE_LEVEL
+        fix = f"{cell} with its micro-batch, such as 2F3" if needs_microbatch else cell.replace(text, right)
         raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=fix)
     microbatch = NO_MICROBATCH if match[3] is None else int(match[3])
     return Action(kind, int(match[1]), microbatch, None if match[4] is None else int(match[4]))
 
 
 def _suggestion(text: str) -> str:
-    """Return the valid cell closest to `text`."""
-    numbers = re.findall(r"\d+", text)
-    letters = [letter for letter in text.upper() if letter in "FBIW"]
-    stage, microbatch = (numbers + ["0", "0"])[:2]
-    return f"{stage}{letters[0] if letters else 'F'}{microbatch}"
+    """Return the valid cells closest to `text` if they hold all that it does; else what a cell is."""
+    upper = text.upper()
+    found = ["".join(parts) for parts in ALMOST_A_CELL.findall(upper)]
+    rest = ALMOST_A_CELL.sub("", upper).replace("OVERLAP_F_B", "").replace("OVERLAP", "")
+    if not found or re.search("[A-Z0-9]", rest):
+        return SOME_CELL
+    overlap = len(found) == 2 and re.search(r"[+(]|OVERLAP", upper)
+    return ("+" if overlap else ",").join(found)

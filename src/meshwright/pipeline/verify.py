@@ -159,7 +159,10 @@ def _check_compute_order(schedule: Schedule, locations: ActionLocations) -> None
             else:
                 continue
             rule = "F comes before its B or I, I before its W, and a stage's result before its use"
-            raise violation(loc, part, what, rule=rule, fix=f"put {name}{before(position)}")
+            fix = f"put {name}{before(position)}"
+            if kind is K.BACKWARD_INPUT and needed is None and (K.BACKWARD, stage, m) in locations:
+                fix = f"remove {part}, since {stage}B{m} computes it too, or use {name} instead of {stage}B{m}"
+            raise violation(loc, part, what, rule=rule, fix=fix)
 
 
 def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
@@ -172,7 +175,8 @@ def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
                 raise _missing(schedule, stage, m, ONCE)
             if {K.BACKWARD, K.BACKWARD_INPUT} <= kinds:
                 wrong, what = K.BACKWARD_INPUT, f"duplicates the work of {stage}B{m}"
-                fix = f"keep either {stage}B{m}, or {stage}I{m} and {stage}W{m}"
+                others = f"{stage}I{m} and {stage}W{m}" if K.BACKWARD_WEIGHT in kinds else f"{stage}I{m}"
+                fix = f"remove {others}, or use {stage}I{m} and {stage}W{m} without {stage}B{m}"
             else:
                 wrong = K.BACKWARD_INPUT if K.BACKWARD_INPUT in kinds else K.FORWARD
                 missing = f"{stage}{'B' if wrong is K.FORWARD else 'W'}{m}"

@@ -103,8 +103,8 @@ def _members(part: StagePart, train: TrainConfig) -> Iterator[tuple[Member, str,
             continue
         parameter, update = part.module.get_parameter(name), plan.optimizer.update_of(planned.role)
         state = {one.name: sharded_zeros(parameter, one.dims, getattr(torch, one.dtype)) for one in update.states}
-        is_matrix, key = len(planned.shape) >= 2, kind.key(planned, layer)
-        peak, decay = group_settings(train, key, planned.role, is_matrix=is_matrix)
+        key, num_dims = kind.key(planned, layer), len(planned.shape)
+        peak, decay = group_settings(train, key, planned.role, num_dims=num_dims)
         member = Member((part.number, name), Role(planned.role), parameter, state)
         yield member, update.optimizer, peak, decay
 

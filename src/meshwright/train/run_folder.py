@@ -32,8 +32,9 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.mixtures.changes import KEYS, changes
 from meshwright.data.token_files import is_token_file
+from meshwright.data.tokenise.special_tokens import NONE
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
-from meshwright.data.tokenizer_files import TOKENIZER, tokenizer_files
+from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError
 from meshwright.models.tasks.text_sources import all_sources
 from meshwright.optim.catalogue import KEY as OPTIMIZER
@@ -163,14 +164,18 @@ def _from_checkpoint(
 
 
 def files_to_carry(config: RunConfig, checkpoint: Path | None) -> dict[str, bytes]:
-    """Return the sidecar files for a run's checkpoints: those of the checkpoint it starts from, and its tokenizer's.
+    """Return the sidecar files for a run's checkpoints: those of the checkpoint it starts from, its tokenizer's, and
+    what its family needs for exports.
 
     Raises:
         CheckpointError: a file of the checkpoint cannot be read.
         DataError: a file of the tokenizer cannot be read.
     """
     kept = read_sidecars(read_manifest(checkpoint)) if checkpoint is not None else {}
-    return {**tokenizer_files(config.data.tokenizer), **kept}
+    own = tokenizer_files(config.data.tokenizer)
+    if TOKENIZER_CONFIG in own:  # all that the run reads: the kept template could be another
+        kept = {name: kept[name] for name in kept if not any(fnmatchcase(name, glob) for glob in TOKENIZER_FILES)}
+    return {**config.family.files_to_keep(run_facts(config)), **kept, **own}
 
 
 def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
@@ -269,7 +274,8 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
         CheckpointError: the model, the tokenizer or a key that determines the samples differs, or a frozen parameter
             is now trained.
     """
-    check_model(manifest, model_facts(config).identity)
+    sections = {name: section.model_dump() for name, section in config.family_sections().items()}
+    check_model(manifest, model_facts(config).identity, sections)
     _check_tokenizer(manifest, config, path)
     saved: dict[str, Any] = manifest.run.get("config", {})
     decides = {**DECIDES_SAMPLES, **config.family.decides_samples}
@@ -299,6 +305,8 @@ def check_continues(manifest: Manifest, config: RunConfig, path: Path, corpus: s
 def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> CheckpointError:
     """Return the error for a checkpoint of other data; `saved` is the data section of its configuration."""
     now = config.data.model_dump(mode="json")
+    if config.data.tokenizer != BYTES:
+        saved = {"bos": NONE, **saved}  # earlier versions added no beginning
     differences = changes(saved, now)
     names = [key.partition(".")[2] for key in KEYS]
     before = {f"data.{name}": saved[name] for name in names if name in saved and saved[name] != now[name]}

@@ -81,6 +81,7 @@ class Trainer:
         self._saved: Path | None = folder.checkpoint
         is_rank_0 = job.context.rank == 0  # which writes them
         self._sidecars = files_to_carry(job.config, folder.checkpoint) if is_rank_0 else {}
+        self._end_ids = task.end_ids() if is_rank_0 else ()
 
     def run(self) -> None:
         """Train, writing metrics, loss plot and checkpoints to the run folder.
@@ -259,6 +260,8 @@ class Trainer:
             run={
                 "config": self._job.config.model_dump(),
                 "corpus": self._corpus,
+                "directory": str(Path.cwd()),  # of relative paths in the configuration
+                "end_ids": self._end_ids,
                 "comm": self._job.compression.identity,
                 "float8": self._job.float8.identity,
                 "plan": vars(hashes(self._job.plan)),

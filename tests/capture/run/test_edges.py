@@ -26,11 +26,11 @@ def schedule(kind="1f1b", num_microbatches=M):
     return lower(generate(kind, num_stages=1, num_microbatches=num_microbatches))
 
 
-def runner_of(layers, samples, kind="1f1b", **options):
+def runner_of(layers, samples, kind="1f1b", backend="simulate", **options):
     observed = observe({0: layers}, {0: samples})
     signatures = [[one.observed.signature("cpu") for one in observed[0]]]
     plan = plan_capture(schedule(kind), layers_per_chunk=len(layers), signatures=signatures)
-    return capture(observed, plan, backend="simulate", **options)
+    return capture(observed, plan, backend=backend, **options)
 
 
 def reasons(module, *args):
@@ -168,6 +168,54 @@ def test_a_gradient_of_ones_own_is_added_to():
     eager(torch.ones(2, 4), torch.ones(2, 4)).sum().backward()
     torch.testing.assert_close(layer.weight.grad, 1 + 3 * eager.weight.grad)
     assert torch.equal(own, torch.ones(4, 4))
+
+
+class Partly(nn.Module):
+    """A layer of which the loss may use one result, with parameters and arguments behind neither or one of them."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name in ("first", "second", "both", "unused", "frozen"):
+            linear = Linear(4, 4)
+            linear.weight = nn.Parameter(torch.randn(4, 4, generator=generator), requires_grad=name != "frozen")
+            setattr(self, name, linear)
+
+    def forward(self, x, one, other, unused):
+        h = self.both(x) + self.frozen(x)
+        return self.first(h * one), self.second(h + other).tanh()
+
+
+@pytest.mark.parametrize("backend", ["simulate", "eager"])
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_what_the_loss_does_not_reach_has_no_gradient(kind, returns, backend):
+    """As in eager execution: AdamW moves a parameter whose gradient is zero, and not one whose gradient is None."""
+    layer = Partly()
+    eager, inputs = copy.deepcopy(layer), nn.ParameterList([torch.ones(2, 4) for _ in range(4)])
+    others = copy.deepcopy(inputs)
+    sides = ((layer, inputs), (eager, others))
+    stores = [defer_weight_gradients(one) for one, _ in sides]
+    options = {"stores": {0: stores[0]}} if kind == "zb-h1" else {}
+    samples = [tuple(zeros(2, 4) for _ in range(4))]
+    run = runner_of([layer], samples, kind, backend, returns_gradients=returns, **options)
+    optimizers = [torch.optim.AdamW([*m.parameters(), *i], lr=0.1, weight_decay=1.0) for m, i in sides]
+    for step, uses in enumerate([((0,), (0,), (0,)), ((1,), (1,), (1,)), ((0, 1), (1,), (0,)), ((0,), (0, 1), (1,))]):
+        for m, used in enumerate(uses):
+            calls = (lambda *x, m=m: run(0, m, *x), eager)
+            for store, values, call in zip(stores, (inputs, others), calls, strict=True):
+                store.defers = kind == "zb-h1"
+                results = call(*(value * (m + step) for value in values))
+                sum(results[at].square().sum() for at in used).backward()
+                store.defers = False
+                compute_deferred(store.take())
+        for (name, one), (_, other) in zip(*(nn.ModuleList(side).named_parameters() for side in sides), strict=True):
+            assert (one.grad is None) == (other.grad is None), (step, name)
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step != 1)
+    torch.testing.assert_close(dict(layer.named_parameters()), dict(eager.named_parameters()), rtol=1e-5, atol=1e-5)
 
 
 def test_a_tensor_given_twice_is_two_arguments():

@@ -181,7 +181,7 @@ def alias(self, position):
     return self._outputs[position].detach()
 
 
-def zeroless(self):
+def zeroless(self, positions):
     for parameter, buffer in zip(self._parameters, self._buffers, strict=True):
         parameter.grad = buffer
 

@@ -31,9 +31,11 @@ def test_roles_and_globs_match_and_later_entries_win():
         ("blocks.1.ffn_norm.weight", "vector"): (0.5, 1.0),
         ("norm.weight", "vector"): (0.1, 1.0),
     }
-    found = {key: group_settings(train, *key, is_matrix=key[1] != "vector") for key in expected}
+    found = {key: group_settings(train, *key, num_dims=1 if key[1] == "vector" else 2) for key in expected}
     assert found == expected
-    assert group_settings(groups(), "norm.weight", "vector", is_matrix=False) == (0.1, 0.0), "vectors don't decay"
+    for num_dims in (1, 2, 3):
+        found = group_settings(groups(), "norm.weight", "vector", num_dims=num_dims)
+        assert found == (0.1, 0.0), "vectors don't decay, whatever their dims"
 
 
 @pytest.mark.parametrize(

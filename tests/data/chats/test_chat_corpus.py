@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from datetime import date
 
@@ -107,6 +106,7 @@ def test_the_description_says_what_counts_and_what_is_split(tmp_path, tokenizers
         corpus, seq_len=1000, cache_dir=str(tmp_path)).description  # fmt: skip
     split = sum(len(ids) > 51 for ids, _ in train)
     text = pack_corpus(corpus, seq_len=50, cache_dir=str(tmp_path)).description
+    assert text.endswith("\n  turns of the assistant end with <|im_end|>")
     assert f"longer than train.seq_len = 50, and split: {split} of 72 conversations; left out: " in text
 
 
@@ -137,7 +137,7 @@ def test_texts_beside_conversations_count_as_a_whole(tmp_path, tokenizers):
     (tmp_path / "b.txt").write_text("fox " * 100)
     train, held_out = splits(opened(f"{tmp_path}/*.*", tokenizers["chatml"], tmp_path))
     for ids, counts in (train[-1], held_out[-1]):
-        assert ids[-1] == 0 and all(counts)
+        assert ids[0] == 3 and ids[-1] == 2 and all(counts), "framed as the tokenizer frames a text"
     assert len(train) == 73 and not all(train[0][1])
 
 
@@ -192,7 +192,7 @@ def test_fingerprints_and_caches_are_those_of_the_template(tmp_path, tokenizers)
     assert all(all(counts) for _, counts in splits(other)[0]) and other.fingerprint != first["chatml"]
 
 
-def test_the_date_is_that_of_the_day_of_the_cache(tmp_path, caplog, monkeypatch):
+def test_the_date_is_that_of_the_day_of_the_cache(tmp_path, monkeypatch):
     tokenizer = build(tmp_path / "t", "{{ strftime_now('%d %b %Y') }}" + CHATML)
     path = write_lines(tmp_path / "a.jsonl", CHATS)
     day = date(2031, 5, 7)
@@ -203,9 +203,8 @@ def test_the_date_is_that_of_the_day_of_the_cache(tmp_path, caplog, monkeypatch)
             return day
 
     monkeypatch.setattr("meshwright.data.chats.chat_format.date", Day)
-    with caplog.at_level(logging.WARNING):
-        first = opened(path, tokenizer, tmp_path)
-    assert "theirs is 2031-05-07" in caplog.text
+    first = opened(path, tokenizer, tmp_path)
+    assert "theirs is 2031-05-07" in first.description
     day = date(2031, 5, 8)
     again = opened(path, tokenizer, tmp_path)
     assert again.fingerprint == first.fingerprint and again.conversations.day == date(2031, 5, 7)

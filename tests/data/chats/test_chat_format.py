@@ -153,3 +153,50 @@ def test_tokens_are_those_of_transformers(tokenizers, name):
         # It leaves out the last tokens of a character of several, and turns that begin with white space.
         if name == "tagged" and not any(m["content"][:1].isspace() or "🦊" in m["content"] for m in messages):
             assert given["assistant_masks"] == ours.counts.tolist()
+
+
+def turn(inside, *, after="", prompt="<|im_start|>assistant\n"):
+    """A template whose turns of the assistant have something inside, and something after them."""
+    return ("{% for m in messages %}{% if m.role == 'assistant' %}" + prompt + inside + after + "{% else %}"
+            "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}" + prompt + "{% endif %}")  # fmt: skip
+
+
+SAY, TAGS = "{{ m.content }}", ("{% generation %}", "{% endgeneration %}")
+ENDS = {
+    **{name: (template, "<|eot_id|>" if name == "llama" else "<|im_end|>") for name, template in TEMPLATES.items()},
+    "eos_token": (turn(SAY + " {{ eos_token }}\n"), "<|im_end|>"),
+    "two tokens": (turn(SAY + "<|eot_id|>\n<|endoftext|>\n"), "<|endoftext|>"),
+    "no token": (turn(SAY + "\n"), None),
+    "a text": (turn(SAY + "\n### End\n"), None),
+    "a token, then text": (turn(SAY + "<|im_end|>\nBye"), None),
+    "a token before": (turn("<|eot_id|>" + SAY), None),
+    "a token outside the tags": (turn(SAY.join(TAGS), after="<|im_end|>\n"), None),
+    "a token inside the tags": (turn((SAY + "<|eot_id|>").join(TAGS), after="<|im_end|>\n"), "<|eot_id|>"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_turn_ends_with_the_token_that_is_learned(tmp_path, name):
+    template, end = ENDS[name]
+    found = ChatFormat(str(build(tmp_path, template).folder)).turn_end
+    assert (found and found.text) == end
+    if found is not None:
+        tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+        assert {"id": found.id, "content": end}.items() <= next(
+            token for token in tokenizer["added_tokens"] if token["content"] == end
+        ).items()  # fmt: skip
+
+
+def test_a_token_that_is_not_called_special_ends_a_turn(tmp_path):
+    path = build(tmp_path, CHATML).folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] = False
+    path.write_text(json.dumps(tokenizer))
+    assert ChatFormat(str(tmp_path)).turn_end.text == "<|im_end|>"
+
+
+def test_a_template_that_refuses_the_conversation_it_is_tried_with_says_no_end(tmp_path):
+    refuses = "{{ raise_exception('no') if messages[0].role != 'system' }}" + CHATML
+    assert ChatFormat(str(build(tmp_path, refuses).folder)).turn_end is None

@@ -14,6 +14,7 @@ from meshwright.data.sources.text_pieces import Continued
 from meshwright.data.tokenise import batches as batches_module
 from meshwright.data.tokenise.batches import batches
 from meshwright.data.tokenise.encode import AHEAD, AT_ONCE, encode, encode_in_order, texts_sha256
+from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import DataError
 
@@ -23,8 +24,12 @@ DOCUMENTS = st.lists(st.lists(TEXT, min_size=1, max_size=3), min_size=1, max_siz
 """Documents in pieces."""
 
 
-class WithoutSeparator(ByteTokenizer):
-    separator_id = None
+class WithoutEnd(ByteTokenizer):
+    framing = Framing()
+
+
+class Framed(ByteTokenizer):
+    framing = Framing(begin=(1, 2), end=(3,))
 
 
 class Failing(ByteTokenizer):
@@ -44,19 +49,20 @@ def use_cores(patch, number):
     patch.setattr(os, "sched_getaffinity", lambda _: set(range(number)))
 
 
-@given(documents=DOCUMENTS, batch_chars=st.integers(1, 30), cores=st.integers(1, 4), separated=st.booleans())
-def test_neither_batches_nor_cores_change_the_tokens(documents, batch_chars, cores, separated):
-    tokenizer = ByteTokenizer() if separated else WithoutSeparator()
+@given(documents=DOCUMENTS, batch_chars=st.integers(1, 30), cores=st.integers(1, 4), number=st.integers(0, 2))
+def test_neither_batches_nor_cores_change_the_tokens(documents, batch_chars, cores, number):
+    kind, begin, end = [(ByteTokenizer, b"", b"\0"), (WithoutEnd, b"", b""), (Framed, b"\1\2", b"\3")][number]
+    tokenizer = kind()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches_module, "_BATCH_CHARS", batch_chars)
         use_cores(patch, cores)
         found = list(encode_in_order(batches(in_pieces(documents)), tokenizer))
-    texts = ["".join(pieces).encode() + b"\0" * separated for pieces in documents]
+    texts = [begin + "".join(pieces).encode() + end for pieces in documents]
     assert b"".join(one.tokens.tobytes() for one in found) == b"".join(texts)
     starts = np.cumsum([0, *(len(one.tokens) for one in found)])
     ends = [int(end) + start for one, start in zip(found, starts[:-1], strict=True) for end in one.ends]
     assert ends == np.cumsum([len(text) for text in texts]).tolist()
-    assert sum(one.text_bytes for one in found) == sum(map(len, texts))
+    assert sum(one.text_bytes for one in found) == sum(len(text) - len(begin) for text in texts)
 
 
 def test_the_digest_is_of_the_texts_and_of_where_documents_end():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import layout_file
-from meshwright.checkpoint.manifest import newest_valid
+from meshwright.checkpoint.manifest import Manifest, newest_valid
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.errors import CheckpointError, ConfigError
@@ -29,6 +30,8 @@ from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof, overridden
 from meshwright.testing.gang import GangPool
+from meshwright.train.run_folder import check_continues
+from tests.helpers import alternatives
 from tests.models.hf.faults import proof_of
 from tests.models.hf.runs import hf_config
 from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
@@ -145,6 +148,30 @@ def test_only_adapters_are_merged(tmp_path: Path) -> None:
         weights.export(tmp_path, tmp_path / "out", merge=True)
 
 
+SAVED = {
+    "another alpha": ([RANK], [RANK, "lora.alpha=8"], "lora.alpha is 8.0 here and 16.0"),
+    "another rank": ([RANK, "lora.rslora=true"], ["lora.rank=2"], "lora.rank is 2 here and 4"),
+    "other targets": ([RANK, 'lora.targets=["q_proj","k_proj"]'], [RANK], "lora.targets is [] here"),
+    "adapters": ([RANK], [], "lora is not set here"),
+    "no adapters": ([], ["lora.rank=2"], "lora is"),
+    "another model": (["model.config=qwen3"], ["model.config=olmo2"], 'model.model_type is "olmo2" here'),
+    "both": ([RANK, "model.config=qwen3"], ["lora.rank=2", "model.config=olmo2"], "model.model_type"),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_of_another_model_names_keys_that_fit(folder: Path, tmp_path: Path, name: str) -> None:
+    before, now, says = SAVED[name]
+    config = hf_config("qwen3", *before, cache=folder)
+    manifest = Manifest(tmp_path, 1, json.loads(json.dumps(dict(model_facts(config).identity))),
+                        {"config": json.loads(json.dumps(config.model_dump()))}, {})  # fmt: skip
+    with pytest.raises(CheckpointError) as caught:
+        check_continues(manifest, hf_config("qwen3", *now, cache=folder), tmp_path, "")
+    assert says in caught.value.what
+    [words, *_] = alternatives(caught.value.fix)
+    check_continues(manifest, hf_config("qwen3", *now, *words, cache=folder), tmp_path, "")
+
+
 @pytest.mark.slow
 def test_adapters_are_proved_on_shards_of_stages(gang: GangPool, tmp_path: Path) -> None:
     layout = ("mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-h1", "recompute.policy=full")
@@ -182,6 +209,9 @@ def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(
 
     format, tokens = TransformersWeights(), random_tokens()
     format.export(checkpoint, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        tmp_path / "base"
+    )  # fmt: skip
     format.export(checkpoint, tmp_path / "merged", merge=True)
     before = logits_of(base, tokens)
     merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", local_files_only=True), tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from meshwright import api
 from meshwright.cli.main import main
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.hf import source
+from meshwright.models.huggingface.import_weights import import_safetensors
+from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.plan.load_config import load
 from tests.helpers import alternatives, shown_error
 from tests.models.hf.folders import change_config, write_model
@@ -45,6 +50,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     change_config(write_model(here / "narrower_experts", "mixtral"), intermediate_size=96)
     change_config(write_model(here / "no_layers"), num_hidden_layers=0, layer_types=[])
     change_config(write_model(here / "no_number"), hidden_size="x")
+    change_config(write_model(here / "head"), tie_word_embeddings=True)
+    tensors = load_file(write_model(here / "biases") / "model.safetensors")
+    biases = {f"model.layers.{i}.self_attn.o_proj.bias": torch.ones(64) for i in range(4)}
+    save_file(tensors | biases, here / "biases/model.safetensors")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    write_model(here / "yarn", "llama", rope_parameters=yarn, max_position_embeddings=256)
     for model_type in ("vit", "t5", "qwen33"):
         (here / model_type).mkdir()
         (here / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -65,6 +76,9 @@ class Case:
 WEIGHTS = "model.weights=folder data.tokenizer="
 CASES = {
     "a folder that isn't there": Case("model.config=./nowhere", "not found: ./nowhere", "model.config=qwen3"),
+    "a name of no folder": Case(
+        "model.config=my-model", "there is no folder my-model, and 'my-model' is no", "model.config=qwen3"
+    ),
     "no config.json": Case("model.config=empty", "empty has no config.json", "model.config=qwen3"),
     "a gated name of the hub": Case(
         "model.config=meta-llama/Llama-3.2-1B", "nothing is downloaded", "model.config=Llama-3.2-1B"
@@ -98,11 +112,22 @@ CASES = {
     "no weights": Case(f"model.config=no_weights {WEIGHTS}good", "has no weights", "model.weights=random"),
     "weights cut off": Case(f"model.config=cut {WEIGHTS}good", "not fully covered", "restore this one from a copy"),
     "weights of another width": Case(
-        f"model.config=narrower {WEIGHTS}good", "of shape (128, 64), but the model has (96, 64)", "model.weights=random"
+        f"model.config=narrower {WEIGHTS}good", "of shape (64, 128), but the model has (64, 96)", "model.weights=random"
     ),
     "weights of fewer layers": Case(
         f"model.config=deeper {WEIGHTS}good", "no model.layers.4.input_layernorm.weight (21 more like it)",
         "model.weights=random",
+    ),
+    "biases that the configuration doesn't have": Case(
+        f"model.config=biases {WEIGHTS}good", "no place for model.layers.0.self_attn.o_proj.bias and 3 more",
+        "model.unused_weights=model.layers.*.self_attn.o_proj.bias",
+    ),
+    "a head of its own": Case(
+        f"model.config=head {WEIGHTS}good", "lm_head.weight differs from model.embed_tokens.weight",
+        "model.unused_weights=lm_head.weight",
+    ),
+    "weights left out of random ones": Case(
+        "model.config=qwen3 model.unused_weights=x", "model.weights = random", "model.unused_weights=[]"
     ),
     "experts of another width": Case(
         f"model.config=narrower_experts {WEIGHTS}good", "experts.down_proj of shape", "model.weights=random"
@@ -140,12 +165,26 @@ def test_refused_before_processes_start(
         command(words)
     error = shown_error(capsys.readouterr().err)
     assert caught.value.code == 2
-    assert case.what in error["error"] and case.fix in error["fix"], error
+    assert case.what in error["error"] and case.fix in error["fix"].replace("'", ""), error
     if [case.fix] in alternatives(error["fix"]):
         with pytest.raises(AssertionError, match="started processes"):
             command([*words, case.fix])
     else:
         assert "=" not in case.fix
+
+
+def test_a_refused_import_names_the_run_that_trains_the_folder(here: Path) -> None:
+    """Our Llama has no YaRN; transformers' has. What contradicts itself trains nowhere."""
+    with pytest.raises(CheckpointError, match="rope_type = 'yarn' is not supported") as caught:
+        import_safetensors(LLAMA, Path("yarn"), here / "imported")
+    words = shlex.split(caught.value.fix)
+    assert words[:3] == ["meshwright", "run", "hf-tiny"] and "data.tokenizer=yarn" in words
+    with pytest.raises(AssertionError, match="started processes"):
+        command([*TEXT, *words[3:]])
+    change_config(shutil.copytree("yarn", here / "odd", dirs_exist_ok=True), num_key_value_heads=3)
+    with pytest.raises(CheckpointError, match="must divide") as caught:
+        import_safetensors(LLAMA, Path("odd"), here / "imported")
+    assert "config.json that belongs to these weights" in caught.value.fix
 
 
 @pytest.mark.slow

@@ -19,7 +19,11 @@ from meshwright.models.contract.tp_styles import (
     VOCABULARY,
     StyleKind,
 )
+from meshwright.models.foreign.origin import NotSharded
+from meshwright.models.foreign.tp_shapes import sharded
 from meshwright.models.hf.family import FAMILY
+from tests.helpers import alternatives
+from tests.models.hf.folders import write_model
 from tests.models.hf.runs import hf_config, hf_facts, hf_structure
 
 pytest.importorskip("transformers")
@@ -110,6 +114,25 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_reason(folder):
         hf_config("bitnet", "mesh.tp=2", cache=folder)
     assert "mesh.tp=1" in caught.value.fix
     hf_config("bitnet", "mesh.dp_shard=2", cache=folder)
+
+
+def test_sizes_of_tp_that_divide_no_matrix_are_refused_with_one_that_does(folder, tmp_path):
+    """Keys and values of one head, and a feed-forward of 130."""
+    fields = {"num_key_value_heads": 1, "intermediate_size": 130}
+    write_model(tmp_path, tokenizer=False, weights=False, **fields)
+    with pytest.raises(LayoutError, match="mesh.tp = 4: .*130 along dim . is not divisible by 4") as caught:
+        hf_config(str(tmp_path), "mesh.tp=4", cache=folder)
+    assert alternatives(caught.value.fix) == [["mesh.tp=2"], ["mesh.tp=1"]]
+    for words in alternatives(caught.value.fix):
+        hf_config(str(tmp_path), *words, cache=folder)
+
+
+def test_a_model_that_is_not_sharded_keeps_its_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 6))
+    before = dict(model.named_parameters())
+    with pytest.raises(NotSharded, match="1.weight: 6 along dim 0"), sharded(model, {"0": COLUMN, "1": COLUMN}, 4):
+        pass
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
 def test_one_rank_needs_no_styles(folder):

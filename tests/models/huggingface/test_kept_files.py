@@ -7,7 +7,7 @@ import json
 import pytest
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.kept_files import files_to_write, read_kept
+from meshwright.models.huggingface.kept_files import files_to_write, read_kept, with_ends
 from meshwright.models.llama.hf_llama import LLAMA
 from tests.models.llama.test_hf_llama import PLAIN
 
@@ -62,6 +62,43 @@ def test_without_an_import_the_ids_are_those_of_the_tokenizer():
     files = written({"tokenizer.json": BPE, "tokenizer_config.json": named})
     assert (files["config.json"]["bos_token_id"], files["config.json"]["eos_token_id"]) == (0, 1)
     assert files["tokenizer_config.json"] == named
+
+
+SETTINGS = {"temperature": 0.6, "eos_token_id": [0, 7]}
+NAMED = {"eos_token": {"content": "a"}, "pad_token": "b"}
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("{{ m.content }}</s>", "</s>"), ("{{ m.content }}{{ eos_token }}", {"content": "a"})]
+)
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "additional_chat_templates/a.jinja"])
+def test_generation_ends_where_training_taught_it_and_before(template, end, place):
+    """The tokenizer's end of text stays where a chat template writes it."""
+    kept = {"tokenizer.json": BPE, "tokenizer_config.json": NAMED, "special_tokens_map.json": {"eos_token": "a"},
+            "generation_config.json": SETTINGS, "config.json": {"eos_token_id": 1}}  # fmt: skip
+    files = {name: json.dumps(content).encode() for name, content in kept.items()}
+    if place in files:
+        files[place] = json.dumps({**NAMED, "chat_template": [{"name": "default", "template": template}]}).encode()
+    else:
+        files[place] = template.encode()
+    found = with_ends(files, (9, 0))
+    read = {name: json.loads(found[name]) for name in kept}
+    assert read["config.json"]["eos_token_id"] == read["generation_config.json"]["eos_token_id"] == [9, 0, 7, 1]
+    assert read["generation_config.json"]["temperature"] == 0.6 and found["tokenizer.json"] == files["tokenizer.json"]
+    assert read["tokenizer_config.json"] | {"eos_token": end} == read["tokenizer_config.json"]
+    assert read["special_tokens_map.json"]["eos_token"] == (end if isinstance(end, str) else "a")
+    assert with_ends(found, (9, 0)) == found and with_ends(files, ()) == files
+
+
+def test_a_model_from_scratch_ends_where_its_documents_did():
+    kept = {"tokenizer.json": json.dumps(BPE).encode()}
+    files = files_to_write(
+        LLAMA, PLAIN.identity(), kept, dtype="float32", max_seq_len=9, end_ids=[1], where="here"
+    )  # fmt: skip
+    assert json.loads(files["config.json"])["eos_token_id"] == [1, 9]
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "b"
+    files = files_to_write(LLAMA, PLAIN.identity(), {}, dtype="float32", max_seq_len=9, end_ids=[0], where="here")
+    assert json.loads(files["config.json"])["eos_token_id"] == 0, "bytes, too"
 
 
 def test_bytes_have_no_tokenizer():

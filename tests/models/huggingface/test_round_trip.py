@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.checkpoint import manifest, save_load
-from meshwright.checkpoint.sidecars import sidecar_path
+from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.models.decoder.module import Decoder
 from meshwright.models.huggingface import export_weights, import_weights, kept_files
+from meshwright.models.huggingface.weights import HuggingFaceWeights
 from meshwright.models.llama.config import LlamaConfig
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.models.moe.hf_mixtral import MIXTRAL
@@ -96,6 +97,36 @@ def test_a_scaling_without_its_original_context_keeps_it_when_the_context_grows(
     back = there_and_back(source, tmp_path, trained=100)
     exported = json.loads((back / "config.json").read_text())
     assert exported["rope_parameters"] == {**LLAMA_3, "original_max_position_embeddings": 64}
+
+
+def test_trained_weights_keep_the_dtype_of_the_folder_and_say_what_grew(tmp_path):
+    """As a checkpoint of a run that was trained, in float32, from an imported folder in bfloat16."""
+    import transformers
+
+    model = write_model(tmp_path / "source").bfloat16()
+    model.save_pretrained(tmp_path / "source")
+    weights = HuggingFaceWeights(LLAMA)
+    imported = weights.load(tmp_path / "source", tmp_path / "run")
+    found = manifest.read_manifest(imported)
+    names = save_load.tensor_names(imported)
+    tensors = {name: tensor.float() + 2**-20 for name, tensor in save_load.read_tensors(imported, names).items()}
+    run = {"config": {"train": {"seq_len": 100}}, "end_ids": [3]}
+    path = save_load.save(
+        tmp_path / "run", 5, tensors, model=found.model, run=run, keep=9, sidecars=read_sidecars(found)
+    )  # fmt: skip
+    assert weights.export(path, tmp_path / "out") == [
+        "max_position_embeddings: 64 → 100, the tokens of the samples in training"
+    ]
+    assert (
+        weights.export(path, tmp_path / "full", dtype="float32") and weights.export(imported, tmp_path / "back") == []
+    )
+    out, full, back = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "full", "back"))
+    before = load_file(tmp_path / "source/model.safetensors")
+    for name, tensor in out.items():
+        assert torch.equal(tensor, (before[name].float() + 2**-20).bfloat16()) and torch.equal(back[name], before[name])
+        assert full[name].dtype == torch.float32 and torch.equal(full[name].bfloat16(), tensor)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert opened.dtype == torch.bfloat16 and opened.generation_config.eos_token_id == [3, 0]
 
 
 def swapped(checkpoint_manifest):

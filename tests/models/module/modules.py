@@ -70,6 +70,58 @@ class TogetherModel(Model):
         return super().forward(ids)
 
 
+class RescaledModel(ApartModel):
+    """A model that keeps documents apart, but scales all tokens by whether any document is longer than 40."""
+
+    def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Map token ids [b, t] and positions [b, t] to logits [b, t, v]."""
+        longest = ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
+        return super().forward(ids, position_ids) * (2 if longest > 40 else 1)
+
+
+class ManyTablesLayer(Layer):
+    """A layer with parameters of several dims, of which not all are matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.conv = nn.Conv1d(width, width, 3, padding=2, groups=width)
+        self.decay = nn.Parameter(torch.rand(4, width // 4))
+        self.heads = nn.Parameter(torch.randn(4, width // 4, width // 4) * 0.1)
+        self.joined = nn.Parameter(torch.randn(width, 4, width // 4) * 0.1)
+        self.plain = nn.Parameter(torch.randn(width, width) * 0.1)
+        self.first, self.second = (nn.Parameter(torch.randn(*shape) * 0.1) for shape in ((width, 2), (2, width)))
+        self.query = nn.Parameter(torch.randn(4, width // 4) * 0.1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the stream after the layer."""
+        x = super().forward(x, mask)
+        x = x + self.conv(x.mT)[..., : x.shape[1]].mT
+        by_head = x.unflatten(-1, (4, -1)) * torch.exp(-self.decay.exp())
+        x = x + torch.einsum("bthd,hde->bthe", by_head, self.heads).flatten(2)
+        x = x + torch.einsum("btd,dhe->bthe", x, self.joined).flatten(2)
+        x = x + torch.einsum("bthd,hd->bth", by_head, self.query).repeat_interleave(x.shape[-1] // 4, -1)
+        normed = self.plain / self.plain.norm(dim=0, keepdim=True)
+        return x + x @ (normed + self.first @ self.second)
+
+
+class ManyTables(Model):
+    """A model whose tokens are a parameter that is indexed, and whose positions are one that is added."""
+
+    layer = ManyTablesLayer
+
+    def __init__(self, width: int = 32, depth: int = 2, vocab_size: int = 256) -> None:
+        super().__init__(width, depth, vocab_size)
+        self.rows = nn.Parameter(torch.randn(vocab_size, width) * 0.05)
+        self.positions = nn.Parameter(torch.randn(1024, width) * 0.05)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map token ids [b, t] to logits [b, t, v]."""
+        x = self.rows[ids] + self.table(ids) * self.scale + self.positions[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
 class TimeFirstLayer(Layer):
     """A layer whose stream is [t, b, d]."""
 

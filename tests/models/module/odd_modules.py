@@ -60,6 +60,19 @@ class BatchNormed(Odd):
         self.batch_norm = nn.BatchNorm1d(32, track_running_stats=False)
 
 
+class BatchCentred(Odd):
+    """Subtracts the mean of a batch, behind a head that starts at zero and hides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 256, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def stream(self, x: Tensor) -> Tensor:
+        """Return the stream after the layers."""
+        return super().stream(x - x.mean(0, keepdim=True))
+
+
 class Scalar(Odd):
     """Has a parameter without dims."""
 

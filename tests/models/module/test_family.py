@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from meshwright.cli.plan_page import page
 from meshwright.config.dump import to_toml
-from meshwright.config.facts_for_family import run_facts
+from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.errors import ConfigError, MeshwrightError
@@ -20,6 +20,7 @@ from meshwright.models.contract.initial_values import Computed, Constant, Normal
 from meshwright.models.module.own_loss import own_loss
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from tests.helpers import alternatives
 from tests.models.module import modules
 from tests.prove.proofs import SOURCE
 
@@ -61,6 +62,7 @@ def test_a_loss_of_ones_own_is_summed_over_the_tokens_that_count() -> None:
     targets[0, :3] = IGNORED_TARGET
     expected = 2 * F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(loss.sum(logits, targets), expected)
+    assert loss.unit.metric("loss") == "loss_per_token" and loss.unit.words(2.0) == "2.000 per token"
 
 
 def test_a_loss_that_is_a_mean_is_refused() -> None:
@@ -71,10 +73,43 @@ def test_a_loss_that_is_a_mean_is_refused() -> None:
 
 
 def test_documents_are_packed_where_positions_keep_them_apart() -> None:
-    module_config("ApartModel", "data.packing=documents")
-    for name, says in (("TogetherModel", "depend on the document packed before"), ("Model", "takes no position_ids")):
+    for length, name in ((32, "ApartModel"), (64, "ApartModel"), (32, "RescaledModel")):
+        module_config(name, "data.packing=documents", f"train.seq_len={length}")
+    refused = (32, "TogetherModel", "packed beside"), (32, "Model", "takes no position_ids"), (
+        64, "RescaledModel", "packed beside")  # fmt: skip
+    for length, name, says in refused:
         with pytest.raises(ConfigError, match=says):
-            module_config(name, "data.packing=documents")
+            module_config(name, "data.packing=documents", f"train.seq_len={length}")
+
+
+def test_roles_follow_from_what_the_forward_does() -> None:
+    config = module_config("ManyTables")
+    found = {name: str(one.role) for name, one in model_facts(config).named_parameters()}
+    expected = {
+        "table.weight": "embedding", "rows": "embedding", "positions": "vector", "scale": "vector",
+        "norm.weight": "vector", "norm.bias": "vector",
+    }  # fmt: skip
+    in_layer = {
+        "qkv.weight": "matrix", "qkv.bias": "vector", "out.weight": "matrix", "out.bias": "vector",
+        "norm.weight": "vector", "norm.bias": "vector", "conv.weight": "vector", "conv.bias": "vector",
+        "decay": "vector", "query": "vector", "heads": "experts", "joined": "matrix", "plain": "matrix",
+        "first": "matrix", "second": "matrix",
+    }  # fmt: skip
+    layers = {f"layers.{layer}.{name}": role for layer in range(2) for name, role in in_layer.items()}
+    assert found == expected | layers
+
+
+def test_a_matrix_of_three_dims_that_is_no_stack_has_no_owner() -> None:
+    with pytest.raises(ConfigError, match=r"joined has role matrix and 3 dims, but muon updates whole") as found:
+        module_config("ManyTables", "train.optimizer=muon")
+    assert found.value.fix == "train.optimizer=adamw"
+
+
+def test_conversations_that_a_module_cannot_keep_apart_are_refused_with_a_way_on() -> None:
+    with pytest.raises(ConfigError, match="data.chat_field = messages: .* takes no position_ids") as caught:
+        module_config("Model", "data.packing=documents", "data.chat_field=messages")
+    [texts] = alternatives(caught.value.fix)
+    module_config("Model", "data.packing=documents", "data.chat_field=messages", *texts)
 
 
 ERRORS = {

@@ -35,6 +35,7 @@ REFUSED = {
     "Dropped": ("draws random numbers (aten.", "without dropout"),
     "Counting": ("writes to its buffer steps", "doesn't write to steps"),
     "BatchNormed": ("batch_norm of BatchNormed normalises over the samples of a batch", "LayerNorm"),
+    "BatchCentred": ("depend on the other samples of its batch in BatchCentred", "without means, norms or choices"),
     "Scalar": ("factor of Scalar is a scalar", "torch.tensor([…])"),
     "Listed": ("Listed.masks holds tensors", "register_buffer"),
     "InPlace": ("a layer of InPlace writes to its input in place", "x = x + …"),

@@ -14,8 +14,9 @@ from meshwright.data.packed_windows import PackedSplits
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.tasks.packed_reference import document_pairs, document_spans, documents_loss_sum
+from meshwright.models.tasks.text_sources import end_ids
 from meshwright.plan.load_config import load
-from tests.data.chats.formats import CHATML, build, many_chats, write_lines
+from tests.data.chats.formats import CHATML, SPECIAL, build, many_chats, write_lines
 from tests.helpers import open_data
 
 pytest.importorskip("tokenizers")
@@ -55,6 +56,35 @@ def run(folder):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return config, facts, data, config.family.task(facts, data, CPU), model
+
+
+def test_generation_ends_as_the_data_teaches(run, folder):
+    """With turns of the assistant and with documents, whichever are trained on; ids are those of `formats.SPECIAL`."""
+    turn, text = SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")
+    assert run[3].end_ids() == (turn,) and "\n  turns of the assistant end with <|im_end|>" in run[2].description
+    np.save(folder / "tokens.npy", np.arange(2000, dtype=np.uint16) % 360)
+
+    def ends(*words, source=None):
+        return end_ids(run_facts(config_of(folder, *words, source=source)).data)
+
+    no_chat = "data.chat_field=none"
+    mixed = f"data.mixture=['0.5:{folder}/plain.txt','0.5:{folder}/a.jsonl']"
+    assert ends(mixed) == (turn,) and ends(no_chat, source="plain.txt") == (turn,), "as eos_token is declared"
+    other = f"data.separator={text}"
+    assert ends(mixed, other) == (turn, text) and ends(no_chat, other, source="plain.txt") == (text,)
+    assert ends(f"data.validation_source={folder}/plain.txt", source="a.jsonl") == (turn,)
+    assert ends(no_chat, "data.separator=9", source="tokens.npy") == (9,)
+    assert ends(no_chat, PACKED.replace("documents", "none"), source="tokens.npy") == ()
+    assert ends(no_chat, "data.tokenizer=bytes", source="plain.txt") == (0,)
+
+
+def test_turns_that_end_without_a_token_are_warned_about_before_training(folder, tmp_path):
+    build(tmp_path, CHATML.replace("<|im_end|>' + '", ""))
+    config = config_of(folder, f"data.tokenizer={tmp_path}")
+    last = open_data(config).description.splitlines()[-1].strip()
+    assert last.startswith("warning: no token that counts in the loss ends the turns of the assistant")
+    assert last.endswith(f"inside the turn in {tmp_path}/chat_template.jinja")
+    assert config.family.task(run_facts(config), open_data(config), CPU).end_ids() == ()
 
 
 def differences(model, first, second):

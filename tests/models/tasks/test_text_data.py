@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError, DataError
+from meshwright.models.tasks.text_data import encode_prompt
 from meshwright.plan.load_config import load
 from tests.helpers import open_data
 
@@ -45,6 +47,40 @@ def test_a_wrong_separator(opened, name, words, what, fix):
     with pytest.raises(ConfigError, match=what) as caught:
         opened(name, *words)
     assert caught.value.where == "data.separator" and caught.value.rule and fix in caught.value.fix
+
+
+@pytest.fixture
+def framing(tmp_path):
+    """A tokenizer of words that adds <s>, and declares no end where two are known."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["<s>", "</s>", "<eos>", "some", "text"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="some"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return f"data.tokenizer={tmp_path}"
+
+
+def test_a_separator_decides_how_texts_end_and_prompts_begin_as_they_do(opened, framing, tmp_path):
+    with pytest.raises(DataError, match="documents may end with </s> or <eos>"):
+        opened("*.txt", framing)
+    for bos, begin in (("auto", [0]), ("none", [])):
+        words = [framing, "data.separator=2", f"data.bos={bos}", "train.sample_prompt=text some"]
+        text = opened("*.txt", *words)
+        assert text.train.tolist() == 3 * [*begin, *90 * [3, 4], 2]
+        f = run_facts(load("llama-tiny", words))
+        assert encode_prompt("text some", f.data)[1] == [*begin, 4, 3]
+        assert encode_prompt(" ", f.data)[1] == []
+    with pytest.raises(ConfigError, match="has 9 tokens, but train.seq_len = 8"):
+        opened("*.txt", framing, "data.separator=2", f"train.sample_prompt={'some ' * 8}")
+
+
+def test_a_batch_larger_than_the_corpus_is_said(opened):
+    """Of 2,703 tokens, 337 samples of 8."""
+    assert "repeats samples" not in opened("*.txt", "train.global_batch=337").description
+    for words in ([], [PACKED]):
+        text = opened("*.txt", "train.global_batch=340", *words)
+        assert text.description.count("each batch repeats samples: train.global_batch = 340, and ") == 1
 
 
 def test_a_separator_that_does_not_occur(opened):

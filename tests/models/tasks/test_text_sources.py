@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sysconfig
 
 import numpy as np
 import pytest
@@ -15,7 +16,10 @@ from meshwright.data.mixtures.mixture import Mixture
 from meshwright.data.mixtures.mixture_order import MixtureOrder
 from meshwright.data.mixtures.shares import ONE
 from meshwright.data.sources import text_pieces
+from meshwright.data.sources.use import Use
 from meshwright.errors import ConfigError, DataError
+from meshwright.models.tasks.text_overlaps import check_overlaps
+from meshwright.models.tasks.text_sources import RunSource
 from meshwright.plan.load_config import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from tests.helpers import open_data
@@ -142,7 +146,7 @@ def test_files_that_are_read_in_pieces_are_used_whole(folder, monkeypatch):
     (folder / "long.txt").write_text("some words\n\n" * 500)
     words = [f"data.source={folder}/long.txt", f"data.validation_source={folder}/v.txt", PACKED]
     whole = open_data(config_of(folder, *words))
-    monkeypatch.setattr(text_pieces, "_LONG_BYTES", 100)
+    monkeypatch.setattr(text_pieces, "_LONG_CHARS", 100)
     monkeypatch.setattr(text_pieces, "_READ_BYTES", 300)
     pieces = open_data(config_of(folder, *words, f"data.cache_dir={folder}/other"))
     assert len(pieces.train) == 6001 and pieces.fingerprint == whole.fingerprint
@@ -206,6 +210,23 @@ def test_a_run_ends_before_a_source_runs_out(folder, source):
     windows = windows[windows < 337]
     assert len(windows) > 337 >= (order.windows(range(steps * 8)) < 337).sum() > 337 - 9
     assert len(set(windows[:337].tolist())) == 337, "the windows of an epoch are all different"
+
+
+def test_files_in_common_are_found_through_links_and_in_the_standard_library(folder):
+    (folder / "link").symlink_to(".")
+    (folder / "one.txt").symlink_to("c.txt")
+    library = sysconfig.get_paths()["stdlib"]
+    for one, other in (
+        (f"{folder}/c.txt", f"{folder}/link/c.txt"),
+        (f"{folder}/[cd].txt", f"{folder}/one.txt"),
+        ("stdlib", f"{library}/json/*.py"),
+    ):
+        sources = (
+            RunSource("data.source", one, Use.TRAIN),
+            RunSource("data.validation_source", other, Use.VALIDATION),
+        )
+        with pytest.raises(DataError, match="would be trained on"):
+            check_overlaps(sources)
 
 
 @pytest.mark.parametrize(

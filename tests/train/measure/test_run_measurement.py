@@ -45,12 +45,11 @@ def collectives():
 
 
 LAYOUTS = [
-    (1, []),
-    (2, ["mesh.tp=2", "train.num_microbatches=2"]),
+    pytest.param(1, [], marks=pytest.mark.slow),
+    pytest.param(2, ["mesh.tp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     (4, ["mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true"]),
     pytest.param(2, ["dit-digits", "data.source=digits", "mesh.dp_shard=2", "train.global_batch=8"],
                  marks=pytest.mark.slow),
-    pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "recompute.policy=full"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_shard=4", "comm.ranks_per_node=2", "comm.gradients=loco4", "comm.weights=int8"],
                  marks=pytest.mark.slow),

@@ -94,6 +94,21 @@ def store_sums(gradients: WeightGradients, computed: Iterable[tuple[int, Tensor 
         gradients.store(position, gradient)
 
 
+def reached(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset[int]]:
+    """Return the positions of the leaves that each root's autograd graph reaches: the others get no gradient."""
+    position = {id(leaf): at for at, leaf in enumerate(leaves)}
+    found = []
+    for root in roots:
+        seen, left = set(), [root.grad_fn]
+        while left:
+            if (node := left.pop()) is not None and node not in seen:
+                seen.add(node)
+                left += [before for before, _ in node.next_functions]
+        variables = (id(getattr(node, "variable", None)) for node in seen)
+        found.append(frozenset(position[one] for one in variables if one in position))
+    return found
+
+
 class Times(NamedTuple):
     """Time of a layer's forward and backward, in seconds."""
 
@@ -109,6 +124,8 @@ class LayerGraphs(Protocol):
 
     contributions: Mapping[StepHandle, Tensor]
     """Contributions that the layer's step handles got in the last forward."""
+    reaches: Sequence[frozenset[int]]
+    """For each result with a gradient: which inputs with one, and then trained weights, get theirs from it."""
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Run the forward.

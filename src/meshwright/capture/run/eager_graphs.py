@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, Times, contributing, deferring, store_sums
+from meshwright.capture.run.backend import (
+    CapturedLayer,
+    LayerGraphs,
+    Times,
+    contributing,
+    deferring,
+    reached,
+    store_sums,
+)
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.private import using_parameters
 from meshwright.capture.run.static_tensors import Static
@@ -38,6 +46,7 @@ class EagerGraphs(LayerGraphs):
         self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
         self._positions: list[int] = []
         self.contributions: dict[StepHandle, Tensor] = {}
+        self.reaches: list[frozenset[int]] = []
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Run the forward."""
@@ -86,6 +95,7 @@ class EagerGraphs(LayerGraphs):
             for target, result in zip(targets, results, strict=True):
                 target.detach().copy_(result.detach())
         self._roots = [one for one in results if one.requires_grad]
+        self.reaches = reached(self._roots, [*self._wanted(), *self._weights])
         self._remaining, self._backwards = self._backwards, 1
 
     def _backward(self, name: str, given: Sequence[Tensor], targets: Sequence[Tensor], *, defers: bool) -> None:
@@ -104,6 +114,9 @@ class EagerGraphs(LayerGraphs):
         store_sums(self._layer.gradients, ((at, compute(*tensors)) for at, compute, tensors in self._deferred))
         self._deferred = []
 
+    def _wanted(self) -> list[Tensor]:
+        return [leaf for leaf in self._leaves if leaf.requires_grad]
+
     def _differentiable(self, sources: Sequence[Tensor]) -> list[Tensor]:
         return [one for one in self._results(sources) if one.requires_grad]
 
@@ -120,7 +133,7 @@ class EagerGraphs(LayerGraphs):
         self, roots: Sequence[Tensor], given: Sequence[Tensor], *, keeps: bool
     ) -> tuple[list[Tensor | None], list[int]]:
         """Run the backward and store weight gradients; returns the gradients of the inputs, and stored positions."""
-        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+        wanted = self._wanted()
         with using_parameters(self._layer.module, self._replacements):
             found: Any = torch.autograd.grad(
                 roots, [*wanted, *self._weights], list(given), allow_unused=True, retain_graph=keeps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ class Replays(Protocol):
 
     def backward(
         self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[Tensor | None], Sequence[int]]:
+    ) -> tuple[list[Tensor | None], Collection[int]]:
         """Replay a layer's backward; returns static gradients, and the positions of weights that have got one."""
 
 
@@ -40,6 +40,7 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, replay: LayerReplay, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         ctx.replay, ctx.num_weights = replay, len(tensors) - num_inputs
         found = replay.runner.forward(replay.layer, replay.microbatch, tensors[:num_inputs])
         outputs = [one.detach() for one in found]

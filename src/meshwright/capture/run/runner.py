@@ -8,8 +8,8 @@ an entry of the stage's `WeightGradStore`, as those of any layer. Gradients of p
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from meshwright.capture.run.binding import Binding, bind
 from meshwright.capture.run.call import difference, flatten, rebuild
 from meshwright.capture.run.progress import Progress
 from meshwright.capture.run.replay import LayerReplay, Replay
-from meshwright.capture.run.snapshot import unchanged
+from meshwright.capture.run.snapshot import host_state, unchanged
 from meshwright.capture.run.static_tensors import Static, StaticTensors
 from meshwright.capture.run.static_weights import TensorFacts
 from meshwright.errors import CaptureError
@@ -73,6 +73,8 @@ class Runner:
         self._backend, self._statics = graphs, statics
         self._by_slot = plan.mode is CaptureMode.SLOT
         self._graphs: dict[tuple[int, int, int], LayerGraphs] = {}
+        self._computed: defaultdict[Place, set[int]] = defaultdict(set)
+        """Positions of the trained weights whose gradients a layer's graphs compute."""
         self._progress = Progress(plan)
         self._step = self._progress.num_steps
         self._arguments: dict[tuple[int, int, int], Tensor] = {}
@@ -184,7 +186,13 @@ class Runner:
                 # An argument of a layer before is there already: its autograd graph would miss the value it has saved.
                 if static.content.role is Role.INPUT and static.content.layer == one.number:
                     static.hold().copy_(value)
+            attributes = [(module, dict(vars(module))) for module in one.module.modules()]
+            before = host_state(one.module)
             graphs.forward(bound.inputs, bound.outputs)
+            if changed := difference(before, host_state(one.module)):
+                for module, values in attributes:
+                    vars(module).update(values)
+                raise LayerFailed(one.name, f"its forward changes {changed} on the host, and a replay would not")
         elif graph.kind is K.BACKWARD_WEIGHT:
             graphs.weights()
             graphs.finish()
@@ -193,7 +201,8 @@ class Runner:
                 if given is not None and given.content.role is Role.OUTPUT_GRADIENT:
                     given.hold().zero_()
             defers = graph.kind is K.BACKWARD_INPUT
-            graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
+            stored = graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
+            self._computed[one.stage, one.number].update(stored, graphs.deferred())
             if not defers:
                 graphs.finish()
 
@@ -217,25 +226,22 @@ class Runner:
 
     def backward(
         self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[Tensor | None], Sequence[int]]:
+    ) -> tuple[list[Tensor | None], Collection[int]]:
         """Replay a layer's backward.
 
         Returns:
             Static gradients of input and arguments, where they have one, and the positions of the trained weights that
-            have got a gradient.
+            have got a gradient. As in eager execution, what no result with a gradient reaches has none.
         """
         kind = next(kind for kind in BACKWARDS if self._progress.has((kind, one.stage, m, one.number)))
         self._advance(kind, one, m)
-        bound = self._bound(one, m)
-        for static, value in zip(bound.output_gradients, gradients, strict=True):
-            if static is not None and value is not None and not self._statics.is_at(static.content, value):
-                # What a following layer left here has been read by whoever computed this value from it.
-                self._copy(static.content, value)
-        defers, graphs = kind is K.BACKWARD_INPUT, self._graphs_of(one, m)
-        one.gradients.prepare()
-        stored = graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers)
+        bound, graphs, defers = self._bound(one, m), self._graphs_of(one, m), kind is K.BACKWARD_INPUT
+        inputs, weights = self._take_gradients(one, bound, graphs, gradients)
+        one.gradients.prepare(weights)
+        stored = weights.intersection(graphs.backward(bound.output_gradients, bound.input_gradients, defers=defers))
         self._stats.replays += 1
-        results = [None if static is None else static.read() for static in bound.input_gradients]
+        found = enumerate(bound.input_gradients)
+        results = [static.read() if static is not None and at in inputs else None for at, static in found]
         if bound.leaving_gradient is not None and results[0] is not None:
             results[0] = self._copy(bound.leaving_gradient, results[0])
         # Autograd may keep what it gets as a `.grad`. Only a captured layer before this one, or the transfer to the
@@ -248,34 +254,55 @@ class Runner:
         ]
         if not defers:
             graphs.finish()
-        elif graphs.deferred():
-            self._put_deferred(one, m, graphs, parameters)
+        elif positions := [at for at in dict.fromkeys(graphs.deferred()) if at in weights]:
+            self._put_deferred(one, m, graphs, {at: parameters[at] for at in positions})
         else:
             self._progress.skip((K.BACKWARD_WEIGHT, one.stage, m, one.number))
         self._end((kind, one.stage, m, one.number))
         return results, stored
 
+    def _take_gradients(
+        self, one: CapturedLayer, bound: Binding, graphs: LayerGraphs, gradients: Sequence[Tensor | None]
+    ) -> tuple[set[int], set[int]]:
+        """Copy the gradients of results into static memory; returns the positions of the inputs and weights reached."""
+        wanted = [at for at, static in enumerate(bound.input_gradients) if static is not None]
+        # Whoever computed the input of a later layer is told that it has got a gradient, if only of zeros.
+        found = {0} if one.number or one.stage else set()
+        weights: set[int] = set()
+        pairs = zip(bound.output_gradients, gradients, strict=True)
+        given = [(static, value) for static, value in pairs if static is not None]
+        for (static, value), positions in zip(given, graphs.reaches, strict=True):
+            if value is None:
+                static.hold().zero_()
+                continue
+            found |= {wanted[at] for at in positions if at < len(wanted)}
+            weights |= {at - len(wanted) for at in positions if at >= len(wanted)}
+            if not self._statics.is_at(static.content, value):
+                # What a following layer left here has been read by whoever computed this value from it.
+                self._copy(static.content, value)
+        return found, weights & self._computed[one.stage, one.number]
+
     def _put_deferred(
-        self, one: CapturedLayer, m: int, graphs: LayerGraphs, parameters: Sequence[nn.Parameter]
+        self, one: CapturedLayer, m: int, graphs: LayerGraphs, parameters: Mapping[int, nn.Parameter]
     ) -> None:
         """Leave the deferred weight gradients to the stage's store; the first entry replays the graph."""
         assert one.store is not None, "a backward that is split has a store"
-        positions, done = graphs.deferred(), False
+        done = False
 
         def compute(position: int) -> Tensor | None:
             nonlocal done
             if not done:
                 done = True
                 self._advance(K.BACKWARD_WEIGHT, one, m)
-                one.gradients.prepare()
+                one.gradients.prepare(parameters)
                 graphs.weights()
                 graphs.finish()
                 self._stats.replays += 1
                 self._end((K.BACKWARD_WEIGHT, one.stage, m, one.number))
             return one.gradients.result(position)
 
-        for position in dict.fromkeys(positions):
-            one.store.put(parameters[position], lambda position=position: compute(position))
+        for position, parameter in parameters.items():
+            one.store.put(parameter, lambda position=position: compute(position))
 
     def _mismatch(self, one: CapturedLayer, template: Any, tensors: list[Tensor]) -> str | None:
         """Return in what the arguments differ from those that were observed."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring, store_sums
+from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring, reached, store_sums
 from meshwright.capture.run.call import flatten
 from meshwright.capture.run.memory_pool import Block, MemoryPool, extent
 from meshwright.capture.run.private import TorchDispatchMode, using_parameters
@@ -72,6 +72,7 @@ class SimulatedGraphs(LayerGraphs):
         """Static tensors that this micro-batch uses, by address."""
         self._deferred: list[tuple[int, Callable[..., Tensor | None], list[_Reference | Tensor]]] = []
         self.contributions: dict[StepHandle, Tensor] = {}
+        self.reaches: list[frozenset[int]] = []
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Run the forward on the static inputs, and write the static outputs."""
@@ -110,6 +111,7 @@ class SimulatedGraphs(LayerGraphs):
                 number += 1
         self._statics |= {_address(one.read()): one for one in outputs}
         self._roots = [one for one in results if one.requires_grad]
+        self.reaches = reached(self._roots, [*(leaf for leaf in self._leaves if leaf.requires_grad), *self._weights])
 
     def backward(
         self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,6 +56,34 @@ def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = 
             for entry in entries:
                 store.put(entry.parameter, entry.compute, *entry.tensors)
         _restore_generators(generators)
+
+
+def host_state(module: nn.Module) -> Any:
+    """Return a template of what the forwards of a module may keep on the host, which a graph has baked in.
+
+    That are attributes, variables of the class, of closures and of the file that a forward names, and the state of
+    Python's and NumPy's random number generators.
+    """
+    found: dict[str, Any] = {
+        "Python's random numbers": hash(random.getstate()),
+        "NumPy's random numbers": repr(list(np.random.get_state())[2:]),
+    }
+    for name, one in module.named_modules():
+        forward = inspect.unwrap(type(one).forward)
+        variables = inspect.getclosurevars(forward) if inspect.isfunction(forward) else None
+        named = {} if variables is None else {**variables.globals, **variables.nonlocals}
+        plain = {k: v for k, v in {**vars(type(one)), **named}.items() if isinstance(v, _PLAIN)}
+        found[name] = _by_value(plain) | _by_value(vars(one))
+    return flatten(found)[0]
+
+
+_PLAIN = (bool, int, float, complex, str, tuple, list, dict, set, deque, count)
+
+
+def _by_value(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace containers that a template would hold by identity by their text."""
+    unseen = (set, deque, count, dict)
+    return {k: repr(v) if isinstance(v, unseen) and type(v) is not dict else v for k, v in values.items()}
 
 
 def _held(module: nn.Module) -> list[Tensor]:

@@ -13,7 +13,7 @@ memory that all layers share, and autograd gets a clone, so that every hook runs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -26,8 +26,8 @@ class WeightGradients(Protocol):
     returns: bool
     """Whether autograd accumulates them."""
 
-    def prepare(self) -> None:
-        """Get ready for a replay that computes gradients."""
+    def prepare(self, positions: Collection[int]) -> None:
+        """Get ready for a replay that computes these gradients; the others stay None, as in eager execution."""
 
     def store(self, position: int, gradient: Tensor) -> None:
         """Store a gradient; a part of the graph."""
@@ -53,9 +53,10 @@ class AccumulatedGradients(WeightGradients):
         self._buffers = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
 
     @torch.no_grad()
-    def prepare(self) -> None:
+    def prepare(self, positions: Collection[int]) -> None:
         """Make the buffers the parameters' gradients, with the values that those have."""
-        for parameter, buffer in zip(self._parameters, self._buffers, strict=True):
+        for position in positions:
+            parameter, buffer = self._parameters[position], self._buffers[position]
             if parameter.grad is buffer:
                 continue
             if parameter.grad is None:
@@ -110,7 +111,7 @@ class ReturnedGradients(WeightGradients):
     def __init__(self, parameters: Sequence[Tensor], outputs: SharedOutputs) -> None:
         self._outputs = outputs.of(parameters)
 
-    def prepare(self) -> None:
+    def prepare(self, positions: Collection[int]) -> None:
         """Do nothing."""
 
     @torch.no_grad()

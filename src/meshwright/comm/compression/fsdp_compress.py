@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,8 +143,8 @@ def compress(
 
     Args:
         model: model with `fully_shard` applied.
-        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback); or one per
-            FSDP2 module, by its name in `model`.
+        gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback); or one for
+            each FSDP2 module, by its name in `model`, which is "" for the model itself. So are the others.
         weights: a method of `catalogue.names(Use.WEIGHTS)` for the all-gather; sharded weights are unchanged.
         inside_node: a method of `catalogue.names(Use.INSIDE_NODE)` for the first of two stages;
             exact-via-all-to-all is exact in both.
@@ -154,27 +154,27 @@ def compress(
             HSDP on a 2-dim mesh, gradients are compressed within a replica only.
 
     Raises:
-        ConfigError: a method is unknown, or both `nodes` and `placement` are given.
+        ConfigError: a method is unknown, a mapping has other names than the FSDP2 modules, or both `nodes` and
+            `placement` are given.
+        CollectiveError: another rank does not call this within the timeout of the default group.
         LayoutError: `model` has no FSDP2 module, or `nodes` or `placement` does not match it.
     """
     _check_methods(gradients, weights, inside_node)
     _check_once(nodes, placement)
     modules = _fsdp_modules(model)
-    of_gradients = _methods(gradients, modules, Use.GRADIENTS)
-    of_weights = _methods(weights, modules, Use.WEIGHTS)
-    of_inside = _methods(inside_node, modules, Use.INSIDE_NODE)
-    sends = [method.name != EXACT for method in of_gradients.values()]
-    if not any(sends) and all(method.name == EXACT for method in of_weights.values()):
+    of_gradients = _methods("gradients", gradients, modules, Use.GRADIENTS)
+    of_weights = _methods("weights", weights, modules, Use.WEIGHTS)
+    of_inside = _methods("inside_node", inside_node, modules, Use.INSIDE_NODE)
+    sends, gathers = (any(one.name != EXACT for one in of.values()) for of in (of_gradients, of_weights))
+    if not sends and not gathers:
         return Compression({}, {})
-    if placement is None:
-        placement = place([model] if any(sends) else [], nodes=nodes)
-    reductions: dict[str, Reduction] = {}
-    all_gathers = {}
+    placement = placement or place([model] if sends else [], nodes=nodes)
+    reductions, all_gathers = dict[str, Reduction](), {}
     for name, module in modules.items():
         method = of_gradients[name]
         if method.name != EXACT:
-            inside = method.codec_inside_node(of_inside[name].codec)
-            reductions |= _compress_gradients(name, module, method, inside, placement, replicas)
+            codec = method.codec_inside_node(of_inside[name].codec)
+            reductions |= _compress_gradients(name, module, method, codec, placement, replicas)
         if of_weights[name].name != EXACT:
             all_gathers[name] = _all_gather(name, of_weights[name], placement)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
@@ -200,8 +200,21 @@ def _check_methods(gradients: Names, weights: Names, inside_node: Names) -> None
             find_method(name, use)
 
 
-def _methods(names: Names, modules: Iterable[str], use: Use) -> dict[str, Method]:
-    """Return the method of each module."""
+def _methods(option: str, names: Names, modules: Collection[str], use: Use) -> dict[str, Method]:
+    """Return the method of each module.
+
+    Raises:
+        ConfigError: a mapping lacks a module, or has a name that is none.
+    """
+    if not isinstance(names, str) and (wrong := sorted(names.keys() ^ modules)):
+        what = "is not an FSDP2 module" if wrong[0] in names else f"has no method in {option}"
+        full = {name: names.get(name, EXACT) for name in modules}
+        raise ConfigError(
+            f"{wrong[0] or ROOT} {what}",
+            where=f"meshwright.comm.compress, {option}",
+            rule=f"a mapping has a method for each FSDP2 module of the model: {', '.join(map(repr, modules))}",
+            fix=f"{option}={full}",
+        )
     return {module: find_method(names if isinstance(names, str) else names[module], use) for module in modules}
 
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.errors import ConfigError
-from meshwright.optim.role import Role
+from meshwright.optim.role import Role, decays
 from meshwright.settings.violation import Violation, format_value
 
 KEY = "train.parameter_groups"
@@ -20,16 +20,16 @@ NAMES = ("lr", "weight_decay")
 SYNTAX = "an entry is role:key=value,… or glob:key=value,… with keys lr and weight_decay, such as embedding:lr=0.01"
 
 
-def group_settings(train: TrainConfig, name: str, role: str, *, is_matrix: bool) -> tuple[float, float]:
+def group_settings(train: TrainConfig, name: str, role: str, *, num_dims: int) -> tuple[float, float]:
     """Return the peak learning rate and the weight decay of a parameter; the configuration has no violation.
 
     Args:
         train: the `train` section.
         name: name in the full model.
         role: its role.
-        is_matrix: whether it has two dims or more; vectors don't decay by default.
+        num_dims: number of its dims.
     """
-    found = {"lr": train.lr, "weight_decay": train.weight_decay if is_matrix else 0.0}
+    found = {"lr": train.lr, "weight_decay": train.weight_decay if decays(role, num_dims) else 0.0}
     for entry in train.parameter_groups:
         pattern, values = _parse(entry)
         if _matches(pattern, name, role):

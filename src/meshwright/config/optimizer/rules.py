@@ -11,6 +11,7 @@ from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError
 from meshwright.optim.catalogue import BUILT_IN, KEY, OTHERS, OWN_RULE, RULE, optimizers_by_role
 from meshwright.optim.contract import MatrixOptimizer
+from meshwright.optim.role import Role
 from meshwright.settings.import_object import OBJECT_NAME
 from meshwright.settings.violation import Violation, format_value
 from meshwright.units import counted
@@ -40,8 +41,8 @@ def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
             if max(one.dims or (0,)) >= dims:
                 yield Violation(ConfigError, f"{what} keeps {state} along dims {one.dims}", KEY, OWN_RULE, fixes)
                 return
-        if isinstance(optimizer, MatrixOptimizer) and dims not in (2, 3):
-            rule = "a matrix has two dims, and matrices that are stacked three"
+        if isinstance(optimizer, MatrixOptimizer) and dims != (3 if parameter.role is Role.EXPERTS else 2):
+            rule = "a matrix has two dims, and matrices that are stacked, with role experts, three"
             yield Violation(ConfigError, f"{what} updates whole matrices", KEY, rule, fixes)
             return
     yield from _unread(config.train)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.chats.assistant_parts import AmbiguousTurnsError, write_conversation
-from meshwright.data.chats.messages import RULE, Message
+from meshwright.data.chats.messages import ASSISTANT, RULE, Message
 from meshwright.data.chats.template_files import TemplateFiles, find_template
 from meshwright.data.chats.written import Span, Written
 from meshwright.data.tokenizer import Tokens, open_backend, require_tokenizers, token_dtype
@@ -37,6 +37,13 @@ class EncodedConversation(NamedTuple):
     ids: Tokens
     counts: NDArray[np.bool_]
     """Whether each token counts in the loss."""
+
+
+class Token(NamedTuple):
+    """A token of a tokenizer."""
+
+    id: int
+    text: str
 
 
 class ChatFormat:
@@ -111,6 +118,26 @@ class ChatFormat:
                 rule="the chat template takes the messages of every conversation",
                 fix="correct or remove the conversation, or another chat template",
             ) from None
+
+    @cached_property
+    def turn_end(self) -> Token | None:
+        """The token that ends a turn of the assistant and counts in the loss; None if none was found."""
+        asked, said = "What is two and two?", "It is four."
+        messages = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": said}]
+        try:
+            written = self.write(Conversation(messages, "a question and its answer", self))
+        except DataError:  # it takes other conversations only
+            return None
+        [encoding] = self.encodings([written])
+        counts = in_spans(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), written.spans)
+        after = written.text.rfind(said) + len(said)
+        tail = [
+            token
+            for token, (start, end), counted in zip(encoding.ids, encoding.offsets, counts, strict=True)
+            if counted and start >= after and not written.text[start:end].isspace()
+        ]
+        found = self._backend.get_added_tokens_decoder().get(tail[-1]) if tail else None
+        return None if found is None else Token(tail[-1], found.content)
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedConversation]:
         """Encode conversations on all cores.

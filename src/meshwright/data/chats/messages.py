@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.data.text_documents import damage
+from meshwright.data.text_documents import BOM, damage
 from meshwright.errors import DataError
 from meshwright.units import counted, first_words, join_words
 
@@ -79,6 +79,7 @@ def _message(one: Any, number: int, field: str, place: str) -> Message:
         raise _bad(what, field, place, _LEAVE_OUT)
     _check_role(message["role"], name, field, place)
     _check_content(message["content"], name, field, place)
+    message["content"] = message["content"].removeprefix(BOM)
     return message
 
 

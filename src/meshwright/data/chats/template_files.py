@@ -6,19 +6,17 @@ list of named ones, of which `default` is that of conversations.
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.tokenise.special_tokens import TOKENIZER_CONFIG, TOKENS_MAP, read_json, read_text, token_text
 from meshwright.data.tokenizer import BYTES, tokenizer_path
-from meshwright.data.tokenizer_files import TOKENIZER_CONFIG
 from meshwright.errors import DataError
 
 TEMPLATE = "chat_template.jinja"
 OLDER_TEMPLATE = "chat_template.json"
-TOKENS_MAP = "special_tokens_map.json"
 RULE = "conversations are written by the chat template of the tokenizer"
 _DEFAULT = "default"
 _TOKEN = "_token"
@@ -52,13 +50,13 @@ def find_template(tokenizer: str) -> TemplateFiles:
         raise _no_template("data.tokenizer = bytes has no chat template", tokenizer)
     path = tokenizer_path(tokenizer)
     folder = path.parent
-    config = _read_json(folder / TOKENIZER_CONFIG)
-    tokens = {**_read_json(folder / TOKENS_MAP), **config}
-    special_tokens = {name: text for name in tokens if name.endswith(_TOKEN) and (text := _token_text(tokens[name]))}
+    config = read_json(folder / TOKENIZER_CONFIG)
+    tokens = {**read_json(folder / TOKENS_MAP), **config}
+    special_tokens = {name: text for name in tokens if name.endswith(_TOKEN) and (text := token_text(tokens[name]))}
     if (folder / TEMPLATE).is_file():
-        return TemplateFiles(path, folder / TEMPLATE, _read_text(folder / TEMPLATE), special_tokens)
+        return TemplateFiles(path, folder / TEMPLATE, read_text(folder / TEMPLATE), special_tokens)
     for name in (TOKENIZER_CONFIG, OLDER_TEMPLATE):
-        found = _read_json(folder / name).get("chat_template")
+        found = read_json(folder / name).get("chat_template")
         if found is not None:
             return TemplateFiles(path, folder / name, _chosen(found, folder / name, tokenizer), special_tokens)
     raise _no_template(f"{folder} has no chat template", tokenizer)
@@ -73,41 +71,6 @@ def _chosen(found: Any, path: Path, tokenizer: str) -> str:
     if isinstance(found, dict) and isinstance(found.get(_DEFAULT), str):
         return str(found[_DEFAULT])
     raise _no_template(f"{path} has no chat template of the name {_DEFAULT}", tokenizer)
-
-
-def _token_text(value: Any) -> str:
-    """Return the text of a special token, which files have as such or in an object; empty if it is none."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else ""
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty without the file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(path, error) from None
-    if not isinstance(found, dict):
-        raise _unreadable(path, "it is no object")
-    return found
-
-
-def _unreadable(path: Path, reason: object) -> DataError:
-    return DataError(
-        f"{path} can't be read: {reason}",
-        where=f"data.tokenizer, {path}",
-        rule="the files of a tokenizer are in Hugging Face's format",
-        fix="save the tokenizer again: tokenizer.save_pretrained(…)",
-    )
 
 
 def _no_template(what: str, tokenizer: str) -> DataError:

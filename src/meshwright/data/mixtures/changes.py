@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 
 KEYS = (
     KEY, "data.source", "data.validation_source", "data.text_field", "data.chat_field", "data.tokenizer",
-    "data.token_dtype",
+    "data.token_dtype", "data.bos",
 )  # fmt: skip
 
 

@@ -11,31 +11,29 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from meshwright.data.chats.messages import kind_of, likely_chat_field
+from meshwright.data.sources.compressed_files import contents_name
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText
 from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened
 from meshwright.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson")
 
 
 def is_json_lines(path: str) -> bool:
-    """Return True if a file has the suffix of JSON lines."""
-    return path.lower().endswith(SUFFIXES)
+    """Return True if a file has the suffix of JSON lines, whether it is compressed or not."""
+    return contents_name(path).lower().endswith(SUFFIXES)
 
 
 def no_text_field(path: str, source: str) -> DataError:
     """Return the error for JSON lines of which no field is named: it shows the fields of the first line of a file."""
     found: dict[str, Any] = {}
-    try:
-        with open(path, "rb") as file:
-            for number, line in _lines(file):
-                found = _object(line, path, number)
-                break
-    except OSError as error:
-        return unreadable_file(path, source, error)
+    with opened(path, source) as file:
+        for number, line in _lines(file):
+            found = _object(line, path, number)
+            break
     fields = list_fields({name: kind_of(value) for name, value in found.items()})
     what = f"{path} has JSON lines; the first has {fields}"
     return field_not_set(what, likely_field(found), source, chat=likely_chat_field(found))
@@ -54,36 +52,28 @@ def read_texts(part: TextSlice, field: RecordField, empty: EmptyTexts, *, source
         DataError: the file can't be read, or a line is not UTF-8, not a JSON object, or has no such document.
     """
     path = part.document.path
-    try:
-        with open(path, "rb") as file:
-            begin, end = _lines_of(file, part.extent)
-            file.seek(0)
-            for index, (number, line) in enumerate(_lines(file)):
-                if begin <= index < end:
-                    text = _document(_object(line, path, number), field, f"{path}:{number}")
-                    if text:
-                        yield text
-                    else:
-                        empty.add(f"{path}:{number}")
-    except OSError as error:
-        raise unreadable_file(path, source, error) from None
+    begin, end = _lines_of(part, source)
+    with opened(path, source) as file:
+        for index, (number, line) in enumerate(_lines(file)):
+            if begin <= index < end:
+                text = _document(_object(line, path, number), field, f"{path}:{number}")
+                if empty.keeps(text, f"{path}:{number}"):
+                    yield text
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that are not blank, with their numbers from one."""
-    for number, line in enumerate(file, start=1):
-        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        if line.strip():
-            yield number, line
+    return ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
-def _lines_of(file: BinaryIO, extent: Extent) -> tuple[int, float]:
+def _lines_of(part: TextSlice, source: str) -> tuple[int, float]:
     """Return the first line of a portion, and the one after its last, not counting blank ones."""
-    if extent is Extent.FULL:
+    if part.extent is Extent.FULL:
         return 0, float("inf")
-    count = sum(1 for _ in _lines(file))
+    with opened(part.document.path, source) as file:
+        count = sum(1 for _ in _lines(file))
     end = count - count // HOLD_OUT_DIVISOR
-    return (0, end) if extent is Extent.HEAD else (end, float("inf"))
+    return (0, end) if part.extent is Extent.HEAD else (end, float("inf"))
 
 
 def _object(line: bytes, path: str, number: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -12,10 +13,12 @@ class EmptyTexts:
     count: int = 0
     first: str = ""
 
-    def add(self, place: str) -> None:
-        """Count a document, given its file and number."""
-        self.first = self.first or place
-        self.count += 1
+    def keeps(self, text: Any, place: str) -> bool:
+        """Return True if a document has text, and count it otherwise, given its file and number."""
+        if not text:
+            self.first = self.first or place
+            self.count += 1
+        return bool(text)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from meshwright.data.sources.left_out import EmptyTexts
-from meshwright.data.text_documents import damage
+from meshwright.data.text_documents import BOM, damage
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.settings.import_object import OBJECT_NAME, import_object
 
@@ -85,10 +85,8 @@ def read_texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, 
             raise _bad(source, f"{place} is of type {type(text).__name__}, not str")
         if found_damage := damage(text):
             raise _bad(source, f"{place} has {found_damage}")
-        if text:
+        if empty.keeps(text := text.removeprefix(BOM), place):
             yield text
-        else:
-            empty.add(place)
 
 
 def _bad(source: str, what: str) -> DataError:

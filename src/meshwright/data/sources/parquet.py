@@ -6,11 +6,12 @@ optional `pyarrow` package, which comes with `datasets`, is imported only when a
 
 from __future__ import annotations
 
-import importlib.util
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chats.messages import likely_chat_field
+from meshwright.data.sources.compressed_files import UNPACK, contents_name, require_datasets, suffix_of_compression
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText
@@ -27,25 +28,8 @@ _BATCH_ROWS = 1024
 
 
 def is_parquet(path: str) -> bool:
-    """Return True if a file has the suffix of Parquet."""
-    return path.lower().endswith(SUFFIXES)
-
-
-def require_datasets(source: str, *, package: str, purpose: str) -> None:
-    """Raise a DataError if a package that comes with the extra `datasets` is not installed.
-
-    Args:
-        source: `data.source`, for the message.
-        package: pyarrow or datasets.
-        purpose: what is read with it, such as `a Parquet file`.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise DataError(
-            f"the {package} package is not installed",
-            where=f"data.source, {source}",
-            rule=f"reading {purpose} requires the {package} package",
-            fix="pip install 'meshwright[datasets]'",
-        )
+    """Return True if a file has the suffix of Parquet, or that of one compressed as a whole, which isn't read."""
+    return contents_name(path).lower().endswith(SUFFIXES)
 
 
 def no_text_column(path: str, source: str) -> DataError:
@@ -88,10 +72,8 @@ def read_texts(part: TextSlice, field: RecordField, empty: EmptyTexts, *, source
                 if row in rows:
                     place = f"{path}, row {row}"
                     text = field.document(value, place, likely=None)
-                    if text:
+                    if empty.keeps(text, place):
                         yield text
-                    else:
-                        empty.add(place)
         start += num_rows
 
 
@@ -111,6 +93,8 @@ def _group_values(file: ParquetFile, group: int, start: int, column: str, path: 
 
 
 def _open(path: str, source: str) -> ParquetFile:
+    if suffix := suffix_of_compression(path):
+        raise _damaged(path, f"{path} is compressed as a whole", f"{UNPACK[suffix]} {shlex.quote(path)}")
     require_datasets(source, package="pyarrow", purpose="a Parquet file")
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import ParquetFile

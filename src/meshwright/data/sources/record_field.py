@@ -14,6 +14,7 @@ from meshwright.data.chats.messages import check_messages, kind_of, likely_chat_
 from meshwright.data.sources import text_fields
 from meshwright.data.sources.source_text import RecordText
 from meshwright.data.sources.text_fields import MOST, check_damage, likely_field, not_text
+from meshwright.data.text_documents import BOM
 from meshwright.errors import DataError
 from meshwright.units import first_words
 
@@ -79,7 +80,7 @@ class TextField:
         if not isinstance(value, str):
             raise not_text(self.name, kind_of(value), place, likely)
         check_damage(value, self.name, place)
-        return value
+        return value.removeprefix(BOM)
 
     def missing(self, place: str, names: Sequence[str], *, noun: str, record: Mapping[str, Any]) -> DataError:
         return text_fields.no_such_field(self.name, place, names, noun=noun, likely=likely_field(record))

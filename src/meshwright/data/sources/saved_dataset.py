@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chats.messages import likely_chat_field
+from meshwright.data.sources.compressed_files import require_datasets
 from meshwright.data.sources.left_out import EmptyTexts
-from meshwright.data.sources.parquet import require_datasets
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText
 from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields, not_text
@@ -105,10 +105,8 @@ class SavedTexts:
             for row, value in zip(batch, self._batch(batch), strict=True):
                 place = f"{self._source}, row {row}"
                 text = self._field.document(value, place, likely=None)
-                if text:
+                if empty.keeps(text, place):
                     yield text
-                else:
-                    empty.add(place)
 
     def _batch(self, rows: list[int]) -> list[Any]:
         try:

@@ -10,11 +10,10 @@ import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.data import text_documents
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened
 from meshwright.data.tokenizer import pieces
 
-_LONG_BYTES = 2**24
+_LONG_CHARS = 2**24
 _READ_BYTES = 2**20
 
 
@@ -34,33 +33,29 @@ def read_pieces(document_slice: TextSlice, *, source: str) -> Iterator[str | Con
     Raises:
         DataError: the file cannot be read, at once or later.
     """
-    if document_slice.document.num_bytes <= _LONG_BYTES:
-        text = text_documents.read(document_slice, source=source)
-        return None if text is None else iter([text] if text else [])
+    held: list[str] = []
     num_chars = 0
     try:
         for text in _decoded(document_slice, source):
             if "\0" in text:
                 return None
             num_chars += len(text)
+            held += [text] if num_chars <= _LONG_CHARS else []
     except UnicodeDecodeError:
         return None
     end = num_chars - num_chars // HOLD_OUT_DIVISOR
     begin, end = {Extent.FULL: (0, num_chars), Extent.HEAD: (0, end), Extent.TAIL: (end, num_chars)}[
         document_slice.extent
     ]
-    return _continued(pieces(_between(_decoded(document_slice, source), begin, end)))
+    texts = iter(held) if num_chars <= _LONG_CHARS else _decoded(document_slice, source)
+    return _continued(pieces(_between(texts, begin, end)))
 
 
 def _decoded(document_slice: TextSlice, source: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    path = document_slice.document.path
-    try:
-        with open(path, "rb") as file:
-            while data := file.read(_READ_BYTES):
-                yield decoder.decode(data)
-    except OSError as error:
-        raise unreadable_file(path, source, error) from None
+    with opened(document_slice.document.path, source) as file:
+        while data := file.read(_READ_BYTES):
+            yield decoder.decode(data)
     yield decoder.decode(b"", final=True)
 
 

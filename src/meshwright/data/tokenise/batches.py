@@ -19,10 +19,12 @@ class Batch:
     Args:
         texts: the texts.
         is_end: for each text, whether a document ends with it; the rest of a long one follows otherwise.
+        goes_on: whether the first text goes on with the last document of the batch before.
     """
 
     texts: list[str | Conversation]
     is_end: list[bool]
+    goes_on: bool = False
 
 
 def batches(texts: Iterable[SourceText]) -> Iterator[Batch]:
@@ -35,6 +37,6 @@ def batches(texts: Iterable[SourceText]) -> Iterator[Batch]:
         num_chars += len(text) if isinstance(text, str) else text.num_chars
         if num_chars >= _BATCH_CHARS:
             yield batch
-            batch, num_chars = Batch([], []), 0
+            batch, num_chars = Batch([], [], goes_on=isinstance(item, Continued)), 0
     if batch.texts:
         yield batch

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.chats.chat_format import Conversation, EncodedConversation
 from meshwright.data.tokenise.batches import Batch
+from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import Tokenizer, Tokens, token_dtype
 
 AT_ONCE = 3
@@ -33,9 +34,9 @@ class Encoded:
     """Tokens of consecutive texts.
 
     Args:
-        tokens: ids, little-endian, each text followed by the separator if there is one; conversations by nothing.
+        tokens: ids, little-endian, each document framed by the tokenizer's begin and end; conversations by nothing.
         ends: where documents end, counted from the first of these tokens.
-        text_bytes: size of the texts in UTF-8, counting one byte per separator, and none for conversations.
+        text_bytes: size of the texts in UTF-8, counting one byte per end, none per begin, and none for conversations.
         texts_sha256: digest of the texts.
         mask: whether each token counts in the loss; None if all do.
     """
@@ -54,27 +55,28 @@ class Encoded:
 def encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
     """Encode the texts of a batch."""
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
-    separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype)
-    nothing = separator[:0]
     conversations = _encode_conversations(batch)
-    texts = iter(tokenizer.encode_batch([text for text in batch.texts if isinstance(text, str)]))
+    written = [text for text in batch.texts if isinstance(text, str)]
+    framing = tokenizer.framing if written else Framing()
+    begin, end, nothing = (np.array(ids, dtype=dtype) for ids in (framing.begin, framing.end, ()))
+    texts = iter(tokenizer.encode_batch(written))
     arrays: list[Tokens] = []
     masks: list[NDArray[np.bool_]] = []
     text_bytes = 0
-    data = _data(batch)
-    for number, (one, is_end) in enumerate(zip(data, batch.is_end, strict=True)):
+    data, starts = _data(batch), [not batch.goes_on, *batch.is_end[:-1]]
+    for number, (one, is_start, is_end) in enumerate(zip(data, starts, batch.is_end, strict=True)):
         chat = conversations.get(number)
         if chat is None:
-            arrays += [next(texts), separator if is_end else nothing]
-            text_bytes += len(one) + len(separator) * is_end
+            arrays += [begin if is_start else nothing, next(texts), end if is_end else nothing]
+            text_bytes += len(one) + (is_end and len(end) > 0)
         else:
-            arrays += [chat.ids, nothing]
+            arrays += [nothing, chat.ids, nothing]
         if conversations:
-            masks.append(np.ones(len(arrays[-2]) + len(arrays[-1]), dtype=np.bool_) if chat is None else chat.counts)
+            masks.append(np.ones(sum(map(len, arrays[-3:])), dtype=np.bool_) if chat is None else chat.counts)
     lengths = np.fromiter(map(len, arrays), dtype=np.uint64, count=len(arrays))
     return Encoded(
         tokens=np.concatenate(arrays).astype(dtype, copy=False),
-        ends=np.cumsum(lengths, dtype=np.uint64)[1::2][np.array(batch.is_end)],
+        ends=np.cumsum(lengths, dtype=np.uint64)[2::3][np.array(batch.is_end)],
         text_bytes=text_bytes,
         texts_sha256=_digest(data, batch.is_end),
         mask=np.concatenate(masks) if masks else None,

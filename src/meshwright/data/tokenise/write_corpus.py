@@ -22,7 +22,8 @@ from meshwright.data.token_cache import CorpusMetadata
 from meshwright.data.tokenise.batches import batches
 from meshwright.data.tokenise.encode import Encoded, encode_in_order
 from meshwright.data.tokenise.parts import Parts
-from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer, token_dtype
+from meshwright.data.tokenise.special_tokens import Framing
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import counted
@@ -32,34 +33,33 @@ SPLITS = ("training", "validation")
 _log = get_logger(__name__)
 
 
-def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: str, parts: Path) -> CorpusMetadata:
-    """Write the tokens of all documents, training split first, each text followed by a separator, and then the loss
-    mask, if there may be conversations, and the documents' ends.
+def write_corpus(
+    file: BinaryIO, found: TextSource, tokenizer: Tokenizer, *, source: str, parts: Path
+) -> CorpusMetadata:
+    """Write the tokens of all documents, training split first, each text framed by the tokenizer's begin and end, and
+    then the loss mask, if there may be conversations, and the documents' ends.
 
     Args:
         file: file to write to.
         found: the texts.
-        tokenizer: `data.tokenizer`.
+        tokenizer: the tokenizer.
         source: `data.source`, for messages.
         parts: folder in which finished parts are kept until the corpus is complete.
 
     Raises:
-        DataError: a split is empty, a text can't be read, or the tokenizer can't be opened or fails.
+        DataError: a split is empty, a text can't be read, or the tokenizer fails.
     """
-    opened = open_tokenizer(tokenizer)
-    dtype = token_dtype(opened.vocab_size).newbyteorder("<")
-    fingerprint = Fingerprint(dtype)
+    dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
+    fingerprint, is_bytes = Fingerprint(dtype), isinstance(tokenizer, ByteTokenizer)
     left_out = LeftOut()
-    counts: list[int] = []
-    num_documents: list[int] = []
+    counts, num_documents = list[int](), list[int]()
     ends = array("Q")  # Of all documents: far smaller than the list of files.
     mask = None if found.chat is None else MaskWriter()
-    text_bytes = 0
     for split, texts in zip(SPLITS, found.splits(left_out), strict=True):
         start = sum(counts)
         counts.append(0)
         text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
-        for encoded in _encoded(texts, opened, None if tokenizer == BYTES else Parts(parts, split)):
+        for encoded in _encoded(texts, tokenizer, None if is_bytes else Parts(parts, split)):
             file.write(encoded.tokens.data)
             fingerprint.update(encoded.tokens)
             ends.frombytes((encoded.ends + np.uint64(start + counts[-1])).tobytes())
@@ -73,12 +73,13 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
     num_train, num_validation = counts
+    framing = Framing() if found.chat is not None else tokenizer.framing
     metadata = CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
         num_validation=num_validation,
         payload_bytes=sum(counts) * dtype.itemsize + mask_bytes + writer.num_bytes,
-        vocab_size=opened.vocab_size,
+        vocab_size=tokenizer.vocab_size,
         validation_text_bytes=text_bytes,
         num_skipped=len(left_out.files),
         num_empty=left_out.empty.count,
@@ -88,6 +89,8 @@ def write_corpus(file: BinaryIO, found: TextSource, tokenizer: str, *, source: s
         ends_fingerprint=writer.fingerprint(),
         mask_bytes=mask_bytes,
         mask_fingerprint=mask_fingerprint,
+        framing=framing.text,
+        has_begin=bool(framing.begin),
     )
     return metadata if found.chat is None else _of_conversations(metadata, found.chat)
 

@@ -10,7 +10,7 @@ import difflib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -57,8 +57,9 @@ class OtherWeights(Protocol):
     def model_type(self) -> str | None:
         """Value of `model_type` in the format's config.json; None for any."""
 
-    def export(self, checkpoint: Path, out: Path, *, merge: bool = False) -> Any:
-        """Export a checkpoint's weights to a directory in this format; with `merge`, with its adapters merged."""
+    def export(self, checkpoint: Path, out: Path, *, merge: bool = False, dtype: str | None = None) -> Sequence[str]:
+        """Export a checkpoint's weights to a directory in this format, with `merge`, with its adapters merged, in
+        torch's `dtype` or that of the weights that training started from; return notes for people."""
 
     def load(self, source: Path, root: Path) -> Any:
         """Import a directory in this format as a checkpoint at step 0."""
@@ -109,6 +110,10 @@ class Family(ABC):
     def other_weights(self) -> OtherWeights | None:
         """Return the importer and exporter for an external weight format, or None."""
         return None
+
+    def files_to_keep(self, f: RunFacts) -> Mapping[str, bytes]:
+        """Return files, by name, that checkpoints carry for exports, besides the tokenizer of the data."""
+        return {}
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run a stage's forward; `inputs` are the model's inputs or the previous stage's output."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,5 +38,13 @@ class Computed:
     compute: Callable[[], Tensor]
 
 
-Fill = Normal | Uniform | Constant | Computed
+@dataclass(frozen=True)
+class Stored:
+    """Values in a file, of which a rank reads no more than its shard."""
+
+    read: Callable[[Sequence[slice] | None], Tensor]
+    """Returns a region of the full tensor, given one slice with start and stop per dim; for None, all of it."""
+
+
+Fill = Normal | Uniform | Constant | Computed | Stored
 ZEROS, ONES = Constant(0.0), Constant(1.0)

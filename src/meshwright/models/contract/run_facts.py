@@ -22,7 +22,9 @@ class DataFacts:
     packing: str
     """Kind of samples of text: none or documents."""
     separator: int | None
-    """Last token of each document of a token file."""
+    """Last token of each document: of a token file; of text, in place of what the tokenizer declares."""
+    bos: str
+    """Beginning of each document of text: auto, as the tokenizer frames it, or none."""
     text_field: str | None
     """Field that is the text of each record of JSON lines, Parquet or a saved dataset."""
     chat_field: str | None

@@ -72,6 +72,7 @@ UNUSED_KEYS = {
     "data.token_dtype": "text",
     "data.packing": "text",
     "data.separator": "text",
+    "data.bos": "text",
     "data.text_field": "text",
     "data.chat_field": "text",
     "data.mixture": "text",

@@ -18,6 +18,7 @@ from meshwright.models.foreign.costs import AFTER, BEFORE, count_flops, final_mo
 from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, NotSharded, Origin
 from meshwright.models.foreign.probe import TIMES, NoForward, probe
+from meshwright.models.foreign.roles import parameter_roles
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
@@ -38,12 +39,12 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     _check_scalars(model, origin)
     origin.check_probe(model, found)
     sides, stubs, blanks = _sides(model, found)
+    roles = parameter_roles(model, origin, found, last=set(sides.last))
     aliases = _aliases(model, sides)
     remove_aliases(model, aliases)
     sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
     arrange(model, found.layers_path, sides.last, sides.every)
     styles, unfit = dict[str, Style](), ""
-    found.not_split = found.not_split or origin.not_split()
     if tp > 1:
         try:
             styles = first_that_fits(model, origin, found, tp)
@@ -52,7 +53,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
-    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, seq_len, tp)
+    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, seq_len, tp)
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
     if tp > 1 and apart:
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
@@ -149,11 +150,13 @@ class _Deriver:
         stubs: dict[str, tuple[int, ...]],
         blanks: list[str],
         styles: dict[str, Style],
+        roles: dict[str, Role],
         seq_len: int,
         tp: int,
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
+        self._roles = roles
         self._fills = origin.fills()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -164,7 +167,9 @@ class _Deriver:
         self._layers = list(layers)
         self._check_ties()
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
-        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model)
+        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len)
+        fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n))
+        self._packed_len = next(fitting, None) if self._not_packed else None
         self._measure(seq_len, tp)
 
     def _measure(self, seq_len: int, tp: int) -> None:
@@ -235,6 +240,7 @@ class _Deriver:
             max_len=self._max_len,
             not_split=found.not_split,
             not_packed=self._not_packed,
+            packed_len=self._packed_len,
         )
 
     def _end(
@@ -250,15 +256,8 @@ class _Deriver:
     def _parameter(self, name: str) -> ParameterFacts:
         parameter = self._model.get_parameter(name)
         first = self._names[id(parameter)][0]
-        owner = self._model.get_submodule(name.rpartition(".")[0])
-        shape = tuple(parameter.shape)
-        role = Role.VECTOR if parameter.dim() < 2 else Role.MATRIX
-        if isinstance(owner, nn.Embedding):
-            role = Role.EMBEDDING
-        elif shape[0] == self._found.vocab_size and name in self._sides.last and len(shape) == 2:
-            role = Role.HEAD
-        tied_to = None if first == name else first
-        return ParameterFacts(name, shape, role, tied_to=tied_to, frozen=first in self._frozen)
+        tied_to, shape = None if first == name else first, tuple(parameter.shape)
+        return ParameterFacts(name, shape, self._roles[name], tied_to=tied_to, frozen=first in self._frozen)
 
     def _blocks(self) -> tuple[tuple[BlockFacts, ...], tuple[str, ...]]:
         """Return the kinds of layers, and the name of each layer's kind."""
@@ -282,11 +281,8 @@ class _Deriver:
 
     def _block(self, index: int) -> BlockFacts:
         layer, prefix = self._layers[index], f"{self._found.layers_path}.{index}."
-        parameters = []
-        for name, parameter in layer.named_parameters():
-            shape = tuple(parameter.shape)
-            role = Role.VECTOR if len(shape) < 2 else Role.MATRIX
-            parameters.append(ParameterFacts(name, shape, role, frozen=prefix + name in self._frozen))
+        parameters = [self._parameter(prefix + name) for name, _ in layer.named_parameters()]
+        parameters = [replace(one, name=one.name.removeprefix(prefix)) for one in parameters]
         styles = {
             path.removeprefix(prefix.removesuffix(".")).removeprefix("."): _inside(style, prefix)
             for path, style in self._styles.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, ParameterFacts
@@ -64,17 +64,33 @@ def fill_of(structure: Structure, name: str) -> FillFacts:
     return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
 
 
-def saved_shapes(structure: Structure) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters and saved buffers by name, tied ones by their first name."""
+@dataclass(frozen=True)
+class SavedTensors:
+    """Tensors that a model's weights consist of, by name."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of parameters and saved buffers, tied ones by their first name."""
+    integers: frozenset[str]
+    """Buffers among them that aren't floating-point."""
+    ties: Mapping[str, str]
+    """Other names of tied parameters, with the first."""
+
+
+def saved_tensors(structure: Structure) -> SavedTensors:
+    """Return the parameters and saved buffers of a model."""
     parts: list[tuple[str, EndFacts | BlockFacts]] = []
     parts += [("", end) for end in (structure.first, structure.every, structure.last)]
     by_name = {block.name: block for block in structure.blocks}
     parts += [(f"{structure.layers_path}.{i}.", by_name[kind]) for i, kind in enumerate(structure.layers)]
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    integers: set[str] = set()
+    ties = dict(structure.aliases)
     for prefix, part in parts:
-        found |= {prefix + p.name: p.shape for p in part.parameters if p.tied_to is None}
-        found |= {prefix + b.name: b.shape for b in part.buffers if b.saved}
-    return found
+        ties |= {prefix + p.name: p.tied_to for p in part.parameters if p.tied_to is not None}
+        shapes |= {prefix + p.name: p.shape for p in part.parameters if p.tied_to is None}
+        shapes |= {prefix + b.name: b.shape for b in part.buffers if b.saved}
+        integers |= {prefix + b.name for b in part.buffers if b.saved and "float" not in b.dtype}
+    return SavedTensors(shapes, frozenset(integers), ties)
 
 
 def computed_names(structure: Structure) -> frozenset[str]:

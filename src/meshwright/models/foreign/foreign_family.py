@@ -58,15 +58,22 @@ class ForeignFamily(Family):
         if f.axes.pp > 1 and structure.not_split:
             what, rule = f"mesh.pp = {f.axes.pp}: {structure.not_split}", "only the stream passes between stages"
             yield Violation(LayoutError, what, "mesh.pp", rule, [{"mesh.pp": 1}])
+        if f.data.chat_field is not None and structure.not_packed:
+            what, rule = f"data.chat_field = {f.data.chat_field}: {structure.not_packed}", "conversations are packed"
+            texts = {"data.source": "stdlib", "data.chat_field": None, "data.packing": "none"}
+            model = "a model that keeps documents apart"
+            yield Violation(ConfigError, what, "data.chat_field", rule, [texts], otherwise=model)
         if f.axes.tp > 1 and f.sequence_parallel:
             key, rule = "mesh.sequence_parallel", "layers whose structure is derived take all tokens of a sample"
             yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
         if f.axes.tp > 1 and structure.not_tensor_parallel:
             what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
-            yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}])
+            smaller = [{"mesh.tp": size} for size in range(f.axes.tp - 1, 0, -1) if f.axes.tp % size == 0]
+            yield Violation(LayoutError, what, "mesh.tp", rule, smaller)
         if f.data.packing != "none" and structure.not_packed:
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
-            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}])
+            shorter = [] if structure.packed_len is None else [{"train.seq_len": structure.packed_len}]
+            yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}, *shorter])
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"

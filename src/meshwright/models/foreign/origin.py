@@ -39,6 +39,8 @@ class Origin(ABC):
     """Setting of a model that works, for errors."""
     fix_forward: ClassVar[str] = ""
     """Forward that works, for errors; as `fix` if empty."""
+    fix_samples: ClassVar[str] = ""
+    """Forward that computes samples one by one, for errors; as `fix` if empty."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -87,17 +89,17 @@ class Origin(ABC):
             ConfigError: something that is trained is not used.
         """
 
-    def not_split(self) -> str:
-        """Return a known reason why the layers can't be split over pp, or an empty string."""
-        return ""
-
     def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
         """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
         return ""
 
     @abstractmethod
-    def not_packed(self, model: nn.Module) -> str:
-        """Return why packed documents would see each other, or an empty string if they don't."""
+    def not_packed(self, model: nn.Module, seq_len: int) -> str:
+        """Return why documents packed in samples of a length would see each other, or an empty string if they don't."""
+
+    def limits(self) -> list[int]:
+        """Return the lengths past which the model may treat tokens otherwise, the largest first."""
+        return []
 
     def max_len(self, model: nn.Module) -> int | None:
         """Return the number of learned positions, or None without such a table."""

@@ -1,8 +1,8 @@
-"""Find out whether a model keeps packed documents apart, given positions that restart.
+"""Find out whether what a model computes for a sample, or a packed document, depends on those beside it.
 
 Transformers makes masks of documents from `position_ids`, in models whose attention asks for them; recurrent and
-convolutional layers, and masks of a model's own, don't. A small model shows it: what a document's tokens get must not
-depend on the document before it.
+convolutional layers, and masks of a model's own, don't. Some rotary embeddings take the frequencies of all tokens from
+the largest position among them. A small model shows it: what a document's tokens get must be what they get alone.
 
 Shapes: b batch, t time.
 """
@@ -10,38 +10,72 @@ Shapes: b batch, t time.
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
-from meshwright.errors import ConfigError
 from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.foreign.origin import Origin
 from meshwright.nn.attention.token_layout import TokenLayout
 
-LENGTHS = (11, 13)
-"""Tokens of the two documents."""
-MAX_TOKEN = 200
+MIN_LENGTH, MAX_TRIED = 16, 128
+"""Tokens of a sample that a model is tried with, at least and, if it isn't cheap, at most."""
+NOISE = 0.02
+"""Added to parameters, of which some may start at zero and hide what they multiply."""
 TOLERANCE = 1e-9
 
 
-def why_not_packed(small: Origin) -> str:
-    """Return why a model's documents see each other when they are packed; an empty string if they don't."""
+def why_not_packed(small: Origin, *, length: int) -> str:
+    """Return why documents see each other in samples of a length, or an empty string if they don't."""
+    length, third = max(length, MIN_LENGTH), max(length, MIN_LENGTH) // 3
+    # Documents below and above the model's limits, and some that begin anywhere between multiples of them.
+    documents = (3, length - 8, 5), (third, third + 1, length - 2 * third - 1)
     try:
-        difference = _difference(small)
-    except ConfigError as error:
-        return f"there is no small model to try it with: {error.what}"
+        model, ids = _model(small), _tokens(length)
+        packed = _logits(small, model, ids, TokenLayout(length, documents=documents))
+        pieces = ((x.split(lengths), y.split(lengths)) for x, y, lengths in zip(ids, packed, documents, strict=True))
+        is_apart = all(_is_alone(small, model, *one) for pair in pieces for one in zip(*pair, strict=True))
     except Exception as error:  # a forward that takes no positions, or no restarting ones
         return f"its forward takes no positions that restart ({type(error).__name__})"
-    return "" if difference <= TOLERANCE else "a document's logits depend on the document packed before it"
+    return "" if is_apart else "a document's logits depend on the documents packed beside it"
+
+
+def check_samples(origin: Origin, small: Origin, *, length: int) -> None:
+    """Check that a sample's logits don't depend on the others of its batch; what can't be tried passes.
+
+    Raises:
+        ConfigError: they do.
+    """
+    try:
+        model, ids = _model(small), _tokens(length)
+        is_apart = all(_is_alone(small, model, *one) for one in zip(ids, _logits(small, model, ids), strict=True))
+    except Exception:  # such as no kernel for float64
+        return
+    if not is_apart:
+        what = f"the logits of a sample depend on the other samples of its batch in {type(model).__name__}"
+        rule = "a layout and train.num_microbatches divide a batch, and don't change what is learned"
+        raise origin.error(what, rule, origin.fix_samples)
 
 
 @torch.no_grad()
-def _difference(origin: Origin) -> float:
-    """Return the largest difference between a document's logits packed after another one and alone."""
+def _model(origin: Origin) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = origin.build().to(torch.float64)
-        first, second = (torch.randint(3, MAX_TOKEN, (1, length)) for length in LENGTHS)
-    layout = TokenLayout(sum(LENGTHS), documents=(LENGTHS,))
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=NOISE)
+    return model
+
+
+def _tokens(length: int) -> Tensor:
+    return torch.randint(3, 32, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def _logits(origin: Origin, model: nn.Module, ids_bt: Tensor, layout: TokenLayout | None = None) -> Tensor:
     with Float64Mode():
-        packed = origin.call(model, torch.cat([first, second], 1), layout)
-        alone = origin.call(model, second)
-    return float((packed[:, LENGTHS[0] :] - alone).abs().max())
+        return origin.call(model, ids_bt, layout)
+
+
+def _is_alone(origin: Origin, model: nn.Module, ids_t: Tensor, found: Tensor) -> bool:
+    """Return whether tokens alone have the logits that were found."""
+    alone = _logits(origin, model, ids_t[None])[0]
+    return float((alone - found).abs().max()) <= TOLERANCE * max(1.0, float(alone.abs().max()))

@@ -90,5 +90,7 @@ class Structure:
     """Reason why matrices can't be sharded over tp; empty if they can."""
     not_packed: str = ""
     """Reason why packed documents would see each other; empty if they don't."""
+    packed_len: int | None = None
+    """A shorter sample in which they don't."""
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""

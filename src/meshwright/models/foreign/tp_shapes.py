@@ -153,23 +153,23 @@ def sharded(model: nn.Module, styles: Mapping[str, Style], tp: int) -> Iterator[
     original: list[tuple[nn.Module, str, nn.Parameter]] = []
     counts: list[tuple[nn.Module, int]] = []
     handles: list[Any] = []
-    for path, style in styles.items():
-        module = model.get_submodule(path)
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
-            dim = _dim(style, leaf, parameter)
-            if dim is None:
-                continue
-            if parameter.shape[dim] % tp and style.kind is not StyleKind.HEAD:
-                raise NotSharded(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
-            shape = [-(-n // tp) if d == dim else n for d, n in enumerate(parameter.shape)]
-            original.append((module, leaf, parameter))
-            setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape), requires_grad=parameter.requires_grad))
-        if style.kind is StyleKind.EXPERTS:
-            count = cast("int", module.num_experts)
-            counts.append((module, count))
-            module.num_experts = count // tp  # type: ignore[assignment]
-        handles += _gathering(module, style, tp)
     try:
+        for path, style in styles.items():
+            module = model.get_submodule(path)
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                dim = _dim(style, leaf, parameter)
+                if dim is None:
+                    continue
+                if parameter.shape[dim] % tp and style.kind is not StyleKind.HEAD:
+                    raise NotSharded(f"{path}.{leaf}: {parameter.shape[dim]} along dim {dim} is not divisible by {tp}")
+                shape = [-(-n // tp) if d == dim else n for d, n in enumerate(parameter.shape)]
+                original.append((module, leaf, parameter))
+                setattr(module, leaf, nn.Parameter(parameter.new_zeros(shape), requires_grad=parameter.requires_grad))
+            if style.kind is StyleKind.EXPERTS:
+                count = cast("int", module.num_experts)
+                counts.append((module, count))
+                module.num_experts = count // tp  # type: ignore[assignment]
+            handles += _gathering(module, style, tp)
         yield
     finally:
         for module, leaf, parameter in original:

@@ -35,7 +35,7 @@ def load_config(source: Source) -> Any:
 def original_config(source: Source) -> Any:
     """Return transformers' configuration of the text model as it is."""
     if source.fields:
-        config = _from_fields(source)
+        config = whole_config(source)
     else:
         with private.quiet():  # notes about sizes that are small on purpose
             config = tiny_config(source.model_type)
@@ -45,13 +45,22 @@ def original_config(source: Source) -> Any:
     raise not_causal(source.model_type)
 
 
-def _from_fields(source: Source) -> Any:
+def whole_config(source: Source, *, aloud: bool = False) -> Any:
+    """Return the configuration of a config.json, with parts for images or audio that it may have.
+
+    Args:
+        source: a folder or a config.json.
+        aloud: whether transformers says what it thinks of it, once a process.
+
+    Raises:
+        ConfigError: transformers has no model of this type, or refuses the configuration.
+    """
     if not private.is_known(source.model_type):
         raise not_causal(source.model_type)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(source.fields, "utf-8")
         try:
-            return private.read_config(folder)
+            return private.read_config(folder, aloud=aloud)
         except Exception as error:
             raise _no_model(source.model_type, f"{type(error).__name__}: {error}") from error
 

@@ -33,6 +33,11 @@ class HfConfig(ModelSection):
         "random",
         description="initial weights: random as the model defines them, or those in the folder of model.config",
     )
+    unused_weights: Names = Field(
+        (),
+        description="tensors of the folder that are knowingly left out, as globs over the names in the error; all "
+        "others have a place in the model, or the run is refused",
+    )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention of transformers: sdpa (PyTorch's kernels), or eager; auto takes the model's own"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from math import prod, sqrt
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import OtherWeights
-from meshwright.models.contract.initial_values import ZEROS, Computed, Fill, Uniform
+from meshwright.models.contract.initial_values import ZEROS, Fill, Stored, Uniform
 from meshwright.models.contract.model_facts import ModelFacts
-from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.foreign.description import parameter_of, saved_shapes
+from meshwright.models.contract.run_facts import DataFacts, RunFacts
+from meshwright.models.foreign.description import parameter_of, saved_tensors
 from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from meshwright.models.hf.origin import TransformersModel
+    from meshwright.models.hf.pretrained import Pretrained
 
 
 class HfFamily(ForeignFamily):
@@ -69,6 +70,10 @@ class HfFamily(ForeignFamily):
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
+        if _section(f).unused_weights and _section(f).weights == "random":
+            what, rule = "model.unused_weights is set, but model.weights = random", "only a folder has such weights"
+            fixes: list[dict[str, Any]] = [{"model.weights": "folder"}, {"model.unused_weights": ()}]
+            yield Violation(ConfigError, what, "model.unused_weights", rule, fixes)
         if (folder := _forgotten_tokenizer(f)) is not None:
             what, rule = f"data.tokenizer = bytes, but {folder} has a tokenizer", "weights go on with their own tokens"
             yield Violation(ConfigError, what, "data.tokenizer", rule, [{"data.tokenizer": str(folder)}])
@@ -108,19 +113,22 @@ class HfFamily(ForeignFamily):
 
         return TransformersWeights()
 
+    def files_to_keep(self, f: RunFacts) -> Mapping[str, bytes]:
+        """Return the folder's settings of generation, and its tokenizer if the data is tokens."""
+        from meshwright.models.hf.export import files_of_folder
+
+        folder = _source(_section(f)).folder
+        return {} if folder is None else files_of_folder(folder, is_tokens=_has_only_tokens(f.data))
+
     def initial(self, f: RunFacts, name: str) -> Fill:
         """Return the values of the folder's weights, or those that the model's own rules give."""
-        folder, structure, lora = _source(_section(f)).folder, structure_of(f), _lora(f)
+        lora, weights = _lora(f), pretrained(f)
         if lora is not None and is_adapter(name):
-            width = parameter_of(structure, name).shape[1]
+            width = parameter_of(structure_of(f), name).shape[1]
             return ZEROS if lora.zero_init and SECOND in name else Uniform(1 / sqrt(width))  # as a linear layer's
-        names = frozenset(_saved_shapes(structure))
         name = name if lora is None else original_name(name)
-        if _section(f).weights == "folder" and folder is not None and name in names:
-            from meshwright.models.hf.pretrained import read_pretrained
-
-            cache_dir = f.data.cache_dir
-            return Computed(lambda: read_pretrained(folder, name, names, cache_dir=cache_dir))
+        if weights is not None and name in weights.wanted.shapes:
+            return Stored(partial(weights.read, name))
         return super().initial(f, name)
 
     def compute(self, f: RunFacts, name: str) -> Tensor:
@@ -135,17 +143,28 @@ class HfFamily(ForeignFamily):
 
     def open_data(self, f: RunFacts) -> Any:
         """Open the text of the `data` section, and check the folder's weights if the run starts from them."""
-        text, folder = super().open_data(f), _source(_section(f)).folder
-        if _section(f).weights == "folder" and folder is not None:
-            from meshwright.models.hf.pretrained import check_pretrained
-
-            check_pretrained(folder, _saved_shapes(structure_of(f)), cache_dir=f.data.cache_dir)
+        text, weights = super().open_data(f), pretrained(f)
+        if weights is not None:
+            weights.check()
         return text
 
 
-def _saved_shapes(structure: Structure) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the model's own parameters and saved buffers by name, adapters aside."""
-    return {original_name(name): shape for name, shape in saved_shapes(structure).items() if not is_adapter(name)}
+def pretrained(f: RunFacts) -> Pretrained | None:
+    """Return the weights of a run's folder, the same each time in a process; None if it starts without."""
+    if _section(f).weights != "folder" or _source(_section(f)).folder is None:
+        return None
+    return _pretrained(_section(f), _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+
+
+@lru_cache(maxsize=4)
+def _pretrained(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None) -> Pretrained:
+    from meshwright.models.hf.pretrained import Pretrained
+
+    found = saved_tensors(_structure(section, lora, seq_len, tp, cache_dir))
+    own = {original_name(name): shape for name, shape in found.shapes.items() if not is_adapter(name)}
+    source, wanted = _source(section), replace(found, shapes=own)
+    assert source.folder is not None
+    return Pretrained(source.folder, source, wanted, section.unused_weights, cache_dir)
 
 
 def _section(f: RunFacts) -> HfConfig:
@@ -167,13 +186,19 @@ def _forgotten_tokenizer(f: RunFacts) -> Path | None:
     folder = _source(section).folder
     if section.weights != "folder" or folder is None:
         return None
-    from meshwright.data.token_files import is_token_file
     from meshwright.data.tokenizer import BYTES, TOKENIZER
-    from meshwright.models.tasks.text_sources import all_sources
 
     if data.tokenizer != BYTES or not (folder / TOKENIZER).is_file():
         return None
-    return None if all(is_token_file(one.source) for one in all_sources(data)) else folder
+    return None if _has_only_tokens(data) else folder
+
+
+def _has_only_tokens(data: DataFacts) -> bool:
+    """Return whether all training data are token files, which say no tokenizer."""
+    from meshwright.data.token_files import is_token_file
+    from meshwright.models.tasks.text_sources import all_sources
+
+    return all(is_token_file(one.source) for one in all_sources(data))
 
 
 @lru_cache(maxsize=64)
@@ -199,7 +224,10 @@ def _structure(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int
 
     def derive() -> Structure:
         from meshwright.models.foreign.derive import derive_structure
+        from meshwright.models.hf.build_model import whole_config
 
+        if source.fields:
+            whole_config(source, aloud=True)  # here alone, or each rank would repeat it
         return derive_structure(_origin(section, lora), seq_len=seq_len, tp=tp)
 
     versions = {"transformers": transformers_version(), "torch": version("torch")}

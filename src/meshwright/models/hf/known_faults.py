@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-NOT_SPLIT: Mapping[str, str] = {}
-"""Model types whose layers can't be split over pp."""
 PLAN_UNFIT = (
     "dbrx",  # experts are modules of their own inside a stack of parameters
     "dots3_note_text",  # parameters that it leaves replicated get partial gradients

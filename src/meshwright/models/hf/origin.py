@@ -5,6 +5,7 @@ Shapes: b batch, t time, v vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,17 +17,18 @@ from torch import Tensor, nn
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import Origin, restarting_positions
-from meshwright.models.foreign.packing import why_not_packed
+from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards
 from meshwright.models.hf import private
 from meshwright.models.hf.build_model import build_model, load_config
 from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.known_faults import NOT_SPLIT, PLAN_UNFIT
+from meshwright.models.hf.known_faults import PLAN_UNFIT
 from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter_styles
 from meshwright.models.hf.lora_names import is_adapter
 from meshwright.models.hf.source import KEY, Source
+from meshwright.models.hf.tiny_config import limits_of, shrunken_config
 from meshwright.models.hf.tp_styles import tp_styles
 from meshwright.nn.attention.token_layout import TokenLayout
 
@@ -91,10 +93,30 @@ class TransformersModel(Origin):
         return replace(self, lora=None)
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:
-        """Check that the output depends on every adapter, and freeze the rest."""
+        """Check that samples are computed one by one, that the output depends on every adapter, and freeze the rest."""
+        self._check_loss(model, found.time)
+        if (small := self._shrunken(found.time, found.time)) is not None:
+            check_samples(self, small, length=found.time)
         if self.lora is not None:
             check_called(model, found.unused)
             found.frozen |= {name for name, _ in model.named_parameters() if not is_adapter(name)}
+
+    def _check_loss(self, model: nn.Module, time: int) -> None:
+        """Check that the model's own forward adds nothing to the loss, as those of mixtures can: it is not trained."""
+        config = self.config
+        weights = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', config.to_json_string(use_diff=False))
+        name, weight = next(((name, weight) for name, weight in weights if float(weight)), ("", ""))
+        wanted = bool(getattr(config.get_text_config(), "output_router_logits", False))
+        try:
+            ids = torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device)
+            adds = bool(name) and private.adds_to_loss(model, ids)
+        except Exception:  # such as an operator without a kernel for the meta device
+            adds = wanted
+        if adds:
+            what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
+            rule = "only the loss of the next token is trained: one over all tokens of a batch depends on its division"
+            setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
+            raise self.error(what, rule, f"{setting} in {self.source.folder or self.source.model_type}/config.json")
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
         """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""
@@ -110,13 +132,28 @@ class TransformersModel(Origin):
             yield tp_styles(model, plan, config)
         yield from feed_forwards(model, width, private.transposed_linear())
 
-    def not_split(self) -> str:
-        """Return the reason that the catalogue has shown."""
-        return NOT_SPLIT.get(self.config.model_type, "")
+    def not_packed(self, model: nn.Module, seq_len: int) -> str:
+        """Return why documents see each other in this model, built small."""
+        longest = min(seq_len, MAX_TRIED)
+        small = self._shrunken(seq_len, longest)
+        return "it can't be built small, to try it" if small is None else why_not_packed(small, length=longest)
 
-    def not_packed(self, model: nn.Module) -> str:
-        """Return why documents see each other in a small model of the type."""
-        return why_not_packed(TransformersModel(Source(self.config.model_type)))
+    def limits(self) -> list[int]:
+        """Return the limits of positions, windows and chunks in its configuration."""
+        return limits_of(self.config)
+
+    def _shrunken(self, seq_len: int, longest: int) -> TransformersModel | None:
+        """Return the model with tiny sizes, whose limits are to `longest` tokens as its own are to `seq_len`; None if
+        its sizes then don't fit each other."""
+        try:
+            with private.quiet():
+                small = shrunken_config(self.config, seq_len=seq_len, longest=longest)
+            source = Source(small.model_type, fields=small.to_json_string(use_diff=False))
+            made = TransformersModel(source, self.attention)
+            made.build()
+        except Exception:  # whatever their classes raise
+            return None
+        return made
 
     def max_len(self, model: nn.Module) -> int | None:
         """Return the rows of a table of learned positions, of which a model may add some for padding."""

@@ -1,103 +1,233 @@
 """Weights of a model's folder, as initial values by name.
 
-Tensors are read from the folder's safetensors by the model's own names, each when it is needed. Where transformers
-stores a model otherwise than it computes, as experts one by one, it converts them once, into the cache.
+Each rank reads its shards of tensors from safetensors with the names of the model's parameters. These are the folder's
+own, unless its tensors are quantised, or transformers stores a model otherwise than it computes, as experts one by one:
+then they are converted once, into the cache. Each tensor of the folder is used, or named before processes start.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from functools import lru_cache
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import reduce
+from os.path import commonprefix
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.safetensors_file import open_tensors
+from meshwright.checkpoint.safetensors_file import open_tensors, read_slices
 from meshwright.data.cache_directory import preferred_directory, writable_directory
 from meshwright.data.cache_file import atomic_write, build_lock
 from meshwright.errors import CheckpointError
 from meshwright.log import get_logger
+from meshwright.models.foreign.description import SavedTensors
 from meshwright.models.hf import private
-from meshwright.models.hf.source import transformers_version
-from meshwright.models.huggingface.weight_files import open_weights, weight_file
+from meshwright.models.hf.build_model import whole_config
+from meshwright.models.hf.quantised import BY_TRANSFORMERS, dequantised, refusal
+from meshwright.models.hf.quantised import FIX as NOT_QUANTISED
+from meshwright.models.hf.source import Source, transformers_version
+from meshwright.models.huggingface.weight_files import TRAINABLE, find_files, open_weights
+from meshwright.settings.violation import format_fix
+from meshwright.units import counted
+
+COMPLETE = "model.weights=random, or the complete folder (hf download)"
+NOT_READ = "not read of the weights in %s: %s"
+UNUSED = "model.unused_weights"
+SCALE = re.compile(r"(_scale(_inv)?|\.scales?|_scale_2|\.qzeros|\.g_idx|_packed|_absmax|\.absmax|\.quant_\w+.*|\.SCB)$")
+"""Names beside quantised weights."""
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 _log = get_logger(__name__)
 
 
-def read_pretrained(folder: Path, name: str, names: frozenset[str], *, cache_dir: str | None) -> Tensor:
-    """Return a tensor of a folder's weights by its name in the model.
+@dataclass
+class Pretrained:
+    """Weights of a model's folder.
 
-    Args:
-        folder: folder with safetensors.
-        name: name of a parameter or saved buffer.
-        names: names of all of them, by which the folder's are judged.
+    Attributes:
+        folder: the folder.
+        source: its config.json.
+        wanted: the tensors of the model.
+        unused: globs over names of tensors that are knowingly left out.
         cache_dir: directory of converted weights.
-
-    Raises:
-        CheckpointError: the folder has no safetensors, or lacks a tensor.
+        bytes_read: size of the tensors and slices that this process has read. Of a slice of columns, only these are
+            copied, but an operating system reads files by pages.
     """
-    path = _converted(folder, names, cache_dir) or weight_file(folder, name)
-    with open_tensors(path) as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor
+
+    folder: Path
+    source: Source
+    wanted: SavedTensors
+    unused: Sequence[str]
+    cache_dir: str | None
+    bytes_read: int = 0
+    _files: Mapping[str, Path] = field(default_factory=dict)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor:
+        """Return a region of a tensor by its name in the model.
+
+        Args:
+            name: name of a parameter or saved buffer.
+            index: one slice with start and stop per dim; None for the full tensor.
+
+        Raises:
+            CheckpointError: as in `check`.
+        """
+        if not self._files:
+            self.check()
+        with open_tensors(self._files[name]) as file:
+            tensor: Tensor = file.get_tensor(name) if index is None else read_slices(file, name, tuple(index))
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+    def check(self) -> None:
+        """Check that each parameter has its values and each tensor of the folder its place, after converting them if
+        they need it. One process of a machine does, once for a state of the folder.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a tensor is missing, of another shape or dtype, or one of
+                which the model has no use.
+        """
+        if not any(self.folder.glob("*.safetensors")) and not any(self.folder.glob("*.bin")):
+            raise self._misfit("the folder has no weights")
+        directory = writable_directory(preferred_directory(self.cache_dir))
+        converted, checked = (directory / f"weights-{self._state()}.{end}" for end in ("safetensors", "checked"))
+        if not (converted.is_file() or checked.is_file()):
+            with build_lock(converted), open_weights(self.folder) as stored:
+                if not (converted.is_file() or checked.is_file()):
+                    self._prepare(stored, converted, checked)
+        is_converted = converted.is_file()
+        self._files = dict.fromkeys(self.wanted.shapes, converted) if is_converted else find_files(self.folder)
+
+    def _state(self) -> str:
+        """Return a hash of all that determines whether and how the weights fit."""
+        paths = sorted(self.folder.glob("*.safetensors*"))
+        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        wanted = sorted(self.wanted.shapes.items()), sorted(self.wanted.ties.items())
+        state = transformers_version(), self.source.fields, self.source.quantization, files, wanted, self.unused
+        return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
+
+    def _prepare(self, stored: Mapping[str, Tensor], converted: Path, checked: Path) -> None:
+        """Compare a folder's tensors with the model's, and write them to a file if they can't be read as they are."""
+        shapes, ties = self.wanted.shapes, self.wanted.ties
+        plain = dequantised(stored, self.source.quantization, where=str(self.folder))
+        usable = {name: tensor for name, tensor in plain.items() if self._is_number(name, tensor)}
+        odd = {name: tensor.dtype for name, tensor in plain.items() if name not in usable}
+        if needed := odd.keys() & shapes.keys():
+            raise self._odd(min(needed), odd)
+        if all(usable.get(name) is stored.get(name, 0) and usable[name].shape == shapes[name] for name in shapes):
+            twice = {name: to for name, to in ties.items() if name in usable}
+            same = {name for name, to in twice.items() if torch.equal(usable[name], usable[to].to(usable[name].dtype))}
+            self._check_placed(usable.keys() - shapes.keys() - same, odd)
+            checked.touch()
+            return
+        _log.info("converting the weights of %s to the names of transformers %s", self.folder, transformers_version())
+        loaded = self._load(usable, odd)
+        apart = {name for name, to in ties.items() if loaded.tensors.get(name) is not loaded.tensors.get(to)}
+        self._check_placed(loaded.unexpected | apart, odd)
+        self._check_complete(_expert_gaps(usable), odd)
+        if others := loaded.tensors.keys() - shapes.keys() - ties.keys():
+            found = counted(len(others), "tensor")
+            _log.warning(NOT_READ, self.folder, f"{found} beside the text model, such as {min(others)}")
+        with atomic_write(converted) as file:
+            save_file({name: loaded.tensors[name].detach().cpu().contiguous() for name in shapes}, file.name)
+
+    def _is_number(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a tensor's elements are values of a parameter, or transformers makes such of them."""
+        if self.source.quantization.get("quant_method") == BY_TRANSFORMERS and name.endswith(("_blocks", "_scales")):
+            return True
+        return tensor.dtype in TRAINABLE or name in self.wanted.integers
+
+    def _load(self, tensors: Mapping[str, Tensor], odd: Mapping[str, torch.dtype]) -> private.LoadedWeights:
+        """Return the parameters as transformers loads them, each with values of the folder."""
+        shapes, config = self.wanted.shapes, whole_config(self.source)
+        if self.source.quantization.get("quant_method") == BY_TRANSFORMERS:
+            config.quantization_config = {**self.source.quantization, "dequantize": True}
+        dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
+        misfit = "{} of shape {}, but the model has {}"
+        try:
+            loaded = private.load_weights(config, tensors, dtype=reduce(torch.promote_types, dtypes))
+        except Exception as error:  # of whatever kind
+            due = {name: shapes.get(self.wanted.ties.get(name, name)) for name in tensors}
+            others = [(n, tuple(tensors[n].shape), due[n]) for n in due if due[n] not in (None, tensors[n].shape)]
+            self._check_complete(_expert_gaps(tensors) + [misfit.format(*one) for one in others], odd)
+            reason = " ".join(str(error).split())[:200]
+            raise self._misfit(f"transformers can't load the weights: {type(error).__name__}: {reason}") from error
+        missing = loaded.missing & shapes.keys() | shapes.keys() - loaded.tensors.keys()
+        self._check_complete([f"no {n}" for n in sorted(missing)] + [misfit.format(*n) for n in loaded.mismatched], odd)
+        return loaded
+
+    def _check_complete(self, misfits: Sequence[str], odd: Mapping[str, torch.dtype]) -> None:
+        """Check that no parameter is without values, which those of another kind may be meant for."""
+        if misfits and odd:
+            raise self._odd(next((name for name in sorted(odd) if f"no {name}" in misfits), min(odd)), odd)
+        if misfits:
+            more = f" ({len(misfits) - 1} more like it)" if len(misfits) > 1 else ""
+            raise self._misfit(f"the weights have {misfits[0]}{more}")
+
+    def _check_placed(self, names: set[str], odd: Mapping[str, torch.dtype]) -> None:
+        """Check that tensors without a place in the model are left out knowingly, and say what transformers ignores."""
+        others = {path.name for path in self.folder.glob("*.safetensors")}
+        others -= {path.name for path in find_files(self.folder).values()}
+        names = names | odd.keys() | others
+        unmatched = [glob for glob in self.unused if not any(fnmatchcase(name, glob) for name in names)]
+        if unmatched:
+            fix = format_fix({UNUSED: [glob for glob in self.unused if glob not in unmatched]})
+            raise self._misfit(f"{UNUSED} has {unmatched[0]}, but no tensor without a place has such a name", fix)
+        names = {name for name in names if not any(fnmatchcase(name, glob) for glob in self.unused)}
+        ignored = private.ignored_names(whole_config(self.source), names) if names else set()
+        if ignored := ignored | {name for name in names & others if not name.startswith("adapter")}:
+            more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+            _log.warning(NOT_READ, self.folder, ", ".join(sorted(ignored)[:3]) + more)
+        if names - ignored:
+            raise self._without_place(sorted(names - ignored), odd)
+
+    def _without_place(self, names: list[str], odd: Mapping[str, torch.dtype]) -> CheckpointError:
+        scale = next((name for name in names if SCALE.search(name)), None)
+        if scale is not None and not self.source.quantization:
+            what = f"{scale} belongs to quantised weights, but config.json has no quantization_config"
+            return refusal(what, str(self.folder), f"config.json as it was published, {NOT_QUANTISED}")
+        if first := next((name for name in names if name in odd), None):
+            return self._odd(first, odd)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        fix = format_fix({UNUSED: _globs(names)}) + " to leave out what is named"
+        if names[0] in self.wanted.ties:
+            what = f"{names[0]} differs from {self.wanted.ties[names[0]]}, to which config.json ties it"
+            return self._misfit(what, f"tie_word_embeddings false in config.json to keep both, or {fix}")
+        return self._misfit(f"the model of config.json has no place for {names[0]}{more} of the folder", fix)
+
+    def _odd(self, name: str, odd: Mapping[str, torch.dtype]) -> CheckpointError:
+        lacks = "has no scale beside it" if self.source.quantization else "config.json has no quantization_config"
+        what = f"{name} is stored as {str(odd[name]).removeprefix('torch.')}, and {lacks}"
+        return refusal(what, str(self.folder), NOT_QUANTISED)
+
+    def _misfit(
+        self, what: str, fix: str = "model.weights=random, or the complete folder (hf download)"
+    ) -> CheckpointError:
+        rule = "with model.weights = folder, its tensors are the parameters of its config.json, each and no others"
+        return CheckpointError(what, where=f"model.weights, {self.folder}", rule=rule, fix=fix)
 
 
-def check_pretrained(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, cache_dir: str | None) -> None:
-    """Check that a folder's weights are complete and of the model's shapes, after converting them if they need it.
-
-    Args:
-        folder: folder with safetensors.
-        shapes: shapes of the parameters and saved buffers, by name.
-        cache_dir: directory of converted weights.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing or has another shape.
-    """
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise _unfit(folder, "the folder has no weights")
-    if _converted(folder, frozenset(shapes), cache_dir) is not None:
-        return  # transformers has compared them
-    with open_weights(folder) as weights:
-        for name, shape in shapes.items():
-            found = tuple(weights[name].shape)
-            if found != shape:
-                raise _unfit(folder, f"the weights have {name} of shape {found}, but the model has {shape}")
+def _expert_gaps(names: Iterable[str]) -> list[str]:
+    """Return what is missing where experts are stored one by one, numbered from 0, and most have it: transformers
+    stacks those that are there."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    having: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for match in filter(None, map(EXPERT.fullmatch, names)):
+        numbers[match[1]].add(int(match[2]))
+        having[match[1], match[3]].add(int(match[2]))
+    due = {path: set(range(max(found) + 1)) for path, found in numbers.items()}
+    most = {one: found for one, found in having.items() if 2 * len(found) > len(numbers[one[0]])}
+    return sorted(f"no {path}{i}{part}" for (path, part), found in most.items() for i in due[path] - found)
 
 
-def _unfit(folder: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        what,
-        where=f"model.weights, {folder}",
-        rule="with model.weights = folder, its weights have a tensor for each parameter of its config.json",
-        fix="model.weights=random, or the complete folder (hf download)",
-    )
-
-
-@lru_cache(maxsize=4)
-def _converted(folder: Path, names: frozenset[str], cache_dir: str | None) -> Path | None:
-    """Return the file of converted weights, or None if the folder's own have the model's names."""
-    with open_weights(folder) as weights:
-        if names <= weights.keys():
-            return None
-    files = sorted(path for glob in ("config.json", "*.safetensors") for path in folder.glob(glob))
-    state = [transformers_version(), *(f"{f.resolve()} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files)]
-    name = f"weights-{hashlib.sha256(str(state).encode()).hexdigest()[:32]}.safetensors"
-    path = writable_directory(preferred_directory(cache_dir)) / name
-    with build_lock(path):  # all ranks come here, and one of a machine converts
-        if not path.is_file():
-            _log.info("converting the weights of %s to the names of transformers %s", folder, transformers_version())
-            with atomic_write(path) as file:
-                _convert(folder, names, Path(file.name))
-    return path
-
-
-def _convert(folder: Path, names: frozenset[str], out: Path) -> None:
-    try:
-        unfit = private.convert_weights(folder, names, out)
-    except Exception as error:  # of whatever kind
-        reason = " ".join(str(error).split())[:200]
-        raise _unfit(folder, f"transformers can't load the weights: {type(error).__name__}: {reason}") from error
-    if unfit:
-        more = f" ({len(unfit) - 1} more like it)" if len(unfit) > 1 else ""
-        raise _unfit(folder, f"the weights have {unfit[0]}{more}")
+def _globs(names: Sequence[str]) -> list[str]:
+    """Return a few globs that match all names: those without numbers of layers, or what all begin with."""
+    found = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names})
+    return found if len(found) <= 4 else [f"{commonprefix(names)}*"]

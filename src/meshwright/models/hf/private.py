@@ -10,9 +10,10 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
@@ -52,11 +53,12 @@ def text_config_class(config: type[Any]) -> type[Any]:
     return type(config().text_config)
 
 
-def read_config(folder: str) -> Any:
-    """Return the configuration in a folder."""
+def read_config(folder: str, *, aloud: bool) -> Any:
+    """Return the configuration in a folder; with `aloud`, transformers may say what it thinks of it."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    with nullcontext() if aloud else quiet():
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
@@ -219,6 +221,25 @@ def logits(out: Any) -> Any:
     return out.logits if hasattr(out, "logits") else out[0]
 
 
+def adds_to_loss(model: Any, ids: Any) -> bool:
+    """Return whether a model's own forward adds something to the loss of its labels, such as that of a router."""
+    import torch
+
+    losses: list[torch.Tensor] = []
+
+    def loss_of_labels(*args: Any, **kwargs: Any) -> torch.Tensor:
+        losses.append(torch.zeros((), device=ids.device))
+        return losses[-1]
+
+    model._loss_function = loss_of_labels
+    try:
+        with torch.no_grad(), on_meta() if ids.is_meta else nullcontext():
+            out = model(input_ids=ids, labels=ids, use_cache=False, return_dict=True)
+    finally:
+        del model._loss_function
+    return bool(losses) and (out.loss is not losses[-1] or losses[-1]._version > 0)
+
+
 @cache
 def transposed_linear() -> type[Any]:
     """Return GPT-2's linear layer, whose weight [d, e] is transposed, with widths taken from its weight, which may be a
@@ -232,35 +253,69 @@ def transposed_linear() -> type[Any]:
     return TransposedLinear
 
 
-def convert_weights(folder: Path, names: Iterable[str], out: Path) -> list[str]:
-    """Load a folder's weights, and write them as one file of safetensors with the names of the model's parameters.
+class LoadedWeights(NamedTuple):
+    """A model's tensors as transformers loads them, and its report, by names in the text model."""
+
+    tensors: dict[str, Any]
+    """Parameters and saved buffers, tied ones by all their names."""
+    missing: set[str]
+    """Names that transformers filled by the model's own rules."""
+    unexpected: set[str]
+    """Names that the model doesn't have; those that it declares as ignored, too."""
+    mismatched: list[tuple[str, Any, Any]]
+    """Name, shape of the weights and shape of the model."""
+
+
+def load_weights(config: Any, tensors: Mapping[str, Any], *, dtype: Any) -> LoadedWeights:
+    """Load stored tensors into a model, converted to the names and forms that it computes with.
 
     Args:
-        folder: folder of the model, or of one with images or audio whose text model it is.
-        names: names of the text model's parameters and saved buffers.
-        out: file to write.
-
-    Returns:
-        What the folder lacks or has in another shape; if there is any, nothing is written.
+        config: configuration of the model, or of one with images or audio whose text model it is.
+        tensors: the stored tensors by name.
+        dtype: dtype of floating-point ones, wide enough for all.
     """
-    from safetensors.torch import save_file
-
     with quiet():
-        from transformers import AutoModelForCausalLM
+        from transformers import PreTrainedModel
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    model, found = loaded
-    tensors = {_text_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    filled = {_text_name(name) for name in found["missing_keys"]}  # at random
-    unfit = [f"no {name}" for name in sorted(names) if name in filled or name not in tensors]
-    unfit += [
-        f"{name} of shape {tuple(a)}, but the model has {tuple(b)}" for name, a, b in sorted(found["mismatched_keys"])
-    ]
-    if not unfit:
-        save_file({name: tensors[name].detach().contiguous() for name in names}, out)
-    return unfit
+        kind, config = _model_class(config)
+        adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+        PreTrainedModel._adjust_missing_and_unexpected_keys = lambda self, loading_info: None  # type: ignore[method-assign]
+        try:
+            model, found = kind.from_pretrained(
+                None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        finally:
+            PreTrainedModel._adjust_missing_and_unexpected_keys = adjust  # type: ignore[method-assign]
+    twice = {name for name in tensors if f"{model.base_model_prefix}.{name}" in tensors}  # both become the latter
+    return LoadedWeights(
+        {_text_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()},
+        {_text_name(name) for name in found["missing_keys"]},
+        {_text_name(name) for name in found["unexpected_keys"] | twice},
+        [(_text_name(name), tuple(a), tuple(b)) for name, a, b in sorted(found["mismatched_keys"])],
+    )
+
+
+def ignored_names(config: Any, names: Iterable[str]) -> set[str]:
+    """Return those names of stored tensors that a model has no place for and declares as ignored."""
+    import torch
+
+    with quiet(), torch.device("meta"):
+        kind, config = _model_class(config)
+        model = kind(config)
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
+    model._adjust_missing_and_unexpected_keys(found)
+    return {name for name in names if name not in found.unexpected_keys}
+
+
+def _model_class(config: Any) -> tuple[Any, Any]:
+    """Return the class that `AutoModelForCausalLM` loads weights with, and the configuration that it takes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = config if is_causal_config(type(config)) else config.get_text_config()
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    is_text = kind.config_class is found.sub_configs.get("text_config")
+    return kind, found.get_text_config() if is_text else found
 
 
 def _text_name(name: str) -> str:
@@ -268,13 +323,14 @@ def _text_name(name: str) -> str:
     return name.replace("language_model.", "")
 
 
-def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
+def save_model(config: Any, tensors: Mapping[str, Any], folder: Path, *, dtype: Any = None) -> None:
     """Write a model with these parameters and saved buffers as `from_pretrained` reads it.
 
     Args:
         config: its configuration.
         tensors: values by name; a tied parameter by its first name.
         folder: an existing folder.
+        dtype: dtype to write, but for what the model always has in float32; theirs if None.
     """
     import torch
 
@@ -283,8 +339,13 @@ def save_model(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    model.load_state_dict(dict(tensors), strict=False, assign=True)
+    always = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    found = {
+        name: x if dtype is None or not x.is_floating_point() or always & {*name.split(".")} else x.to(dtype)
+        for name, x in tensors.items()
+    }
+    model.load_state_dict(found, strict=False, assign=True)
     model.tie_weights()
-    model.config.dtype = next(iter(tensors.values())).dtype
+    model.config.dtype = dtype or next(iter(tensors.values())).dtype
     with quiet():
         model.save_pretrained(folder)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from meshwright.errors import ConfigError
 KEY = "model.config"
 RULE = "model.config is a folder in Hugging Face's format, a config.json, or a model type such as qwen3"
 CONFIG_FILE = "config.json"
+QUANTIZATION = ("quantization_config", "compression_config")
 MIN_TRANSFORMERS = (5, 0)
 
 
@@ -25,7 +27,9 @@ class Source:
     folder: Path | None = None
     """Folder with the weights and the tokenizer; None for a model type, which is built small."""
     fields: str = ""
-    """Content of config.json."""
+    """Content of config.json, without how its weights are quantised: the model is what they stand for."""
+    quantization: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """`quantization_config` of config.json; empty without one."""
 
     def identity(self) -> dict[str, Any]:
         """Return all that determines the model's configuration."""
@@ -60,7 +64,10 @@ def _read(path: Path) -> Source:
     model_type = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(model_type, str):
         raise _error(f"{path} has no model_type", "the config.json of a transformers model")
-    return Source(model_type, path.parent, json.dumps(fields, sort_keys=True))
+    parts = [part for part in (fields, fields.get("text_config")) if isinstance(part, dict)]
+    found = [part.pop(key, None) for part in parts for key in QUANTIZATION]
+    quantization = next((one if isinstance(one, dict) else {"quant_method": str(one)} for one in found if one), {})
+    return Source(model_type, path.parent, json.dumps(fields, sort_keys=True), quantization)
 
 
 def _missing(text: str) -> ConfigError:

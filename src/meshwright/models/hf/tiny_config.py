@@ -9,17 +9,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models.hf import private
-from meshwright.models.hf.source import KEY, transformers_version
+from meshwright.models.hf.source import CONFIG_FILE, KEY, transformers_version
 from meshwright.models.hf.tiny_by_hand import BY_HAND, UNSUPPORTED
-from meshwright.models.hf.tiny_sizes import ALTERNATING_LISTS, LEADING_LISTS, NUM_LAYERS, PER_LAYER, SIZES
+from meshwright.models.hf.tiny_sizes import ALTERNATING_LISTS, LEADING_LISTS, LIMITS, NUM_LAYERS, PER_LAYER, SIZES
 
-__all__ = ["UNSUPPORTED", "causal_types", "tiny_config", "tiny_fields"]
+__all__ = ["UNSUPPORTED", "causal_types", "limits_of", "shrunken_config", "tiny_config", "tiny_fields"]
 
 
 @cache
@@ -35,7 +35,7 @@ def causal_types() -> tuple[str, ...]:
 def text_type(model_type: str) -> str:
     """Return the model type of a causal type's text model, or the type itself if its text model has none."""
     if model_type not in private.causal_names():
-        raise not_causal(model_type)
+        raise not_causal(model_type, is_name=True)
     config = private.config_class(model_type)
     if model_type in UNSUPPORTED:
         return model_type
@@ -43,11 +43,12 @@ def text_type(model_type: str) -> str:
     return str(text.model_type) if private.is_causal_config(text) else model_type
 
 
-def tiny_fields(model_type: str) -> dict[str, Any]:
+def tiny_fields(model_type: str, like: Any = None) -> dict[str, Any]:
     """Return the fields that make the configuration of a causal type's text model tiny.
 
     Args:
         model_type: a model type of `transformers`, such as `qwen3`.
+        like: a configuration of the text model to take in place of the type's own default.
     """
     model_type = text_type(model_type)
     if model_type in UNSUPPORTED:
@@ -59,13 +60,14 @@ def tiny_fields(model_type: str) -> dict[str, Any]:
         )
     text = private.text_config_class(private.config_class(model_type))
     default = _values(text())
+    values = default if like is None else _values(like)
     fields: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(text)):
         if name in SIZES:
-            small = _small(name, default)
+            small = _small(name, values)
             if small != default.get(name):
                 fields[name] = small
-        elif kinds := _kinds(name, default):
+        elif kinds := _kinds(name, values):
             fields[name] = kinds
     return fields | copy.deepcopy(dict(BY_HAND.get(model_type, {})))
 
@@ -75,22 +77,86 @@ def tiny_config(model_type: str) -> Any:
 
     A text model that has no type of its own is inside the configuration of the whole.
     """
-    fields = tiny_fields(model_type)
+    return _with_fields(model_type, tiny_fields(model_type))
+
+
+def _with_fields(model_type: str, fields: dict[str, Any]) -> Any:
     whole = private.config_class(text_type(model_type))
     is_whole = private.text_config_class(whole) is whole
     return whole(**fields) if is_whole else whole(text_config=fields)
 
 
-def not_causal(model_type: str) -> ConfigError:
-    """Return the error for a model type that has no causal language model."""
+def shrunken_config(config: Any, *, seq_len: int, longest: int) -> Any:
+    """Return a tiny configuration of the kind of another: with its rotary embeddings, kinds of layers and switches.
+
+    Args:
+        config: configuration of a causal language model.
+        seq_len: tokens of a sample.
+        longest: tokens that stand for them. Limits are shrunk as they are, so that the same ones are passed.
+    """
+    text = config.get_text_config()
+    values, fields = _values(text), tiny_fields(config.model_type, text)
+
+    def shrunken(limit: int) -> int:
+        return max(4, limit * longest // seq_len) if limit < seq_len else limit * longest // seq_len + longest
+
+    for name in (field.name for field in dataclasses.fields(text)):
+        value, is_size = values.get(name), name in SIZES and name != "use_sliding_window"
+        if name in LIMITS:
+            fields[name] = shrunken(value) if isinstance(value, int) else value
+        elif name in ALTERNATING_LISTS and isinstance(value, list):
+            fields[name] = _in_turn(value)
+        elif isinstance(value, bool | float | str) and not is_size:
+            fields[name] = value
+    if isinstance(rope := values.get("rope_parameters"), dict):
+        tiny = _values(_with_fields(config.model_type, fields).get_text_config())
+        fields["rope_parameters"] = _shrunken_rope(rope, shrunken, _rotary_width(tiny) / _rotary_width(values))
+    return _with_fields(config.model_type, fields)
+
+
+def _shrunken_rope(rope: Mapping[str, Any], shrunken: Callable[[int], int], ratio: float) -> dict[str, Any]:
+    """Return rotary parameters, perhaps by kind of layer, for heads whose width has changed by a ratio."""
+    found = dict(rope)
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            found[name] = _shrunken_rope(value, shrunken, ratio)
+        elif name in LIMITS and isinstance(value, int):
+            found[name] = shrunken(value)
+        elif isinstance(value, list) and name.endswith("_factor"):  # one for each frequency
+            count = max(1, round(len(value) * ratio))
+            found[name] = [value[place * len(value) // count] for place in range(count)]
+        elif isinstance(value, list) and name.endswith("_section"):  # how many frequencies each
+            rest = [max(1, round(size * ratio)) for size in value[1:]]
+            found[name] = [round(sum(value) * ratio) - sum(rest), *rest]
+    return found
+
+
+def _rotary_width(values: Mapping[str, Any]) -> int:
+    width = values.get("qk_rope_head_dim") or values.get("head_dim")
+    return int(width or values["hidden_size"] // values["num_attention_heads"])
+
+
+def limits_of(config: Any) -> list[int]:
+    """Return the numbers of tokens past which a model may treat a token otherwise, the largest first."""
+    values = _values(config.get_text_config())
+    rope = values.get("rope_parameters") or {}
+    parts = [values, rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    found = {part.get(name) for part in parts for name in LIMITS}
+    return sorted((limit for limit in found if isinstance(limit, int) and limit > 0), reverse=True)
+
+
+def not_causal(model_type: str, *, is_name: bool = False) -> ConfigError:
+    """Return the error for a model type without a causal language model; `is_name` if no folder has given it."""
     known = private.is_known(model_type)  # such as an encoder, which no name is a misspelling of
     nearest = [] if known else difflib.get_close_matches(model_type.lower(), private.causal_names(), n=1)
     newer = "" if known else ", or if the type is newer: pip install --upgrade transformers"
+    missing = f"there is no folder {model_type}, and " if is_name else ""
+    path = f", or the path of a folder with a {CONFIG_FILE}" if is_name else ""
     return ConfigError(
-        f"{model_type!r} is no causal language model of the installed transformers {transformers_version()}",
+        f"{missing}{model_type!r} is no causal language model of the installed transformers {transformers_version()}",
         where=KEY,
         rule="a model type that AutoModelForCausalLM knows",
-        fix=f"{KEY}={nearest[0] if nearest else 'qwen3'}{newer}",
+        fix=f"{KEY}={nearest[0] if nearest else 'qwen3'}{path}{newer}",
     )
 
 
@@ -122,4 +188,10 @@ def _kinds(name: str, default: Mapping[str, Any]) -> list[Any]:
         kinds = ["sliding_attention", "full_attention"]
     if name in LEADING_LISTS:
         return [kinds[min(layer, len(kinds) - 1)] for layer in range(NUM_LAYERS)]
-    return [kinds[layer % len(kinds)] for layer in range(NUM_LAYERS)]
+    return _in_turn(kinds)
+
+
+def _in_turn(kinds: list[Any]) -> list[Any]:
+    """Return a kind for each layer, out of those in a list."""
+    distinct = list(dict.fromkeys(kinds))
+    return [distinct[layer % len(distinct)] for layer in range(NUM_LAYERS)]

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from shlex import quote
+
 from meshwright.errors import CheckpointError
 
+CONFIG = "config.json"
 FIX = "check that the weights match the configuration"
+
+
+def train_command(folder: Path) -> str:
+    """Return the command that trains the model of a folder as transformers has it, whose fix for what it doesn't accept
+    leads on."""
+    name = quote(str(folder))
+    tokenizer = f" data.tokenizer={name}" if (folder / "tokenizer.json").is_file() else ""
+    return f"meshwright run hf-tiny model.config={name} model.weights=folder{tokenizer}"
 
 
 def check_names(present: set[str], expected: set[str], *, noun: str, where: str) -> None:
@@ -20,7 +32,7 @@ def check_names(present: set[str], expected: set[str], *, noun: str, where: str)
                 f"tensor {min(names)}{more} {'is' if len(names) == 1 else 'are'} {problem}",
                 where=where,
                 rule=f"the tensors are exactly those of the {noun} in the configuration",
-                fix=FIX,
+                fix=train_command(Path(where)) if problem == "unexpected" and Path(where, CONFIG).is_file() else FIX,
             )
 
 

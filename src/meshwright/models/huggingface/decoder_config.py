@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Model
+from meshwright.models.huggingface.checks import train_command
 from meshwright.models.huggingface.json_fields import (
     Count,
     JsonFields,
@@ -115,7 +117,7 @@ def check_architecture(
             f"not a {noun}: model_type {fields.model_type}, architectures {', '.join(architectures)}",
             where=where,
             rule=f"weights are imported from a {name} of model_type {model_type}",
-            fix=f"pass the directory of a {noun} in Hugging Face's format",
+            fix=train_command(Path(where).parent),
         )
     for key, values in supported.items():
         if config.get(key) not in values:
@@ -130,7 +132,8 @@ def decoder_dimensions(fields: DecoderFields, *, where: str) -> dict[str, Any]:
     """
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     if num_heads % num_kv_heads:
-        raise unsupported("num_key_value_heads", num_kv_heads, where, f"must divide num_attention_heads = {num_heads}")
+        rule = f"must divide num_attention_heads = {num_heads}"
+        raise unsupported("num_key_value_heads", num_kv_heads, where, rule, contradicts=True)
     head_dim = fields.head_dim or fields.hidden_size // num_heads
     if head_dim < 2 or head_dim % 2:
         raise unsupported("head_dim", head_dim, where, "rotary embedding needs an even, positive head_dim")

@@ -1,6 +1,6 @@
 """Export of a checkpoint to a Hugging Face directory (safetensors, `config.json`, and the files in `kept_files`).
 
-Only names are mapped, and stacked tensors taken apart; dtypes and bits are unchanged. One tensor is in memory at a
+Names are mapped, stacked tensors taken apart, and dtypes changed if that is asked for. One tensor is in memory at a
 time. Runs in a single process.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def export_safetensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     max_seq_len: int | None = None,
+    dtype: str | None = None,
 ) -> Path:
     """Export the model weights of a checkpoint to a directory that the architecture's `from_pretrained` loads.
 
@@ -61,6 +63,7 @@ def export_safetensors(
         max_seq_len: tokens of a training sample, if known. `max_position_embeddings` in `config.json`, which some
             inference servers use as the limit, is the larger of this and the imported one. Without an import, it is
             this, or the context length after rotary scaling, or 2048.
+        dtype: torch's name of the dtype to write; if None, that of the checkpoint.
 
     Returns:
         `out`.
@@ -73,13 +76,14 @@ def export_safetensors(
     model = verified.model
     stored = layout_file.read(checkpoint)
     _check_model(architecture, model, str(stored.path))
-    tensors = _tensors_to_export(architecture, stored, model)
+    tensors = [converted(tensor, dtype) for tensor in _tensors_to_export(architecture, stored, model)]
     others = files_to_write(
         architecture,
         model,
         read_sidecars(verified),
         dtype=_common_dtype(tensors),
         max_seq_len=max_seq_len,
+        end_ids=verified.run.get("end_ids", ()),
         where=str(checkpoint),
     )
     with new_directory(out) as temporary:
@@ -122,6 +126,14 @@ def _theirs(stored: CheckpointLayout, mapped: MappedTensor) -> Iterator[TensorTo
     for row, their_name in enumerate(mapped.theirs):
         fetch = partial(read_row, stored, name, row) if mapped.is_stacked else partial(read_tensor, stored, name)
         yield TensorToWrite(their_name, dtype, mapped.their_shape(), fetch)
+
+
+def converted(tensor: TensorToWrite, dtype: str | None) -> TensorToWrite:
+    """Return a tensor that is written in a dtype, if one is given and it is a floating-point one."""
+    if dtype is None or not tensor.dtype.is_floating_point:
+        return tensor
+    to: torch.dtype = getattr(torch, dtype)
+    return replace(tensor, dtype=to, fetch=lambda: tensor.fetch().to(to))
 
 
 def _common_dtype(tensors: Sequence[TensorToWrite]) -> str:

@@ -18,16 +18,13 @@ from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.safetensors_file import TensorToWrite
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model, Repeated
-from meshwright.models.huggingface.checks import FIX, check_names, check_shape
+from meshwright.models.huggingface.checks import CONFIG, FIX, check_names, check_shape
 from meshwright.models.huggingface.decoder_tensors import EMBEDDING, HEAD
 from meshwright.models.huggingface.export_weights import PREFIX
-from meshwright.models.huggingface.json_fields import CONFIG, read_object
+from meshwright.models.huggingface.json_fields import read_object
 from meshwright.models.huggingface.kept_files import read_kept
-from meshwright.models.huggingface.weight_files import open_weights
+from meshwright.models.huggingface.weight_files import TRAINABLE, open_weights
 from meshwright.units import counted
-
-TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of weights that can be imported."""
 
 
 def import_safetensors(architecture: Architecture, source: Path, root: Path) -> Path:

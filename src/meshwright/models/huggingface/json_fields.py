@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.errors import CheckpointError
+from meshwright.models.huggingface.checks import train_command
 
-CONFIG = "config.json"
+BELONGING = "use the {} that belongs to these weights"
 
 
 class JsonFields(BaseModel):
@@ -73,7 +74,7 @@ def parse_fields(kind: type[FieldsT], content: Mapping[str, Any], *, where: str,
             f"{name} has {key} = {_short(first['input'])}",
             where=f"{where}, {key}",
             rule=first["msg"][:1].lower() + first["msg"][1:],
-            fix=f"use the {name} that belongs to these weights",
+            fix=BELONGING.format(name),
         ) from None
 
 
@@ -84,17 +85,17 @@ def missing_key(key: str, where: str) -> CheckpointError:
         f"{name} has no {key}",
         where=where,
         rule=f"{name} describes the weights beside it",
-        fix=f"use the {name} that belongs to these weights",
+        fix=BELONGING.format(name),
     )
 
 
-def unsupported(key: str, value: Any, where: str, rule: str) -> CheckpointError:
-    """Return the error for a value that `transformers` accepts and we do not."""
+def unsupported(key: str, value: Any, where: str, rule: str, *, contradicts: bool = False) -> CheckpointError:
+    """Return the error for a value that transformers' models may have and ours don't, or that contradicts others."""
     return CheckpointError(
         f"{key} = {_short(value)} is not supported",
         where=where,
         rule=rule,
-        fix="import a different model",
+        fix=BELONGING.format(Path(where).name) if contradicts else train_command(Path(where).parent),
     )
 
 

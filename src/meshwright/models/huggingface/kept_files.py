@@ -1,26 +1,28 @@
 """Files of a Hugging Face directory besides the weights: kept by an import, and written again by exports. Torch-free.
 
-Tokenizer and generation settings are copied verbatim. `config.json` keeps every key of the original, since a checkpoint
-only loads into the model that it describes; what training can change is set: the dtype and the context length.
+Tokenizer and generation settings are copied. `config.json` keeps every key of the original, since a checkpoint only
+loads into the model that it describes. What training can change is set: dtype, context length, end of generation.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.tokenizer import SEPARATOR_NAMES
+from meshwright.data.tokenise.special_tokens import SEPARATOR_NAMES, TOKENS_MAP, token_text
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, read_files, vocabulary
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, Model
+from meshwright.models.huggingface.checks import CONFIG
 from meshwright.models.huggingface.decoder_config import DEFAULT_MAX_SEQ_LEN
-from meshwright.models.huggingface.json_fields import CONFIG
 from meshwright.units import counted
 
-KEPT = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
-CONTEXT = "max_position_embeddings"
+GENERATION = "generation_config.json"
+KEPT = (CONFIG, GENERATION, *TOKENIZER_FILES)
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
+CONTEXT, EOS, EOS_ID = "max_position_embeddings", "eos_token", "eos_token_id"
 
 
 def read_kept(source: Path, *, vocab_size: int) -> dict[str, bytes]:
@@ -47,6 +49,7 @@ def files_to_write(
     *,
     dtype: str,
     max_seq_len: int | None,
+    end_ids: Sequence[int] = (),
     where: str,
 ) -> dict[str, bytes]:
     """Return the files of an export besides the weights.
@@ -57,6 +60,7 @@ def files_to_write(
         kept: sidecar files of the checkpoint.
         dtype: torch's name of the weights' dtype, such as `bfloat16`.
         max_seq_len: tokens of a training sample, if known. The original context length is kept if it is larger.
+        end_ids: see `with_ends`.
         where: path of the checkpoint, for errors.
 
     Raises:
@@ -75,7 +79,42 @@ def files_to_write(
             # Without a class, transformers 4 takes the model's, which may split text in another way.
             files.setdefault(TOKENIZER_CONFIG, to_json({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
     files[CONFIG] = to_json(config)
-    return files
+    return with_ends(files, end_ids)
+
+
+def with_ends(files: Mapping[str, bytes], end_ids: Sequence[int]) -> dict[str, bytes]:
+    """Return the files of an export with generation ending where training taught it, besides where it ended before.
+
+    Args:
+        files: configuration, generation settings and tokenizer, as far as there are such.
+        end_ids: ids of tokens that end a turn or a document. The first becomes the tokenizer's, unless a chat template
+            has `eos_token`: it would write another text than in training.
+    """
+    models = {name: json_object(files[name]) for name in (GENERATION, CONFIG) if name in files}
+    before = [config.get(EOS_ID) for config in models.values()]
+    ids = [*end_ids, *(one for ids in before for one in (ids if isinstance(ids, list) else [ids]) if one is not None)]
+    if not end_ids:
+        return dict(files)
+    unique = list(dict.fromkeys(ids))
+    ends = unique if unique[1:] else unique[0]
+    found = {name: to_json({**one, EOS_ID: ends}) for name, one in models.items() if one.get(EOS_ID) != ends}
+    tokens = vocabulary(files[TOKENIZER]) if TOKENIZER in files else {}
+    end = next((token for token, number in tokens.items() if number == end_ids[0]), None)
+    named = {name: json_object(files[name]) for name in (TOKENIZER_CONFIG, TOKENS_MAP) if name in files}
+    templates = [content.decode() for name, content in files.items() if "template" in name]
+    templates += [str(one.get("chat_template")) for one in named.values()]
+    if end is not None and not any(EOS in template for template in templates):
+        changed = {name: one for name, one in named.items() if token_text(one.get(EOS)) != end}
+        found |= {name: to_json({**one, EOS: end}) for name, one in changed.items()}
+    return {**files, **found}
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Return the object in a file; empty if it is none, as another program's file of the same name may be."""
+    try:
+        return dict(json.loads(content))
+    except (TypeError, ValueError):
+        return {}
 
 
 def to_json(data: Mapping[str, Any]) -> bytes:
@@ -114,18 +153,12 @@ def _check_same_model(architecture: Architecture, model: Model, config: Mapping[
 
 def _special_tokens(kept: Mapping[str, bytes]) -> dict[str, str]:
     """Return the tokens that begin and end a text; the end defaults to the separator of documents in training."""
-    try:
-        named = dict(json.loads(kept.get(TOKENIZER_CONFIG, b"{}")))
-    except (TypeError, ValueError):  # a file beside the tokenizer that is not its configuration
-        named = {}
-    found = {}
-    for name in ("bos_token", "eos_token"):
-        token = named.get(name)
-        found[name] = token.get("content") if isinstance(token, dict) else token
-    if TOKENIZER in kept and found["eos_token"] is None:
+    named = json_object(kept.get(TOKENIZER_CONFIG, b"{}"))
+    found = {name: token_text(named.get(name)) for name in ("bos_token", EOS)}
+    if TOKENIZER in kept and not found[EOS]:
         ids = vocabulary(kept[TOKENIZER])
-        found["eos_token"] = next((token for token in SEPARATOR_NAMES if token in ids), None)
-    return {name: token for name, token in found.items() if token is not None}
+        found[EOS] = next((token for token in SEPARATOR_NAMES if token in ids), "")
+    return {name: token for name, token in found.items() if token}
 
 
 def _check_vocabulary(content: bytes, vocab_size: int, path: Path) -> None:
@@ -146,3 +179,16 @@ def _check_vocabulary(content: bytes, vocab_size: int, path: Path) -> None:
             rule=f"ids of tokens are below vocab_size = {vocab_size}; the vocabulary may be padded, but not cut",
             fix=f"use the tokenizer of these weights, or model.resize_token_embeddings({last + 1}) in transformers",
         )
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return torch's name of the dtype that a `config.json` gives its weights; None if it says none to export."""
+    own = {**config.get("text_config", {}), **config}
+    found = own.get("dtype") or own.get("torch_dtype")
+    return found if found in EXPORT_DTYPES else None
+
+
+def context_note(before: int | None, after: int) -> list[str]:
+    """Return a note that the context length was raised, if it was."""
+    raised = before is not None and after > before
+    return [f"{CONTEXT}: {before} → {after}, the tokens of the samples in training"] if raised else []

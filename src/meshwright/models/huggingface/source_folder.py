@@ -7,7 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.json_fields import CONFIG
+from meshwright.models.huggingface.checks import CONFIG
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

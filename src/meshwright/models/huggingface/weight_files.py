@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from meshwright.checkpoint.safetensors_file import open_tensors
@@ -23,6 +24,10 @@ class Index(JsonFields):
     """File name of each tensor."""
 
 
+TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that are numbers by themselves."""
+
+
 @contextmanager
 def open_weights(source: Path) -> Iterator[dict[str, Tensor]]:
     """Open all tensors in the directory `source`, by name.
@@ -32,36 +37,32 @@ def open_weights(source: Path) -> Iterator[dict[str, Tensor]]:
     Raises:
         CheckpointError: a file is missing or unreadable, or its tensors do not match the index.
     """
-    index = source / INDEX
-    if not index.is_file():
-        with open_tensors(_single_file(source)) as file:
-            yield {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return
-    weight_map = parse_fields(Index, read_object(index), where=str(index)).weight_map
+    files = find_files(source)
     with ExitStack() as stack:
-        files = {name: stack.enter_context(open_tensors(source / name)) for name in sorted(set(weight_map.values()))}
-        _check_index(weight_map, {name: set(file.keys()) for name, file in files.items()}, index)
-        yield {tensor: files[name].get_tensor(tensor) for tensor, name in weight_map.items()}
+        opened = {path: stack.enter_context(open_tensors(path)) for path in sorted(set(files.values()))}
+        _check_index(files, {path: set(file.keys()) for path, file in opened.items()}, source / INDEX)
+        yield {name: opened[path].get_tensor(name) for name, path in files.items()}
 
 
-def weight_file(source: Path, name: str) -> Path:
-    """Return the file of a directory that has a tensor, by the index if there is one.
+def find_files(source: Path) -> dict[str, Path]:
+    """Return the file of each tensor of a directory, by the index if there is one.
 
     Raises:
-        CheckpointError: a file is missing or unreadable, or the index doesn't name the tensor.
+        CheckpointError: there are no safetensors, a file is unreadable, or it is unclear which files are the model's.
     """
-    index = source / INDEX
+    index, single = source / INDEX, source / SINGLE_FILE
     if not index.is_file():
-        return _single_file(source)
+        with open_tensors(_single_file(source)) as file:
+            return dict.fromkeys(file.keys(), single)
     weight_map = parse_fields(Index, read_object(index), where=str(index)).weight_map
-    if name not in weight_map:
+    if single.is_file() and SINGLE_FILE not in weight_map.values():
         raise CheckpointError(
-            f"the index names no file for {name}",
-            where=str(index),
-            rule="the index names the file of each tensor",
-            fix=f"download {index.name} and its files again",
+            f"the folder has {SINGLE_FILE} and, without it, {INDEX}",
+            where=str(source),
+            rule="a model's weights are in one file, or in those that the index names",
+            fix=f"remove {SINGLE_FILE}, or {INDEX} and its files: whichever is not the model's",
         )
-    return source / weight_map[name]
+    return {name: source / file for name, file in weight_map.items()}
 
 
 def _single_file(source: Path) -> Path:
@@ -77,15 +78,15 @@ def _single_file(source: Path) -> Path:
     )
 
 
-def _check_index(weight_map: Mapping[str, str], tensors_by_file: Mapping[str, set[str]], index: Path) -> None:
+def _check_index(files: Mapping[str, Path], tensors_by_file: Mapping[Path, set[str]], index: Path) -> None:
     """Raise unless each tensor is in the file named by the index and in no other."""
-    for file, tensors in tensors_by_file.items():
-        mapped = {tensor for tensor, name in weight_map.items() if name == file}
+    for path, tensors in tensors_by_file.items():
+        file, mapped = path.name, {tensor for tensor, its_file in files.items() if its_file == path}
         for tensor in sorted(tensors ^ mapped):
             if tensor in mapped:
                 what = f"{tensor} is missing from {file}"
-            elif tensor in weight_map:
-                what = f"{tensor} is in {file}, but the index names {weight_map[tensor]}"
+            elif tensor in files:
+                what = f"{tensor} is in {file}, but the index names {files[tensor].name}"
             else:
                 what = f"{tensor} is in {file}, but not in the index"
             raise CheckpointError(

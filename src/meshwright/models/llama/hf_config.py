@@ -104,7 +104,7 @@ def _scaling(rope: Rope, llama: LlamaFields, where: str) -> dict[str, Any]:
     scaled = parse_fields(Llama3RopeFields, rope.content, where=where, inside=rope.key)
     if scaled.low_freq_factor >= scaled.high_freq_factor:
         rule = f"high_freq_factor must exceed low_freq_factor = {scaled.low_freq_factor}"
-        raise unsupported(f"{rope.key}.high_freq_factor", scaled.high_freq_factor, where, rule)
+        raise unsupported(f"{rope.key}.high_freq_factor", scaled.high_freq_factor, where, rule, contradicts=True)
     return {
         "factor": scaled.factor,
         "low_freq_factor": scaled.low_freq_factor,

@@ -11,7 +11,8 @@ from meshwright.checkpoint.reader import read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite
 from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.export_weights import PREFIX, new_directory, no_adapters, write_shards
+from meshwright.models.huggingface.export_weights import PREFIX, converted, new_directory, no_adapters, write_shards
+from meshwright.models.huggingface.kept_files import with_ends
 
 
 class ModuleWeights:
@@ -20,7 +21,7 @@ class ModuleWeights:
     description = "a module of your own"
     model_type = "module"
 
-    def export(self, checkpoint: Path, out: Path, *, merge: bool = False) -> Path:
+    def export(self, checkpoint: Path, out: Path, *, merge: bool = False, dtype: str | None = None) -> tuple[str, ...]:
         """Write a checkpoint's weights, of any layout, and its tokenizer; one tensor is in memory at a time.
 
         Raises:
@@ -38,11 +39,11 @@ class ModuleWeights:
             if name.startswith(PREFIX)
         ]
         with new_directory(out) as folder:
-            write_shards(folder, [tensors])
-            for name, content in read_sidecars(verified).items():
+            write_shards(folder, [[converted(tensor, dtype) for tensor in tensors]])
+            for name, content in with_ends(read_sidecars(verified), verified.run.get("end_ids", ())).items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_file(folder / name, content)
-        return out
+        return ()
 
     def load(self, source: Path, root: Path) -> Path:
         """Refuse: a constructor can load weights.

@@ -30,7 +30,7 @@ from meshwright.models.contract.tp_styles import (
 )
 from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, Origin, restarting_positions, trained_plainly
-from meshwright.models.foreign.packing import why_not_packed
+from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.recorded_fills import build_recorded
 from meshwright.models.foreign.stage import make_stage
 from meshwright.models.foreign.structure import FillFacts, Structure
@@ -68,6 +68,7 @@ class OwnModule(Origin):
     key = BUILDER
     fix = "a module with such layers"
     fix_forward = "a forward that takes token ids [b, t], and has defaults for all else"
+    fix_samples = "a forward without means, norms or choices over dim 0, the samples of a batch"
 
     def build(self) -> nn.Module:
         """Build the module on the current device."""
@@ -90,6 +91,8 @@ class OwnModule(Origin):
         """Check that a forward has no side effects. Where it depends on values, such as which experts have tokens, what
         is not used once may be used later."""
         check_side_effects(model, self, found.time)
+        if _num_elements(model) <= MAX_ON_CPU:
+            check_samples(self, self, length=found.time)
         if not next(model.parameters()).is_meta:
             found.unused.clear()
 
@@ -150,12 +153,17 @@ class OwnModule(Origin):
         else:
             yield from feed_forwards(model, width)
 
-    def not_packed(self, model: nn.Module) -> str:
-        """Return why packed documents see each other in this module."""
+    def not_packed(self, model: nn.Module, seq_len: int) -> str:
+        """Return why packed documents see each other in this module, tried with whole samples if that is cheap."""
         if POSITIONS not in inspect.signature(type(model).forward).parameters:
             return f"the forward of {type(model).__name__} takes no {POSITIONS}, which tell documents apart"
-        is_large = sum(parameter.numel() for parameter in model.parameters()) > MAX_ON_CPU
-        return "" if is_large else why_not_packed(self)
+        size = _num_elements(model)
+        length = min(seq_len, 1024 if size < 10**6 else MAX_TRIED)
+        return "" if size > MAX_ON_CPU else why_not_packed(self, length=length)
+
+
+def _num_elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _no_style(glob: str, name: Any, paths: list[str]) -> ConfigError:

@@ -32,7 +32,7 @@ def own_loss(name: str) -> OwnLoss | None:
     if not name:
         return None
     loss = import_object(name, key=KEY, rule=RULE, format_setting=lambda found: f"{KEY}={found}")
-    return OwnLoss(summed(loss, name), LossUnit("loss/token"))
+    return OwnLoss(summed(loss, name), LossUnit("per token"))
 
 
 def summed(loss: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[[Tensor, Tensor], Tensor]:

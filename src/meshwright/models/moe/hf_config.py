@@ -127,7 +127,7 @@ def check_is_mixtral(model: Model, *, where: str) -> None:
 def _check_experts(mixtral: MixtralFields, where: str) -> None:
     if mixtral.num_experts_per_tok > mixtral.num_local_experts:
         rule = f"at most num_local_experts = {mixtral.num_local_experts}"
-        raise unsupported("num_experts_per_tok", mixtral.num_experts_per_tok, where, rule)
+        raise unsupported("num_experts_per_tok", mixtral.num_experts_per_tok, where, rule, contradicts=True)
     window = mixtral.sliding_window
     if window is not None and window < context_len(mixtral, where=where):
         rule = f"sliding_window is null or at least max_position_embeddings = {mixtral.max_position_embeddings}"

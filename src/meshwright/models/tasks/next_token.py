@@ -19,11 +19,12 @@ from meshwright.data.mixtures.chosen_validation import chosen_validation
 from meshwright.data.mixtures.joined_windows import JoinedWindows, Windows
 from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_sizes, validation_shares
 from meshwright.data.token_windows import Int64Array, TokenWindows
-from meshwright.data.tokenizer import open_tokenizer
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.tasks.generate_text import generate
+from meshwright.models.tasks.text_data import encode_prompt
+from meshwright.models.tasks.text_sources import end_ids
 from meshwright.nn.attention.token_layout import TokenLayout
 
 PROMPT = "def "
@@ -77,13 +78,17 @@ class NextTokenTask(Task):
         sizes = [source.num_windows for source in windows]
         return chosen_validation(sizes, self._validation_shares, self._run.validation_samples)
 
+    def end_ids(self) -> tuple[int, ...]:
+        """Return the ids of the tokens that end turns of the assistant, and documents."""
+        return end_ids(self._run.data)
+
     def sample(self, forward: Forward) -> str | None:
         """Return the prompt and its continuation, or None if sampling is off or the corpus has no known tokenizer."""
         f = self._run
         if not f.sample_tokens or not self._has_text:
             return None
-        tokenizer, text = open_tokenizer(f.data.tokenizer), f.sample_prompt or PROMPT
-        prompt = [int(token) for token in tokenizer.encode(text)]
+        text = f.sample_prompt or PROMPT
+        tokenizer, prompt = encode_prompt(text, f.data)
         tokens = generate(
             forward, prompt, seq_len=f.seq_len, num_tokens=f.sample_tokens, temperature=TEMPERATURE, seed=f.seed
         )  # fmt: skip

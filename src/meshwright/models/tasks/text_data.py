@@ -9,12 +9,13 @@ from meshwright.data.mixtures.describe import describe
 from meshwright.data.mixtures.entries import shares
 from meshwright.data.mixtures.exhaustion import check_exhaustion
 from meshwright.data.mixtures.mixture import Mixture, Text, train_order, train_sizes
+from meshwright.data.mixtures.mixture_order import MixtureOrder
 from meshwright.data.mixtures.validation_source import with_validation
 from meshwright.data.packed_corpus import pack_corpus
 from meshwright.data.sources.use import Use
 from meshwright.data.text_corpus import Corpus, open_corpus
 from meshwright.data.token_files import is_token_file
-from meshwright.data.tokenizer import open_tokenizer
+from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
 from meshwright.models.tasks.text_overlaps import check_overlaps
@@ -33,7 +34,7 @@ def open_text(f: RunFacts, *, vocab_size: int) -> Text:
     """
     data = f.data
     sources = resolved_sources(data)
-    _check_separator(data)
+    _check_separator(data, sources)
     if f.sample_prompt is not None:
         _check_prompt(f.sample_prompt, f)
     opened = [_open(one, f) for one in sources]
@@ -59,7 +60,8 @@ def _open(one: RunSource, f: RunFacts) -> Corpus:
             token_dtype=data.token_dtype,
             cache_dir=data.cache_dir,
             with_documents=is_packed,
-            separator=data.separator if is_token_file(one.source) else None,
+            separator=data.separator if is_packed or not is_token_file(one.source) else None,
+            bos=data.bos,
             text_field=one.text_field,
             chat_field=one.chat_field,
             use=one.use,
@@ -87,7 +89,13 @@ def _joined(sources: tuple[RunSource, ...], found: list[Corpus], f: RunFacts) ->
         check_exhaustion(text, order, steps=f.steps, global_batch=f.global_batch)
     if isinstance(text, Mixture):
         text = replace(text, description=describe(text, order, num_samples=f.steps * f.global_batch))
-    return text
+    read = order.num_read(f.global_batch) if isinstance(order, MixtureOrder) else (f.global_batch,)
+    note = "\n  each batch repeats samples: train.global_batch = {}, and {} has {}"
+    notes = (
+        note.format(f.global_batch, corpus.source, part.num_windows) if number > part.num_windows else ""
+        for corpus, part, number in zip(found, order.parts, read, strict=True)
+    )
+    return replace(text, description=text.description + "".join(notes))
 
 
 def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], data: DataFacts) -> None:
@@ -107,9 +115,9 @@ def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], dat
             )
 
 
-def _check_separator(data: DataFacts) -> None:
-    """Check that a separator is given for packed token files, and only for them."""
-    files = [one.source for one in all_sources(data) if is_token_file(one.source)]
+def _check_separator(data: DataFacts, sources: tuple[RunSource, ...]) -> None:
+    """Check that a separator is given for packed token files, and only for them or for text with a tokenizer."""
+    files = [one.source for one in sources if is_token_file(one.source)]
     is_packed = data.packing == "documents"
     is_tokens = bool(files)
     if is_tokens and is_packed and data.separator is None:
@@ -119,15 +127,24 @@ def _check_separator(data: DataFacts) -> None:
             rule="a token file has its documents one after the other, each ended by the same token",
             fix="data.separator=<the id of the tokenizer's end of text>, or data.packing=none",
         )
-    if data.separator is not None and not (is_tokens and is_packed):
+    has_texts = any(one.chat_field is None and not is_token_file(one.source) for one in sources)
+    is_text = has_texts and data.tokenizer != BYTES
+    if data.separator is not None and not (is_tokens and is_packed) and not is_text:
         raise ConfigError(
             f"data.separator = {data.separator} has no effect",
             where="data.separator",
-            rule="it applies to packed token files; each text file is a document, whatever its tokens"
-            if is_packed
-            else "it applies to packed token files, but data.packing is none",
+            rule="it applies to packed token files, and to text with a tokenizer.json"
+            + ("" if is_packed else "; data.packing is none"),
             fix="remove data.separator" + (", or data.packing=documents" if is_tokens else ""),
         )
+
+
+def encode_prompt(prompt: str, data: DataFacts) -> tuple[Tokenizer, list[int]]:
+    """Return the tokenizer and the ids of a prompt, which begins as documents do in training; none if it has none."""
+    tokenizer = open_tokenizer(data.tokenizer, bos=data.bos, separator=data.separator)
+    ids = tokenizer.encode(prompt).tolist()
+    begin = tokenizer.framing.begin if data.chat_field is None else ()
+    return tokenizer, [*begin, *ids] if ids else []
 
 
 def _check_prompt(prompt: str, f: RunFacts) -> None:
@@ -141,7 +158,7 @@ def _check_prompt(prompt: str, f: RunFacts) -> None:
         rule = f"a prompt is continued by the text generated at the end, but {cause}"
         fix = remove if is_tokens else f"{remove}, or train.sample_tokens=120"
     else:
-        num_tokens = len(open_tokenizer(f.data.tokenizer).encode(prompt))
+        num_tokens = len(encode_prompt(prompt, f.data)[1])
         if 0 < num_tokens <= seq_len:
             return
         what = f"train.sample_prompt has {counted(num_tokens, 'token')}, but train.seq_len = {seq_len}"

@@ -10,7 +10,7 @@ from itertools import combinations
 
 from meshwright.data.sources.own_documents import is_own
 from meshwright.data.sources.use import Use
-from meshwright.data.text_documents import STDLIB, list_documents
+from meshwright.data.text_documents import list_documents
 from meshwright.data.token_files import is_token_file
 from meshwright.errors import DataError
 from meshwright.models.tasks.text_sources import RunSource
@@ -44,7 +44,7 @@ def check_overlaps(sources: Sequence[RunSource]) -> None:
 
 def _files(source: str) -> frozenset[str]:
     """Return what a source reads: files by their paths, without links, or its name."""
-    if source == STDLIB or is_own(source):
+    if is_own(source):
         return frozenset({source})
     if is_token_file(source) or os.path.isdir(source):
         return frozenset({os.path.realpath(source)})

@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.images import DIGITS, DIGITS_VIDEO
 from meshwright.data.mixtures import entries
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import has_records
 from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import STDLIB
+from meshwright.data.token_files import is_token_file
+from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import DataError, InputError
 from meshwright.models.contract.run_facts import DataFacts
 
@@ -112,6 +115,23 @@ def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
     if not takes:
         raise no_effect(field, " and ".join(one.source for one in sources), key=key)
     return tuple(_with_field(one, key, field) if one in takes else one for one in sources)
+
+
+def end_ids(data: DataFacts) -> tuple[int, ...]:
+    """Return the ids of the tokens that end what training data teaches to generate: turns of the assistant, documents.
+
+    Raises:
+        DataError: see `resolved_sources`; or the tokenizer can't be opened.
+    """
+    turns: list[int | None] = []
+    documents: list[int | None] = []
+    for one in resolved_sources(data):
+        if one.chat_field is not None:
+            turns += [None if (end := ChatFormat(data.tokenizer).turn_end) is None else end.id]
+        elif one.use is not Use.VALIDATION:
+            tokenizer = open_tokenizer(data.tokenizer, bos=data.bos, separator=data.separator)
+            documents += [data.separator] if is_token_file(one.source) else tokenizer.framing.end[:1]
+    return tuple(dict.fromkeys(found for found in (*turns, *documents) if found is not None))
 
 
 def _with_field(one: RunSource, key: str, field: str) -> RunSource:

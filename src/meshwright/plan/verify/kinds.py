@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 
 from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.optim.role import Role
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
@@ -286,7 +287,7 @@ def _update(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
             )
             rule = "a state has dims of its parameter"
             yield Fault(what, rule, "optimizer.updates", parameter=name)
-    if update.whole and dims not in (2, 3):
+    if update.whole and dims != (3 if parameter.role == Role.EXPERTS else 2):
         what = f"{name} has {counted(dims, 'dim')}, but {update.optimizer} updates whole matrices"
-        rule = "a matrix has two dims, and matrices that are stacked three"
+        rule = "a matrix has two dims, and matrices that are stacked, with role experts, three"
         yield Fault(what, rule, "optimizer.updates", parameter=name)

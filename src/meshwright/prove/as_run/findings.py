@@ -63,7 +63,7 @@ def update_findings(config: RunConfig, records: list[AsRunRecord], checks: dict[
             cause = "weights are kept in bfloat16 where float32 was asked"
             found = Diagnosis(FaultKind.UNRECOGNISED, "all values are bfloat16 numbers", cause)
         else:
-            found = diagnose_updates(records, wrong, config.train)
+            found = diagnose_updates(records, wrong, config)
         informative = [rank for rank, record in enumerate(records) if _has_gradient(record, name)]
         if {rank for rank, _ in wrong} < set(informative):
             found = replace(found, symptom=f"{found.symptom}, only on {rank_words(rank for rank, _ in wrong)}")
@@ -148,5 +148,5 @@ def _wrong_updates(config: RunConfig, records: list[AsRunRecord], name: str) -> 
     return [
         (rank, name)
         for rank, record in enumerate(records)
-        if name in record.weights[0] and max(update_errors(record, name, config.train)) > 1.0
+        if name in record.weights[0] and max(update_errors(record, name, config)) > 1.0
     ]

@@ -260,7 +260,7 @@ def _check_updates(config: RunConfig, records: list[AsRunRecord]) -> dict[str, C
     checks: dict[str, Check] = {}
     for record in records:
         for name in dict.fromkeys(name for one in record.steps for name in one["gradients"]):
-            found = _worst([[error] for error in update_errors(record, name, config.train)], 1.0)
+            found = _worst([[error] for error in update_errors(record, name, config)], 1.0)
             if name not in checks or found.error > checks[name].error:
                 checks[name] = found
     return checks

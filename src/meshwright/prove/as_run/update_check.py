@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.config.schema import TrainConfig
+from meshwright.config.facts_for_family import model_facts
+from meshwright.config.schema import RunConfig, TrainConfig
+from meshwright.optim.role import Role
 from meshwright.prove.as_run.record_run import AsRunRecord
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 
@@ -72,9 +74,10 @@ def expected_lr(step: int, train: TrainConfig) -> float:
     return low + (train.lr - low) * math.cos(math.pi / 2 * min(1.0, (step - train.warmup_steps) / whole)) ** 2
 
 
-def update_errors(record: AsRunRecord, name: str, train: TrainConfig, rule: Rule = RIGHT) -> Iterator[float]:
+def update_errors(record: AsRunRecord, name: str, config: RunConfig, rule: Rule = RIGHT) -> Iterator[float]:
     """Yield the error of each step's update of a rank's shard, relative to what rounding can do."""
-    first = second = None
+    train, first, second = config.train, None, None
+    is_vector = any(key == name and one.role is Role.VECTOR for key, one in model_facts(config).named_parameters())
     for step in range(1, len(record.steps) + 1):
         found = record.step(step)
         old, new = (record.weights[at][name][1] for at in (step - 1, step))
@@ -93,7 +96,8 @@ def update_errors(record: AsRunRecord, name: str, train: TrainConfig, rule: Rule
         first, second = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
         ones = (1.0, 1.0) if not rule.corrects_bias else (1 - beta1**step, 1 - beta2**step)
         lr = expected_lr(step, train) * rule.lr
-        decay = train.weight_decay * (rule.matrix_decay if old.dim() >= 2 else rule.vector_decay)
+        is_matrix = old.dim() >= 2 and not is_vector
+        decay = train.weight_decay * (rule.matrix_decay if is_matrix else rule.vector_decay)
         due = old.double() * (1 - lr * decay) - lr * (first / ones[0]) / ((second / ones[1]).sqrt() + train.eps)
         yield _largest(new.double(), due, unit, lr=lr, weights=old.double())
 
@@ -104,9 +108,9 @@ def _largest(new: Tensor, due: Tensor, unit: float, *, lr: float, weights: Tenso
     return worst if worst == worst else math.inf
 
 
-def diagnose_updates(records: list[AsRunRecord], wrong: list[tuple[int, str]], train: TrainConfig) -> Diagnosis:
+def diagnose_updates(records: list[AsRunRecord], wrong: list[tuple[int, str]], config: RunConfig) -> Diagnosis:
     """Return the cause that explains all wrong updates, given as rank and parameter."""
     for rule in FAULTS:
-        if all(max(update_errors(records[rank], name, train, rule)) <= 1.0 for rank, name in wrong):
+        if all(max(update_errors(records[rank], name, config, rule)) <= 1.0 for rank, name in wrong):
             return Diagnosis(rule.kind, rule.what, rule.cause)
     return Diagnosis(FaultKind.UNRECOGNISED, "not updated by AdamW on its gradient", "not recognised")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant, Uniform
+from meshwright.models.contract.initial_values import Computed, Constant, Stored, Uniform
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.weight_init import normal_shard, uniform_shard
 
@@ -22,6 +22,8 @@ def fill_tensors(tensors: Iterable[tuple[str, Tensor]], family: Family, f: RunFa
             tensor.fill_(fill.value)
         elif isinstance(fill, Computed):
             tensor.copy_(fill.compute())
+        elif isinstance(fill, Stored):
+            tensor.copy_(fill.read(None))
         elif isinstance(fill, Uniform):
             tensor.copy_(uniform_shard(f.seed, name, tensor.shape, bound=fill.bound))
         else:

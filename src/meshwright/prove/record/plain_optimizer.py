@@ -95,7 +95,7 @@ class PlainOptimizer:
 
     def _settings(self, name: str, role: Role, p: Tensor, train: TrainConfig) -> tuple[float, float]:
         """Return the peak learning rate and the weight decay of a parameter."""
-        is_matrix = p.dim() >= 2
+        is_matrix = p.dim() >= 2 and role is not Role.VECTOR
         decays = {"all": True, "none": False, "vectors": not is_matrix}.get(self.decay, is_matrix)
         peak, decay = train.lr, train.weight_decay * decays
         for pattern, key, value in _entries(train):

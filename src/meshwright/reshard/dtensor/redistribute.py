@@ -39,6 +39,7 @@ def redistribute(
         LayoutError: if the placements do not fit `x` or the mesh, or no plan fits the cap.
         CollectiveError: if another rank fails or does not take part.
     """
+    _check_types(x, placements, mesh)
     if mesh is not None and mesh != x.device_mesh:
         if memory_cap_bytes is not None:
             raise LayoutError(
@@ -49,3 +50,17 @@ def redistribute(
             )
         return redistribute_across(x, placements, mesh, shard_order=shard_order)
     return redistribute_on_mesh(x, placements, shard_order=shard_order, memory_cap_bytes=memory_cap_bytes)
+
+
+def _check_types(x: DTensor, placements: Sequence[Placement], mesh: DeviceMesh | None) -> None:
+    """Check arguments that are almost right: one placement, names or a mesh instead of placements, a plain tensor."""
+    is_list = isinstance(placements, Sequence) and all(isinstance(one, Placement) for one in placements)
+    if isinstance(x, DTensor) and is_list and isinstance(mesh, DeviceMesh | None):
+        return
+    fix = f"redistribute(x, [{placements!r}])" if isinstance(placements, Placement) else "redistribute(x, [Shard(0)])"
+    raise LayoutError(
+        f"x is a {type(x).__name__}, placements is {placements!r}, mesh is a {type(mesh).__name__}",
+        where="redistribute",
+        rule="x is a DTensor, placements a list of Shard(dim), Replicate() or Partial(), mesh a DeviceMesh or None",
+        fix=fix if isinstance(x, DTensor) else f"x = DTensor.from_local(x, mesh, placements), then {fix}",
+    )

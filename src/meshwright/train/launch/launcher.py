@@ -84,7 +84,14 @@ def context_from_environment() -> RankContext | None:
             fix=f"{names['rank']}=0 … {values['num_ranks'] - 1}",
         )
     numbers = [0] * StatusBoard.length(values["num_ranks"])
-    return RankContext(**values, store_path=None, board=StatusBoard(numbers))
+    return RankContext(
+        rank=values["rank"],
+        num_ranks=values["num_ranks"],
+        local_rank=values["local_rank"],
+        local_ranks=values["local_ranks"],
+        store_path=None,
+        board=StatusBoard(numbers),
+    )
 
 
 def _number(name: str) -> int:

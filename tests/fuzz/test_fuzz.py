@@ -1,0 +1,41 @@
+"""Cases of a fixed seed come out right, and faults seeded in real runs are caught."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.testing.gang import GangPool
+from tests.fuzz.case import Case
+from tests.fuzz.commands import Commands
+from tests.fuzz.draw import draw
+from tests.fuzz.judge import judge
+from tests.fuzz.meaning import ALWAYS
+
+SEED = 2026
+FAULTS = {"crash": "crashed", "hang": "hung", "other logits": "loss_bits_per_byte differs"}
+
+
+@pytest.fixture(scope="module")
+def run(gang: GangPool, tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    """Commands in a folder of their own, forked from the server of gangs."""
+    pytest.importorskip("transformers")
+    return Commands(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(8))
+def test_a_case_comes_out_right(run: Commands, number: int) -> None:
+    case = draw(SEED, number)
+    verdict = judge(run, case, seed=number)
+    assert not verdict.failure, f"{case.command()}\n{verdict.case.command()}\n{verdict.failure}\n{verdict.detail}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_run_is_caught(run: Commands, fault: str) -> None:
+    words = [f"{key}={value}" for key, value in ALWAYS.items()]
+    words += ["model.builder=tests.fuzz.faulty_module:Faulty", f"model.arguments.fault={fault}", "mesh.dp_replicate=2"]
+    words += ["data.source=text/*.txt", "train.seq_len=16", "train.global_batch=4", "train.validation_samples=0"]
+    words += ["train.sample_tokens=0", "train.timeout_s=5"]
+    verdict = judge(run, Case("module-tiny", ()).with_words(words))
+    assert verdict.failure.startswith(FAULTS[fault]), verdict
