@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -124,11 +125,15 @@ def shown_error(stderr: str) -> dict[str, str]:
     return parts
 
 
+WORD = re.compile(r"""(?:"[a-z_0-9.]+=[^"]*"|[a-z_0-9.]+=(?:'[^']*'|"[^"]*"|[^\s'"])+)""")
+"""An override in a fix, as one types it: its value may be quoted, or the whole."""
+
+
 def alternatives(fix: str) -> list[list[str]]:
     """The `key=value` words of each way out that a fix names, as a shell hands them on; words of one way stand side by
     side."""
-    ways = (re.findall(r"[a-z_0-9.]+=\S*[^\s,;]", way) for way in re.split(r",? or |; ", fix))
-    return [[re.sub(r"='(\S*)'$", r"=\1", word) for word in words] for words in ways if words]
+    ways = (WORD.findall(way) for way in re.split(r",? or |; ", fix))
+    return [[shlex.split(word.rstrip(",;"))[0] for word in words] for words in ways if words]
 
 
 def outcome(

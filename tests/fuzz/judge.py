@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from meshwright.comm.compression.catalogue import is_lossy
+from meshwright.config.source import preset_names
 from tests.fuzz.case import Case, key_of
 from tests.fuzz.commands import Outcome, Run, Status
 from tests.helpers import alternatives
@@ -90,9 +91,17 @@ def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
 def ways(error: Mapping[str, str], case: Case) -> Iterator[Case]:
     """Yield the case as each way out of a refusal that names keys changes it; those of actions are left out."""
     words_of = {key_of(word): word for word in case.words}
+    replaced = re.search(r"in place of ([^()]+)", error["fix"])
+    foreign = [f"{name}=" for name in replaced[1].rstrip().split(", ")] if replaced else []
     for words in alternatives(error["fix"]):
         if not any(sign in word for word in words for sign in "<…"):
-            yield case.with_words(words)
+            yield case.without(*foreign).with_words(words)
+    for way in re.split(r",? or |; ", error["fix"]):
+        if options := re.findall(r"(--[a-z-]+) (?!with )([^\s,;]+)", way):
+            yield case.with_words(f"{name}={value}" for name, value in options)
+    for preset in re.findall(r"(?:^|the preset )([\w-]+)(?:,| or |$)", error["fix"]):
+        if preset in preset_names():
+            yield replace(case, preset=preset)
     for key in re.findall(r"\bremove ([\w.*]+)", error["fix"]):
         if key in words_of:
             yield case.without(f"{key}=")
