@@ -221,17 +221,16 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
         say(f"{proved.name} · {axes} · {counted(steps, 'step')} in {proved.train.precision} …")
-        preload = proved.family.preload
         launch(
             record_body,
             spec,
             num_ranks=axes.num_ranks(),
             threads=threads,
             describe_action=made.describe_action,
-            preload=preload,
+            preload=proved.family.preload,
         )
         say("comparing with the reference: one process, a plain module, a plain loop …")
-        launch(compare_body, spec, num_ranks=1, threads=threads, preload=preload)
+        launch(compare_body, spec, num_ranks=1, threads=threads, preload=proved.family.preload)
         if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
             say("the forward may differ: looking for the place in a second pass …")
             notes += _locate(spec, num_ranks=axes.num_ranks(), threads=threads)

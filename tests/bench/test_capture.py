@@ -18,7 +18,7 @@ EXPERTS, PIPELINE = (replace(case, num_layers=2, seq_len=16) for case in ON_CPU[
 PIPELINE = replace(PIPELINE, stages=2, microbatches=8)
 
 
-@pytest.mark.parametrize("case", [EXPERTS, PIPELINE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [EXPERTS, pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=lambda case: case.name)
 def test_all_arms_compute_the_same(case):
     arms = {mode: RankOrder(case, CPU) for mode in (EAGER, SLOT, PER_MICROBATCH)}
     for mode in (SLOT, PER_MICROBATCH):

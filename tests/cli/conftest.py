@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
+import typer.main
 
 from meshwright.cli.main import main
 from tests.helpers import clean_environment, shown_error, small_corpus
+
+COMMANDS = cache(typer.main.get_command)
+"""The tree of commands, which Typer makes anew in each call, as long as many a command takes."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ def here(monkeypatch, capsys, tmp_path):
     def run(*words, torch=False, **environment):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", ["meshwright", *map(str, words)])
+            patch.setattr(typer.main, "get_command", COMMANDS)
             if not torch:
                 patch.setitem(sys.modules, "torch", None)
             patch.chdir(tmp_path)

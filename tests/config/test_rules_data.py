@@ -42,10 +42,3 @@ def test_images_have_none(word):
     error = outcome([word], "dit-digits")
     assert isinstance(error, ConfigError) and "has no effect" in error.what and "it applies to text" in error.rule
     assert_every_fix_works(error, [word], "dit-digits")
-
-
-def test_conversations_that_are_not_packed():
-    words = ["data.chat_field=messages", "data.source=chats.jsonl"]
-    error = outcome(words)
-    assert isinstance(error, ConfigError) and error.fix == "data.packing=documents or data.chat_field=none"
-    assert_every_fix_works(error, words)

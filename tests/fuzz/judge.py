@@ -61,7 +61,7 @@ def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
         verb: run or prove.
         seed: chooses among the fixes of a refusal.
     """
-    rng, seen, fixes = Random(seed), {case.words}, list[str]()
+    rng, seen, fixes, fixed = Random(seed), {case.words}, list[str](), set[str]()
     while (outcome := run(verb, case)).status is Status.REFUSED:
         error = outcome.error
         said = f"{error['error']}\nfix    {error['fix']}"
@@ -71,12 +71,14 @@ def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
         unseen = [one for one in changed if one.words not in seen]
         if not unseen:
             return Verdict(case, f"the fix leads back: {error['error']}", said, tuple(fixes))
-        chosen = rng.choice(unseen)
+        # A person who has just set a key doesn't take the way that sets it back, if there is another.
+        chosen = rng.choice([one for one in unseen if fixed <= set(one.words)] or unseen)
         if len(fixes) == MAX_REFUSALS:
             return Verdict(case, f"refused after {MAX_REFUSALS} fixes: {error['error']}", said, tuple(fixes))
         if stuck := [one for one in changed if one != chosen and _same(run("plan", one), error)]:
             return Verdict(stuck[0], f"a fix changes nothing: {error['error']}", said, tuple(fixes))
         fixes.append(error["fix"])
+        fixed |= set(chosen.words) - set(case.words)
         seen.add(chosen.words)
         case = chosen
     if outcome.status is not Status.DONE:

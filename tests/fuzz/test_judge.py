@@ -131,6 +131,20 @@ def test_fixes_in_a_circle_fail() -> None:
     assert "leads back" in judge(run, CASE).failure
 
 
+def test_what_a_fix_has_set_is_not_set_back_if_there_is_another_way() -> None:
+    for seed in range(8):
+        verdict = judge(refuses_packing, CASE.with_words(["data.packing=documents", "data.separator=0"]), seed=seed)
+        assert not verdict.failure and len(verdict.fixes) == 2
+
+
+def refuses_packing(verb: str, case: Case) -> Outcome:
+    if case.value("data.packing") == "documents":
+        return refusal("no packing", "data.packing=none train.freeze=a" if case.value("data.separator") else "no")
+    if case.value("data.separator"):
+        return refusal("no effect", "remove data.separator, or data.packing=documents")
+    return runs()(verb, case)
+
+
 @pytest.mark.parametrize("fix", ["start 4 ranks", "data.tokenizer=<the one of the model>", "train.steps=…"])
 def test_an_action_is_told(fix: str) -> None:
     verdict = judge(lambda _verb, _case: refusal("wrong", fix), CASE)

@@ -135,7 +135,7 @@ def all_leaving(rank, world_size, home, words):
     quick_and_slow(
         [(2, ("mesh.tp=2",)), (2, ("mesh.dp_replicate=2",)), (2, ("mesh.tp=2", "recompute.policy=full")), (2, ZB),
          (4, ("mesh.tp=2", "mesh.dp_replicate=2", "train.num_microbatches=2")), (4, (*ZB, "mesh.tp=2"))],
-        [(2, ("mesh.tp=2",))],
+        [(2, ("mesh.dp_replicate=2",))],
     ),
 )  # fmt: skip
 def test_traffic_is_predicted_to_the_byte(gang, home, words, world_size, layout):

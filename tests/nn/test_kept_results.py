@@ -237,7 +237,8 @@ def test_paused_results_are_not_kept():
     assert [one.data_ptr() for one in kept.tensors()] == [y.data_ptr()]
 
 
-@pytest.mark.parametrize("kind", [llama, pytest.param(dit, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [llama, dit])
 def test_a_compiled_block_is_one_graph_that_keeps_products(kind):
     block, inputs = make(kind)
     expected = step(block, inputs)

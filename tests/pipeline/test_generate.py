@@ -104,7 +104,7 @@ def test_both_definitions_of_zb_vs_bubble():
     ("kind", "bubble_share", "peak"),
     [("v-half", 1 / 2, lambda p: (p + 2) // 2), ("v-min", 2 / 3, lambda p: (p + 4) // 3)],
 )
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
 def test_v_half_and_v_min_within_ten_percent_of_what_was_published(kind, bubble_share, peak, p):
     for m in range(p, 4 * p + 1, 3):
         simulation = run(kind, p, m, times=(0.5, 0.5, 0.5))

@@ -47,12 +47,12 @@ OPTIONS = {
         *TWO, "recompute.policy=full", "pipeline.schedule=zb-v", "mesh.dp_shard=2", "mesh.reshard_after_forward=false"
     ),
     "velocity, linear": (*TWO, "diffusion.prediction=velocity", "diffusion.schedule=linear"),
-    "velocity, linear, one process": ("diffusion.prediction=velocity", "diffusion.schedule=linear"),
-    "an empty stage": (*TWO, "pipeline.chunks=2", "pipeline.layers_per_stage=[2,0,1,1]", EMPTY),
+    "an empty stage, buffers are poisoned": (
+        *TWO, "pipeline.chunks=2", "pipeline.layers_per_stage=[2,0,1,1]", EMPTY, "pipeline.poison=true"
+    ),
     "no layer last": (*TWO, "pipeline.layers_per_stage=[4,0]", EMPTY),
     "a rank without layers": (*TWO, "pipeline.schedule=zb-v", "pipeline.layers_per_stage=[2,0,0,2]", EMPTY),
     "more classes than are drawn": (*TWO, "diffusion.label_dropout=0", "diffusion.guidance=1", "model.num_classes=200"),
-    "buffers are poisoned": (*TWO, "pipeline.chunks=2", "pipeline.poison=true"),
 }  # fmt: skip
 
 

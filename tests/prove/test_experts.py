@@ -46,9 +46,9 @@ def test_the_suite_is_large_enough() -> None:
 
 
 DENSE = [name for name, fault in FAULTS.items() if "ffn" not in fault.at and "left out of the norm" not in fault.says][
-    ::3
+    ::6
 ]
-"""A third of them: they are those of tests/prove/test_seeded_faults.py, in a model with experts."""
+"""A sixth of them: they are those of tests/prove/test_seeded_faults.py, in a model with experts."""
 
 
 @pytest.mark.slow

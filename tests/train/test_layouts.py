@@ -45,7 +45,7 @@ NAMED = ("dp_shard 4", "tp 2, dp_shard 2", "HSDP")
 
 QUICK = {
     ("float64", "pp 2"),
-    ("float32", "dp_shard 4"),
+    ("float64", "dp_shard 2, in 4 parts"),
 }
 
 STEPS = 3

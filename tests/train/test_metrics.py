@@ -87,8 +87,9 @@ def test_bits_per_byte(loss, size):
     assert text_unit(None).words(loss) == f"{loss:.3f} nats/token"
 
 
-@pytest.mark.parametrize("losses", [[], [None, None], [2.0], [2.0, None, 1.0]])
-@pytest.mark.parametrize("bytes_per_token", [None, 1.0])
+@pytest.mark.parametrize(
+    ("losses", "bytes_per_token"), [([], None), ([None, None], 1.0), ([2.0], None), ([2.0, None, 1.0], 1.0)]
+)
 def test_a_loss_is_plotted_whatever_came_of_it(tmp_path, losses, bytes_per_token):
     path = tmp_path / "metrics.jsonl"
     unit = text_unit(bytes_per_token)

@@ -145,11 +145,11 @@ def plain_gradients(words, num_microbatches, data_parallel):
     ((_, part),) = job.parts().items()
     named = dict(part.module.named_parameters(remove_duplicate=False))
     weights = {name: p.detach().bfloat16().requires_grad_() for name, p in named.items()}
-    first = {p: name for name, p in part.module.named_parameters()}  # a tied one is used by two stages, each for itself
+    owner = {p: name for name, p in part.module.named_parameters()}  # a tied one is used by two stages, each for itself
     for block in part.module.blocks.values():
         block.register_forward_pre_hook(round_positions)
     task, size = make_task(job.config), 8 // data_parallel // num_microbatches
-    sums = {name: torch.zeros(p.shape) for p, name in first.items()}
+    sums = {name: torch.zeros(p.shape) for p, name in owner.items()}
     for first in range(0, 8, size):
         batch = task.batch(range(first, first + size))
         arguments = (batch.inputs, *batch.conditions)
@@ -157,7 +157,7 @@ def plain_gradients(words, num_microbatches, data_parallel):
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
         gradients = torch.autograd.grad(loss / (8 * job.config.train.seq_len), list(weights.values()))
         for name, gradient in zip(weights, gradients, strict=True):
-            sums[first[named[name]]] += gradient.float()
+            sums[owner[named[name]]] += gradient.float()
     return sums
 
 

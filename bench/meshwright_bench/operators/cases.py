@@ -88,6 +88,7 @@ class SweepTask:
         num_done: number of cases already in `lines`.
         gradients: also compare the gradients of the inputs.
         placements: placements of all inputs.
+        timeout_s: timeout of an operator's collectives, after which waiting ranks continue.
     """
 
     lines: Path
@@ -95,6 +96,7 @@ class SweepTask:
     num_done: int = 0
     gradients: bool = False
     placements: tuple[InputPlacement, ...] = (InputPlacement.SHARD, InputPlacement.REPLICATED)
+    timeout_s: float = 5.0
 
 
 @dataclass(frozen=True)

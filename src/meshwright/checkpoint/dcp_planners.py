@@ -192,7 +192,7 @@ def _is_needed(data: TensorWriteData) -> bool:
     return math.prod(data.chunk.sizes) > 0 or math.prod(data.size) == 0
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
+def _check_dense(name: str, tensor: object) -> None:
     problem = ""
     if not isinstance(tensor, Tensor):
         problem = f"is a {type(tensor).__name__}, not a tensor"

@@ -107,9 +107,9 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
 
 def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, Any]:
     """Return the JSON output: bytes by type and purpose, optimizer groups, the hashes, and the plan itself."""
+    from meshwright.cli.plan_page import optimizer_groups
     from meshwright.plan.compare import hashes
     from meshwright.plan.memory import predict_memory, predict_process_memory
-    from meshwright.plan.optimizer_groups import optimizer_groups
     from meshwright.plan.serialize import encode
     from meshwright.plan.traffic import predict_traffic
 
@@ -123,9 +123,7 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, An
         "memory": {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(made)},
         "traffic": {**{str(one.purpose): one.sent.total() for one in traffic.entries}, "total": traffic.sent().total()},
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
-        "optimizer": [
-            group._asdict() for group in optimizer_groups(made, config.train if config is not None else None)
-        ],
+        "optimizer": optimizer_groups(made, config.train if config is not None else None),
         "plan": encode(made),
     }
 

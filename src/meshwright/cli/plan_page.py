@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
+from meshwright.config.optimizer.parameter_groups import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.collective_bytes import Purpose
@@ -16,7 +18,6 @@ from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.optimizer_groups import optimizer_groups
 from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.units import counted, format_bytes, format_count
@@ -179,12 +180,30 @@ def _unit_words(unit: Unit) -> str:
     return " · ".join([over, *([after] if unit.sharded else []), *sent])
 
 
+def optimizer_groups(plan: RunPlan, train: TrainConfig | None) -> list[dict[str, Any]]:
+    """Return trained parameters with the same role and settings, and their elements, the largest groups first. Peak
+    learning rates and decay are those of the `train` section, and None for a plan from a file."""
+    sizes: dict[tuple[Any, ...], dict[str, int]] = {}
+    for kind, layer, one in (found for stage in plan.stages for found in plan.parameters(stage)):
+        name, settings = kind.key(one, layer), dict[str, float | None](lr=None, weight_decay=None)
+        if train is not None:
+            lr, decay = group_settings(train, name, one.role, num_dims=len(one.shape))
+            settings = {"lr": lr, "weight_decay": decay}
+        if one.trained:
+            key = {"optimizer": plan.optimizer.update_of(one.role).optimizer, "role": one.role, **settings}
+            sizes.setdefault(tuple(key.items()), {})[name] = math.prod(one.shape)
+    found = [
+        {**dict(key), "parameters": list(members), "elements": sum(members.values())} for key, members in sizes.items()
+    ]
+    return sorted(found, key=lambda group: -group["elements"])
+
+
 def _groups(plan: RunPlan, train: TrainConfig | None) -> Iterator[str]:
     for one in optimizer_groups(plan, train):
-        size = f"{counted(len(one.parameters), 'parameter')}, {format_count(one.elements)}"
-        settings = [f"decay {one.weight_decay:g}" if one.weight_decay else "no decay"] if train is not None else []
-        settings += [f"lr {one.lr:g}"] if train is not None and one.lr != train.lr else []
-        yield from _item(one.role, one.optimizer, size, *settings)
+        size = f"{counted(len(one['parameters']), 'parameter')}, {format_count(one['elements'])}"
+        settings = [f"decay {one['weight_decay']:g}" if one["weight_decay"] else "no decay"] if train else []
+        settings += [f"lr {one['lr']:g}"] if train and one["lr"] != train.lr else []
+        yield from _item(one["role"], one["optimizer"], size, *settings)
 
 
 def _float8(plan: RunPlan) -> Iterator[str]:

@@ -43,7 +43,8 @@ def packing_violations(config: RunConfig) -> Iterator[Violation]:
             "data.packing",
             "packed documents must not attend to each other, so a model says where its attention is "
             "(KindFacts.attention)",
-            [{"data.packing": "none"}],
+            [{"data.packing": "none"}] if config.data.chat_field is None else [],
+            otherwise="" if config.data.chat_field is None else "a model that does",
         )
 
 

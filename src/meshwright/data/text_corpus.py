@@ -31,11 +31,11 @@ from meshwright.data.sources.record_field import record_field
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import TextSource, open_source
 from meshwright.data.sources.use import Use
-from meshwright.data.special_tokens import AUTO, declared_ends
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, map_ends, map_mask, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
 from meshwright.data.tokenise.parts import remove_parts
+from meshwright.data.tokenise.special_tokens import AUTO, declared_ends
 from meshwright.data.tokenise.write_corpus import write_corpus
 from meshwright.data.tokenizer import BYTES, open_tokenizer, tokenizer_identity, tokenizer_path
 from meshwright.log import get_logger

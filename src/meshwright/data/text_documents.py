@@ -24,7 +24,7 @@ from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 
-from meshwright.data.compressed_files import DAMAGE, UNPACK, contents_name, open_contents, suffix_of_compression
+from meshwright.data.sources.compressed_files import DAMAGE, UNPACK, contents_name, open_contents, suffix_of_compression
 from meshwright.errors import DataError
 
 STDLIB = "stdlib"

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import cache_file
-from meshwright.data.compressed_files import UNPACK, contents_name, suffix_of_compression
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
+from meshwright.data.sources.compressed_files import UNPACK, contents_name, suffix_of_compression
 from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
 from meshwright.data.token_cache import CorpusMetadata
 from meshwright.errors import DataError

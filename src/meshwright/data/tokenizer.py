@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.special_tokens import AUTO, Framing, frame
+from meshwright.data.tokenise.special_tokens import AUTO, Framing, frame
 from meshwright.errors import DataError
 
 Tokens = NDArray[np.unsignedinteger]

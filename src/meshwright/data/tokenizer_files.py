@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.special_tokens import TOKENIZER_CONFIG as TOKENIZER_CONFIG
-from meshwright.data.special_tokens import TOKENS_MAP
+from meshwright.data.tokenise.special_tokens import TOKENIZER_CONFIG as TOKENIZER_CONFIG
+from meshwright.data.tokenise.special_tokens import TOKENS_MAP
 from meshwright.data.tokenizer import BYTES
 from meshwright.data.tokenizer import TOKENIZER as TOKENIZER
 from meshwright.errors import DataError

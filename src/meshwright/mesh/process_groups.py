@@ -6,6 +6,7 @@ in whatever order ranks happen to reach them, are a known cause of deadlocks.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -127,3 +128,14 @@ def submesh(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
     """Return the submesh spanned by the named axes, in mesh order."""
     names = tuple(axes)
     return mesh[names if len(names) > 1 else names[0]]
+
+
+def consecutive_groups(mesh: DeviceMesh, axes: Sequence[str], size: int) -> DeviceMesh:
+    """Return the mesh [between, within] of groups of `size` consecutive ranks of the axes. All ranks must call this."""
+    dims = [list(mesh.mesh_dim_names or ()).index(axis) for axis in axes]
+    ranks = mesh.mesh.movedim(dims, list(range(-len(dims), 0)))
+    ranks = ranks.reshape(-1, math.prod(mesh.size(dim) for dim in dims) // size, size)
+    groups = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("others", "between", "within"))
+    for group in groups.get_all_groups():
+        inherit_timeout(group)
+    return groups["between", "within"]

@@ -122,10 +122,8 @@ def compute_deferred(deferred: Iterable[DeferredGradient]) -> None:
     """Compute the deferred gradients in order and accumulate them into `.grad`."""
     for parameter, compute, tensors in deferred:
         gradient = compute(*tensors)
-        if gradient is not None and parameter.grad is None:
-            parameter.grad = gradient
-        elif gradient is not None:
-            parameter.grad += gradient
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if (accumulate := getattr(parameter, ACCUMULATE, None)) is not None:
             accumulate()
 

@@ -7,7 +7,8 @@ so the sum is the mean over the batch, even if ranks have different numbers of t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -16,9 +17,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from meshwright.comm.compression.catalogue import EXACT
-from meshwright.parallel.private import finish_backward, joined_mesh, prepare_accumulation
+from meshwright.mesh.process_groups import consecutive_groups
+from meshwright.parallel.private import finish_backward, joined_mesh, prepare_accumulation, reshard_to
 from meshwright.parallel.rank_model import RankModel
 from meshwright.plan.run_plan import Kind, RunPlan, Stage, Unit
+
+
+@contextmanager
+def secondary_shards(mesh: DeviceMesh | None, plan: RunPlan) -> Iterator[None]:
+    """Create the groups of secondary shards, which the units of all stages share; all ranks must enter this."""
+    axes = plan.mesh.view("fsdp")
+    units = (unit for stage in plan.stages for unit in plan.units(stage))
+    sizes = {unit.freed for unit in units if not isinstance(unit.freed, bool)} - {plan.mesh.size(*axes)}
+    meshes = {} if mesh is None else {size: consecutive_groups(mesh, axes, size) for size in sorted(sizes)}
+    with reshard_to(meshes):
+        yield
 
 
 def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:

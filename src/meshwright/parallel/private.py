@@ -5,12 +5,14 @@ This is the only file of `meshwright.parallel` that uses private PyTorch names: 
 `post_forward_mesh_info`, and `FSDPParam`'s `_unsharded_param`, `reduce_dtype`, `unsharded_accumulated_grad` and the two
 methods that add to the last, all checked on 2.11 and 2.13 (the first two are also called
 by `torch.distributed.pipelining` of 2.11); `DeviceMesh._flatten`, which caches meshes by name, and
-`DeviceMesh._concatenate`, to join axes, checked on 2.13; `Module._parameters`.
+`DeviceMesh._concatenate`, to join axes, checked on 2.13; `Module._parameters`; FSDP2's `_get_post_forward_mesh_info`,
+called for every unit, and `HSDPMeshInfo`, checked on 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from meshwright.mesh.process_groups import inherit_timeout, submesh
 from meshwright.nn.deferred_weight_gradients import ACCUMULATE
@@ -37,6 +41,26 @@ def joined_mesh(mesh: DeviceMesh, dims: Sequence[Sequence[str]]) -> DeviceMesh:
     for one in flattened:
         inherit_timeout(one.get_group())
     return DeviceMesh._concatenate(flattened) if len(flattened) > 1 else flattened[0]
+
+
+@contextmanager
+def reshard_to(meshes: Mapping[int, DeviceMesh]) -> Iterator[None]:
+    """Make FSDP2 reshard after the forward to meshes [between, within] by the size of their last dim.
+
+    By itself it creates groups for every unit, which is a deadlock where ranks have different numbers of units.
+    """
+    fsdp: Any = _fully_shard
+    original = fsdp._get_post_forward_mesh_info
+
+    def mesh_info(after: bool | int, info: FSDPMeshInfo) -> Any:
+        mesh = None if isinstance(after, bool) else meshes.get(after)
+        return original(after, info) if mesh is None else HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    fsdp._get_post_forward_mesh_info = mesh_info
+    try:
+        yield
+    finally:
+        fsdp._get_post_forward_mesh_info = original
 
 
 def finish_backward(root: FSDPModule) -> None:

@@ -27,7 +27,7 @@ from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.parallel.apply_plan import apply_plan, needs_mesh
 from meshwright.parallel.check_applied import check_placements
-from meshwright.parallel.data_parallel import reduce_unused
+from meshwright.parallel.data_parallel import reduce_unused, secondary_shards
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
@@ -126,19 +126,20 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
     mesh = build_mesh(plan.mesh.atoms, device) if needs_mesh(plan) else None
     f, facts = run_facts(config), model_facts(config)
     parts = {}
-    for number in plan.stages_of(context.rank):
-        dtype = getattr(torch, plan.masters)
-        module = build_part(config.family, f, dtype=dtype, part=part_of(plan, number))
-        part = StagePart(plan, number, module)
-        freeze(part)
-        apply_plan(module, mesh, plan, part.stage, facts)
-        if config.family.derives:
-            reduce_unused(module)
-        check_placements(part)
-        module.to_empty(device=device)
-        tie_parameters(module, facts)
-        initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
-        parts[number] = part
+    with secondary_shards(mesh, plan):
+        for number in plan.stages_of(context.rank):
+            dtype = getattr(torch, plan.masters)
+            module = build_part(config.family, f, dtype=dtype, part=part_of(plan, number))
+            part = StagePart(plan, number, module)
+            freeze(part)
+            apply_plan(module, mesh, plan, part.stage, facts)
+            if config.family.derives:
+                reduce_unused(module)
+            check_placements(part)
+            module.to_empty(device=device)
+            tie_parameters(module, facts)
+            initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
+            parts[number] = part
     model = RankModel(parts)
     return Job(
         config=config,

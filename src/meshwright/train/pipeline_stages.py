@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -105,7 +106,7 @@ class Pipeline:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.feed = Feed(_no_batch, _no_loss)
+        self.feed = Feed(_not_set, _not_set)
         self._channels = _open_channels(job)
         self.shared = _shared_gradients(job)
         self.tokens = TokenShards(job.plan, job.mesh, job.context.rank)
@@ -140,11 +141,7 @@ class Pipeline:
         )
 
 
-def _no_batch(microbatch: int) -> Batch:
-    raise AssertionError("the step sets the feed first")
-
-
-def _no_loss(out: Tensor, targets: Tensor) -> Tensor:
+def _not_set(*_: object) -> NoReturn:
     raise AssertionError("the step sets the feed first")
 
 

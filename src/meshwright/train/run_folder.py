@@ -31,8 +31,8 @@ from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.mixtures.changes import KEYS, changes
-from meshwright.data.special_tokens import NONE
 from meshwright.data.token_files import is_token_file
+from meshwright.data.tokenise.special_tokens import NONE
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError

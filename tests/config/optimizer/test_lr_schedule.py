@@ -58,6 +58,11 @@ def test_cosine_ends_at_the_smallest(config):
         assert rates(config)[-1] == pytest.approx(config.lr * config.min_lr_ratio, rel=1e-9, abs=1e-15)
 
 
+@given(either)
+def test_past_the_end_it_stays_at_the_smallest(config):
+    assert learning_rate(config.steps + 1, config) == pytest.approx(config.lr * config.min_lr_ratio, rel=1e-9)
+
+
 @given(configs("wsd"))
 def test_wsd_is_stable_and_then_decays_to_the_smallest(config):
     found = rates(config)

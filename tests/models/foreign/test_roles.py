@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -59,6 +58,8 @@ def test_adapters_are_matrices(tmp_path: Path) -> None:
 DECAYED = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight", "embeddings.weight")
 """Ends of the names of Mamba's parameters that decay."""
 LR, DECAY = 0.01, 1.0
+EPS = 1e-2
+"""Mamba's scan rounds to float32: a smaller epsilon would enlarge what that does to gradients that are near zero."""
 
 
 def one_step(folder: Path, words: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -85,8 +86,8 @@ def test_mamba_is_updated_as_a_plain_loop_does(gang: GangPool, optimizer: str, t
     folder = write_model(tmp_path / "model", "mamba", tokenizer=False)
     words = (
         "model.weights=folder", "train.precision=float64", "train.steps=1", "train.warmup_steps=0",
-        "train.min_lr_ratio=1", f"train.lr={LR}", f"train.weight_decay={DECAY}", "train.validation_samples=0",
-        "train.sample_tokens=0", f"train.optimizer={optimizer}",
+        "train.min_lr_ratio=1", f"train.eps={EPS}", f"train.lr={LR}", f"train.weight_decay={DECAY}",
+        "train.validation_samples=0", "train.sample_tokens=0", f"train.optimizer={optimizer}",
     )  # fmt: skip
     before, expected = one_step(folder, words)
     run(gang, hf_config(str(folder), *words, cache=folder), tmp_path / "run")
@@ -95,9 +96,9 @@ def test_mamba_is_updated_as_a_plain_loop_does(gang: GangPool, optimizer: str, t
         if optimizer == "muon" and name.endswith(DECAYED[:-1]):
             change = (trained[name] - before[name] * (1 - LR * DECAY)) / LR
             size = float(change.square().mean().sqrt())
-            assert size == pytest.approx(0.2 * math.sqrt(max(value.shape) * min(value.shape) / value.numel()), rel=0.4)
+            assert size == pytest.approx(0.2, rel=0.4), name
             continue
-        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-7, msg=name)
+        torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-7)
         compared += 1
     assert compared == (len(expected) if optimizer == "adamw" else len(expected) - 4 * 4)
     decayed = before["backbone.layers.0.mixer.A_log"] * LR * DECAY

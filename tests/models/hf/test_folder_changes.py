@@ -150,7 +150,9 @@ def outcome(folder: Folder, tensors: Tensors, about: set[str]) -> list[str]:
             read = {name: weights.read(name) for name in folder.parameters}
         except CheckpointError as error:
             assert error.where and error.rule and error.fix
+            # A stored name, or what transformers makes of it.
             named = about | {folder.places(name)[0] for name in about}
+            named |= {folder.places(one)[0] for one in folder.tensors if any(name.startswith(one) for name in about)}
             named |= {name.replace("block_sparse_moe", "mlp") for name in about}
             named |= {name.rsplit(".", 2)[0] for name in about if EXPERT.fullmatch(name)}  # the others of an expert
             return [] if any(name in error.what for name in named) else [f"{sorted(about)} not named: {error.what}"]

@@ -69,7 +69,9 @@ def test_generation_ends_as_the_data_teaches(run, folder):
 
     no_chat = "data.chat_field=none"
     mixed = f"data.mixture=['0.5:{folder}/plain.txt','0.5:{folder}/a.jsonl']"
-    assert ends(mixed) == (turn, text) and ends(no_chat, source="plain.txt") == (text,)
+    assert ends(mixed) == (turn,) and ends(no_chat, source="plain.txt") == (turn,), "as eos_token is declared"
+    other = f"data.separator={text}"
+    assert ends(mixed, other) == (turn, text) and ends(no_chat, other, source="plain.txt") == (text,)
     assert ends(f"data.validation_source={folder}/plain.txt", source="a.jsonl") == (turn,)
     assert ends(no_chat, "data.separator=9", source="tokens.npy") == (9,)
     assert ends(no_chat, PACKED.replace("documents", "none"), source="tokens.npy") == ()

@@ -39,7 +39,7 @@ def run(q, k, v, mask):
     return attention(q, k, v, mask=mask).sum()
 
 
-@pytest.mark.parametrize(("backend", "window"), [("sdpa", 4), ("reference", None)])
+@pytest.mark.parametrize(("backend", "window"), [pytest.param("sdpa", 4, marks=pytest.mark.slow), ("reference", None)])
 def test_another_mix_of_documents_does_not_recompile(backend, window):
     torch._dynamo.reset()
     counters.clear()

@@ -65,7 +65,7 @@ def check_agrees(launch, shape, device="cpu"):
             assert_agrees(launch, shape, (dtype, other), p=p, key=key, first_column=first_column, device=device)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES[1:3])
 def test_interpreted_results_are_the_torch_operations(interpreter, shape):
     interpreter.run(interpreted, check_agrees, shape)
 

@@ -165,18 +165,16 @@ def compress(
     of_gradients = _methods("gradients", gradients, modules, Use.GRADIENTS)
     of_weights = _methods("weights", weights, modules, Use.WEIGHTS)
     of_inside = _methods("inside_node", inside_node, modules, Use.INSIDE_NODE)
-    sends = [method.name != EXACT for method in of_gradients.values()]
-    if not any(sends) and all(method.name == EXACT for method in of_weights.values()):
+    sends, gathers = (any(one.name != EXACT for one in of.values()) for of in (of_gradients, of_weights))
+    if not sends and not gathers:
         return Compression({}, {})
-    if placement is None:
-        placement = place([model] if any(sends) else [], nodes=nodes)
-    reductions: dict[str, Reduction] = {}
-    all_gathers = {}
+    placement = placement or place([model] if sends else [], nodes=nodes)
+    reductions, all_gathers = dict[str, Reduction](), {}
     for name, module in modules.items():
         method = of_gradients[name]
         if method.name != EXACT:
-            inside = method.codec_inside_node(of_inside[name].codec)
-            reductions |= _compress_gradients(name, module, method, inside, placement, replicas)
+            codec = method.codec_inside_node(of_inside[name].codec)
+            reductions |= _compress_gradients(name, module, method, codec, placement, replicas)
         if of_weights[name].name != EXACT:
             all_gathers[name] = _all_gather(name, of_weights[name], placement)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
@@ -208,8 +206,7 @@ def _methods(option: str, names: Names, modules: Collection[str], use: Use) -> d
     Raises:
         ConfigError: a mapping lacks a module, or has a name that is none.
     """
-    wrong = [] if isinstance(names, str) else sorted(names.keys() ^ modules)
-    if wrong:
+    if not isinstance(names, str) and (wrong := sorted(names.keys() ^ modules)):
         what = "is not an FSDP2 module" if wrong[0] in names else f"has no method in {option}"
         full = {name: names.get(name, EXACT) for name in modules}
         raise ConfigError(

@@ -24,7 +24,7 @@ MAX_TRIED = 1000
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Return the learning rate for `step`, which counts from 1 to `config.steps`.
+    """Return the learning rate for `step`, which counts from 1; proofs go beyond `config.steps`.
 
     Raises:
         ConfigError: an own schedule raises, or gives no learning rate.
@@ -38,7 +38,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         factor = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     else:
         stable_until = config.steps - config.decay_steps
-        factor = 1.0 if step <= stable_until else max(0.0, (config.steps - step) / config.decay_steps)
+        factor = 1.0 if step <= stable_until else max(0.0, (config.steps - step) / max(1, config.decay_steps))
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
 
 

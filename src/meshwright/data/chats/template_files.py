@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.special_tokens import TOKENIZER_CONFIG, TOKENS_MAP, read_json, read_text, token_text
+from meshwright.data.tokenise.special_tokens import TOKENIZER_CONFIG, TOKENS_MAP, read_json, read_text, token_text
 from meshwright.data.tokenizer import BYTES, tokenizer_path
 from meshwright.errors import DataError
 

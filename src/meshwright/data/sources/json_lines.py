@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from meshwright.data.chats.messages import kind_of, likely_chat_field
-from meshwright.data.compressed_files import contents_name
+from meshwright.data.sources.compressed_files import contents_name
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chats.messages import likely_chat_field
-from meshwright.data.compressed_files import UNPACK, contents_name, require_datasets, suffix_of_compression
+from meshwright.data.sources.compressed_files import UNPACK, contents_name, require_datasets, suffix_of_compression
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText

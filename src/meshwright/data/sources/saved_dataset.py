@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chats.messages import likely_chat_field
-from meshwright.data.compressed_files import require_datasets
+from meshwright.data.sources.compressed_files import require_datasets
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText

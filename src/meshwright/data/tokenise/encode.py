@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.chats.chat_format import Conversation, EncodedConversation
-from meshwright.data.special_tokens import Framing
 from meshwright.data.tokenise.batches import Batch
+from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import Tokenizer, Tokens, token_dtype
 
 AT_ONCE = 3

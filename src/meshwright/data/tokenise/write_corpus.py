@@ -22,6 +22,7 @@ from meshwright.data.token_cache import CorpusMetadata
 from meshwright.data.tokenise.batches import batches
 from meshwright.data.tokenise.encode import Encoded, encode_in_order
 from meshwright.data.tokenise.parts import Parts
+from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype
 from meshwright.errors import DataError
 from meshwright.log import get_logger
@@ -51,11 +52,9 @@ def write_corpus(
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint, is_bytes = Fingerprint(dtype), isinstance(tokenizer, ByteTokenizer)
     left_out = LeftOut()
-    counts: list[int] = []
-    num_documents: list[int] = []
+    counts, num_documents = list[int](), list[int]()
     ends = array("Q")  # Of all documents: far smaller than the list of files.
     mask = None if found.chat is None else MaskWriter()
-    text_bytes = 0
     for split, texts in zip(SPLITS, found.splits(left_out), strict=True):
         start = sum(counts)
         counts.append(0)
@@ -74,6 +73,7 @@ def write_corpus(
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
     num_train, num_validation = counts
+    framing = Framing() if found.chat is not None else tokenizer.framing
     metadata = CorpusMetadata(
         dtype=dtype.str,
         num_train=num_train,
@@ -89,11 +89,10 @@ def write_corpus(
         ends_fingerprint=writer.fingerprint(),
         mask_bytes=mask_bytes,
         mask_fingerprint=mask_fingerprint,
+        framing=framing.text,
+        has_begin=bool(framing.begin),
     )
-    if found.chat is not None:
-        return _of_conversations(metadata, found.chat)
-    framing = tokenizer.framing
-    return replace(metadata, framing=framing.text, has_begin=bool(framing.begin))
+    return metadata if found.chat is None else _of_conversations(metadata, found.chat)
 
 
 def _of_conversations(metadata: CorpusMetadata, chat: ChatFormat) -> CorpusMetadata:

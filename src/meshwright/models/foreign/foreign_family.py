@@ -58,6 +58,11 @@ class ForeignFamily(Family):
         if f.axes.pp > 1 and structure.not_split:
             what, rule = f"mesh.pp = {f.axes.pp}: {structure.not_split}", "only the stream passes between stages"
             yield Violation(LayoutError, what, "mesh.pp", rule, [{"mesh.pp": 1}])
+        if f.data.chat_field is not None and structure.not_packed:
+            what, rule = f"data.chat_field = {f.data.chat_field}: {structure.not_packed}", "conversations are packed"
+            texts = {"data.source": "stdlib", "data.chat_field": None, "data.packing": "none"}
+            model = "a model that keeps documents apart"
+            yield Violation(ConfigError, what, "data.chat_field", rule, [texts], otherwise=model)
         if f.axes.tp > 1 and f.sequence_parallel:
             key, rule = "mesh.sequence_parallel", "layers whose structure is derived take all tokens of a sample"
             yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])

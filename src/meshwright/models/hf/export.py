@@ -24,9 +24,8 @@ from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.lora import merged
 from meshwright.models.hf.lora_names import is_adapter, original_name
 from meshwright.models.hf.source import Source
-from meshwright.models.huggingface.checks import train_command
+from meshwright.models.huggingface.checks import CONFIG, train_command
 from meshwright.models.huggingface.export_weights import PREFIX, new_directory, no_adapters
-from meshwright.models.huggingface.json_fields import CONFIG
 from meshwright.models.huggingface.kept_files import CONTEXT, GENERATION, context_note, stored_dtype, with_ends
 
 LENGTH_SCALINGS = {"dynamic", "linear", "longrope", "yarn"}

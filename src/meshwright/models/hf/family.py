@@ -72,7 +72,7 @@ class HfFamily(ForeignFamily):
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
         if _section(f).unused_weights and _section(f).weights == "random":
             what, rule = "model.unused_weights is set, but model.weights = random", "only a folder has such weights"
-            fixes = [{"model.weights": "folder"}, {"model.unused_weights": ()}]
+            fixes: list[dict[str, Any]] = [{"model.weights": "folder"}, {"model.unused_weights": ()}]
             yield Violation(ConfigError, what, "model.unused_weights", rule, fixes)
         if (folder := _forgotten_tokenizer(f)) is not None:
             what, rule = f"data.tokenizer = bytes, but {folder} has a tokenizer", "weights go on with their own tokens"

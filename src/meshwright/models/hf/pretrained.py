@@ -35,6 +35,7 @@ from meshwright.models.hf.quantised import FIX as NOT_QUANTISED
 from meshwright.models.hf.source import Source, transformers_version
 from meshwright.models.huggingface.weight_files import TRAINABLE, find_files, open_weights
 from meshwright.settings.violation import format_fix
+from meshwright.units import counted
 
 COMPLETE = "model.weights=random, or the complete folder (hf download)"
 NOT_READ = "not read of the weights in %s: %s"
@@ -132,7 +133,8 @@ class Pretrained:
         self._check_placed(loaded.unexpected | apart, odd)
         self._check_complete(_expert_gaps(usable), odd)
         if others := loaded.tensors.keys() - shapes.keys() - ties.keys():
-            _log.warning(NOT_READ, self.folder, f"{len(others)} tensors beside the text model, such as {min(others)}")
+            found = counted(len(others), "tensor")
+            _log.warning(NOT_READ, self.folder, f"{found} beside the text model, such as {min(others)}")
         with atomic_write(converted) as file:
             save_file({name: loaded.tensors[name].detach().cpu().contiguous() for name in shapes}, file.name)
 
@@ -213,15 +215,16 @@ class Pretrained:
 
 
 def _expert_gaps(names: Iterable[str]) -> list[str]:
-    """Return what is missing where experts are stored one by one, numbered from 0 and each with the same; transformers
+    """Return what is missing where experts are stored one by one, numbered from 0, and most have it: transformers
     stacks those that are there."""
-    parts: dict[str, set[str]] = defaultdict(set)
-    last: dict[str, int] = defaultdict(int)
-    for match in filter(None, map(EXPERT.fullmatch, present := set(names))):
-        parts[match[1]].add(match[3])
-        last[match[1]] = max(last[match[1]], int(match[2]))
-    due = {f"{path}{i}{part}" for path, found in parts.items() for i in range(last[path] + 1) for part in found}
-    return [f"no {name}" for name in sorted(due - present)]
+    numbers: dict[str, set[int]] = defaultdict(set)
+    having: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for match in filter(None, map(EXPERT.fullmatch, names)):
+        numbers[match[1]].add(int(match[2]))
+        having[match[1], match[3]].add(int(match[2]))
+    due = {path: set(range(max(found) + 1)) for path, found in numbers.items()}
+    most = {one: found for one, found in having.items() if 2 * len(found) > len(numbers[one[0]])}
+    return sorted(f"no {path}{i}{part}" for (path, part), found in most.items() for i in due[path] - found)
 
 
 def _globs(names: Sequence[str]) -> list[str]:

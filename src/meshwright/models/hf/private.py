@@ -305,7 +305,7 @@ def ignored_names(config: Any, names: Iterable[str]) -> set[str]:
         model = kind(config)
     found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(found)
-    return set(names) - found.unexpected_keys
+    return {name for name in names if name not in found.unexpected_keys}
 
 
 def _model_class(config: Any) -> tuple[Any, Any]:

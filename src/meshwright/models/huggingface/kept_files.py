@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.special_tokens import SEPARATOR_NAMES, TOKENS_MAP, token_text
+from meshwright.data.tokenise.special_tokens import SEPARATOR_NAMES, TOKENS_MAP, token_text
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, read_files, vocabulary
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, Model

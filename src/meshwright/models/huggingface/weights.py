@@ -7,9 +7,9 @@ from pathlib import Path
 from meshwright.checkpoint import manifest
 from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.models.huggingface.architecture import Architecture
+from meshwright.models.huggingface.checks import CONFIG
 from meshwright.models.huggingface.export_weights import export_safetensors, no_adapters
 from meshwright.models.huggingface.import_weights import import_safetensors
-from meshwright.models.huggingface.json_fields import CONFIG
 from meshwright.models.huggingface.kept_files import CONTEXT, context_note, json_object, stored_dtype
 
 

@@ -60,7 +60,7 @@ def context_from_environment() -> RankContext | None:
         names = {"rank": "SLURM_PROCID", "num_ranks": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
     else:
         return None
-    values = {"local_rank": 0, "local_ranks": 1}
+    values: dict[str, Any] = {"local_rank": 0, "local_ranks": 1}
     values |= {field: _number(name) for field, name in names.items() if name in os.environ}
     # Some containers set only WORLD_SIZE=1, which does not mean there is a launcher.
     if values.get("num_ranks") == 1 and "rank" not in values:
@@ -84,7 +84,14 @@ def context_from_environment() -> RankContext | None:
             fix=f"{names['rank']}=0 … {values['num_ranks'] - 1}",
         )
     numbers = [0] * StatusBoard.length(values["num_ranks"])
-    return RankContext(**values, store_path=None, board=StatusBoard(numbers))
+    return RankContext(
+        rank=values["rank"],
+        num_ranks=values["num_ranks"],
+        local_rank=values["local_rank"],
+        local_ranks=values["local_ranks"],
+        store_path=None,
+        board=StatusBoard(numbers),
+    )
 
 
 def _number(name: str) -> int:

@@ -7,8 +7,8 @@ here or later, may not start CUDA; if it does, the launcher learns of it.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
-import sys
 import traceback
 from importlib import import_module
 
@@ -34,7 +34,7 @@ def _import_all() -> None:
 
 def note_importing() -> None:
     """Set STARTED_CUDA to the innermost module that is being imported, unless another one was earlier."""
-    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    frames = (frame for frame, _ in traceback.walk_stack(inspect.currentframe()))
     importing = (frame.f_globals["__name__"] for frame in frames if frame.f_code.co_name == "<module>")
     os.environ[STARTED_CUDA] = os.environ.get(STARTED_CUDA) or next(importing, "")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.cli.plan_page import COLUMNS, page
+from meshwright.cli.plan_page import COLUMNS, optimizer_groups, page
 from meshwright.config.facts_for_family import model_facts
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.optimizer_groups import optimizer_groups
 
 WORDS = ("train.optimizer=muon", 'train.parameter_groups=["embedding:lr=0.01","*.wo.weight:weight_decay=0"]')
 
@@ -17,9 +16,9 @@ WORDS = ("train.optimizer=muon", 'train.parameter_groups=["embedding:lr=0.01","*
 def test_each_parameter_is_in_one_group(layout: tuple[str, ...]) -> None:
     config = load("llama-tiny", [*WORDS, *layout])
     groups, facts = optimizer_groups(make_plan(config), config.train), model_facts(config)
-    assert sorted(name for group in groups for name in group.parameters) == sorted(facts.parameter_names())
-    assert sum(group.elements for group in groups) == facts.num_params()
-    found = {(one.optimizer, one.role, one.lr, one.weight_decay): len(one.parameters) for one in groups}
+    assert sorted(name for group in groups for name in group["parameters"]) == sorted(facts.parameter_names())
+    assert sum(group["elements"] for group in groups) == facts.num_params()
+    found = {(one["optimizer"], one["role"], one["lr"], one["weight_decay"]): len(one["parameters"]) for one in groups}
     lr, decay = config.train.lr, config.train.weight_decay
     assert found == {
         ("muon", "matrix", lr, decay): 6 * 4,
