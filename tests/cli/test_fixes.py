@@ -196,10 +196,11 @@ def follow(here: Callable[..., Any], case: Case, verb: str = "run") -> list[str]
         commands = shell_commands(error["fix"])
         for command in commands:
             subprocess.run(command, shell=True, check=True)
-        chosen, *others = [*ways(error, case), case][: None if commands else -1] or [None]
-        if chosen is None:
+        found = [case] if commands else list(ways(error, case))
+        if not found:
             return fixes
-        for other in others if not commands else ():
+        chosen, *others = found
+        for other in others:
             again = said(other)
             assert again is None or again["error"] != error["error"], f"{other.command(verb)}\n{again}"
         again = said(chosen)
