@@ -57,8 +57,9 @@ _log = get_logger(__name__)
 Warn = bool | Literal["error"]
 EMPTY_SAFE_PREFIXES = ("new_", "slice", "select")
 """Name prefixes of operators that, like elementwise ones, cannot fail on an empty shard."""
-BACKWARD = "_backward"
-"""Part of the names of operators of which some divide by the size of a shard, which kills the process."""
+BACKWARD, SAFE_BACKWARD = "_backward", ("_loss", "cross_entropy", "softmax")
+"""Parts of the names of operators of which some divide by the size of a shard, which kills the process, and of those
+that never do: losses are sums here."""
 REFUSED_BEFORE_PLANNING = ("aten.as_strided.default",)
 """Operators that DTensor's own handlers reject before planning."""
 
@@ -116,7 +117,7 @@ class _FallbackLayer:
         if is_incorrect(call):
             return self._from_copies(call)
         if _has_empty_shards(call) and not _is_safe_on_empty(call.operator):
-            if has_custom_handler(call.operator) or BACKWARD in name_of(call.operator):
+            if has_custom_handler(call.operator) or _may_divide_by_size(call.operator):
                 return self._from_copies(call)
             return self._run_on_empty_shards(call, run)
         try:
@@ -193,6 +194,11 @@ def _can_fall_back(error: Exception) -> bool:
 def _is_safe_on_empty(operator: OpOverload) -> bool:
     name = schema_of(operator).name.rpartition("::")[2]
     return is_elementwise(operator) or torch.Tag.pointwise in operator.tags or name.startswith(EMPTY_SAFE_PREFIXES)
+
+
+def _may_divide_by_size(operator: OpOverload) -> bool:
+    name = name_of(operator)
+    return BACKWARD in name and not any(part in name for part in SAFE_BACKWARD)
 
 
 def _has_empty_shards(call: OpCall) -> bool:
