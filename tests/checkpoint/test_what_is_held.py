@@ -50,7 +50,7 @@ REFUSED_TENSORS = {
     "no tensor": 3,
     "in other tensors": InOtherTensors(torch.randn(3)),
 }
-NAMES = ["", "\0", "a/b", "../../x", "w[0:2,0:4]", "x" * 70_000, "layout.json", "\n\"\\"]
+NAMES = ["", "\0", "a/b", "../../x", "w[0:2,0:4]", "x" * 70_000, "layout.json", '\n"\\']
 REFUSED_NAMES = ["__metadata__", "\ud800", "a\udfffb", 7]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli import progress as module
-from meshwright.cli.errors import show_error
+from meshwright.cli.main import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
 from meshwright.plan.collective_bytes import Purpose

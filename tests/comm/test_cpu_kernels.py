@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwright.comm.compression import codecs, error_feedback
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import QUANTISED_DTYPES
-from meshwright.comm.kernels import build_cpu_kernels, cpu_kernels, dispatch
+from meshwright.comm.kernels import cpu_kernels, dispatch
 from meshwright.comm.kernels.cpu_kernels import CpuKernels, Isa
 from meshwright.errors import RunError
 from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, same
@@ -26,10 +26,10 @@ from tests.comm.data import KINDS, fresh
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     try:
-        build_cpu_kernels._compiler()
-    except build_cpu_kernels.BuildError as error:
+        cpu_kernels._compiler()
+    except cpu_kernels.BuildError as error:
         pytest.skip(f"needs a C++ compiler: {error}")
-    return build_cpu_kernels.open_library()
+    return cpu_kernels.open_library()
 
 
 @pytest.fixture(scope="module", params=list(Isa), ids=lambda isa: isa.value)
@@ -180,7 +180,7 @@ def fake_compiler(folder, script):
 
 
 def libraries():
-    return list(build_cpu_kernels.cache_folder().glob("*.so"))
+    return list(cpu_kernels.cache_folder().glob("*.so"))
 
 
 def test_the_library_is_built_once_and_again_when_damaged(library, monkeypatch, tmp_path, caplog):
@@ -190,17 +190,17 @@ def test_the_library_is_built_once_and_again_when_damaged(library, monkeypatch, 
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
-        assert CpuKernels(build_cpu_kernels.open_library()).isa in Isa
+        assert CpuKernels(cpu_kernels.open_library()).isa in Isa
     assert log.read_text().split() == ["called"]
     [built] = libraries()
     assert built.name.startswith("kernels_cpu-")
     # In another folder: a path that this process has loaded is not read again.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    build_cpu_kernels.cache_folder().mkdir(parents=True)
-    damaged = build_cpu_kernels.cache_folder() / built.name
+    cpu_kernels.cache_folder().mkdir(parents=True)
+    damaged = cpu_kernels.cache_folder() / built.name
     damaged.write_bytes(built.read_bytes()[:1000])
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        build_cpu_kernels.open_library()
+        cpu_kernels.open_library()
     assert "damaged" in caplog.text and log.read_text().split() == ["called"] * 2
     assert libraries() == [damaged]
     assert damaged.read_bytes() == built.read_bytes()
@@ -212,7 +212,7 @@ def test_one_of_the_ranks_builds(library, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with ThreadPoolExecutor(3) as pool:
-        opened = list(pool.map(lambda _: build_cpu_kernels.open_library(), range(3)))
+        opened = list(pool.map(lambda _: cpu_kernels.open_library(), range(3)))
     assert {one._name for one in opened} == {str(path) for path in libraries()} and len(libraries()) == 1
     assert log.read_text().split() == ["called"]
 
@@ -220,8 +220,8 @@ def test_one_of_the_ranks_builds(library, monkeypatch, tmp_path):
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'what a source' >&2; exit 3"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(build_cpu_kernels.BuildError, match="failed with exit code 3: what a source"):
-        build_cpu_kernels.open_library()
+    with pytest.raises(cpu_kernels.BuildError, match="failed with exit code 3: what a source"):
+        cpu_kernels.open_library()
     assert libraries() == []
 
 
@@ -231,7 +231,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(library, monkeypatch, tm
     script = f'while [ "$1" != -o ]; do shift; done; cp "{library._name}" "$2"'
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        assert CpuKernels(build_cpu_kernels.open_library()).isa in Isa
+        assert CpuKernels(cpu_kernels.open_library()).isa in Isa
     assert "for this process only" in caplog.text
 
 

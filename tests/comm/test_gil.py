@@ -31,7 +31,7 @@ from meshwright.comm.collectives import (
     reduce_scatter_sum,
 )
 from meshwright.comm.compression.catalogue import Codec
-from meshwright.comm.kernels import build_cpu_kernels
+from meshwright.comm.kernels import cpu_kernels
 from meshwright.comm.kernels.cpu_kernels import CpuKernels, Isa
 from meshwright.comm.p2p import open_channels
 from tests.comm.ticks import Ticker, Ticks, hold_the_gil, release_the_gil
@@ -120,10 +120,10 @@ def test_the_count_tells_a_held_gil_from_a_released_one():
 @pytest.fixture(scope="module")
 def library():
     try:
-        build_cpu_kernels._compiler()
-    except build_cpu_kernels.BuildError as error:
+        cpu_kernels._compiler()
+    except cpu_kernels.BuildError as error:
         pytest.skip(f"needs a C++ compiler: {error}")
-    return build_cpu_kernels.open_library()
+    return cpu_kernels.open_library()
 
 
 NUM_ELEMENTS = 1 << 25

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.own_documents import is_own, read_texts
-from meshwright.data.sources.split_by_index import split_indices
+from meshwright.data.sources.text_source import split_indices
 from meshwright.data.text_corpus import open_corpus
 from meshwright.errors import ConfigError, DataError
 from tests.helpers import clean_environment

@@ -67,7 +67,6 @@ class Drawing:
         words = (f"{key}={format_value(value)}" for key, value in kept.items())
         return Case(self.preset, tuple(" ".join(shlex.split(word)) for word in words))
 
-
     def _is_set(self, key: str) -> bool:
         return key not in self.keys or self.words[key] != self.keys[key].default
 

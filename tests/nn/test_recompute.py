@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.process_groups import build_mesh
-from meshwright.models.dit.block import DiTBlock
+from meshwright.models.dit.module import DiTBlock
 from meshwright.nn.recompute import recompute
 from tests.nn.blocks import context, make_block
 

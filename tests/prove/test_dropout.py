@@ -16,7 +16,7 @@ from tests.prove.seeded_faults import Fault
 DROPOUT = "train.dropout=0.25"
 QUICK = {
     "tp with sequence parallel, recomputed": ("mesh.tp=2", "recompute.policy=full"),
-    }
+}
 SLOW = {
     "cp": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=2"),
     "tp without sequence parallel": ("mesh.tp=2", "mesh.sequence_parallel=false", "mesh.dp_replicate=2"),

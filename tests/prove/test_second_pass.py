@@ -8,7 +8,7 @@ from meshwright import api
 
 FAMILY = '''
 import torch.distributed as dist
-from meshwright.models.llama.config import LlamaConfig
+from meshwright.models.llama.family import LlamaConfig
 from meshwright.models.llama.family import LlamaFamily
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from meshwright.reshard.planner.once_cache import OnceCache
+from meshwright.reshard.planner.plan import OnceCache
 
 LIMIT_S = 60
 """For what is over in milliseconds, on a loaded machine too."""

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.planner.candidate_steps import kind_of
-from meshwright.reshard.planner.peak_memory import Staging
+from meshwright.reshard.planner.candidate_steps import Staging, kind_of
 from meshwright.reshard.planner.random_layouts import sample_layout
 from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
 from meshwright.reshard.planner.volumes import (

@@ -13,7 +13,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.contract.task import Task
-from meshwright.models.tasks.generate_text import generate
+from meshwright.models.tasks.next_token import generate
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan

@@ -9,7 +9,7 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.train.consensus import agree_on_plan, shared_nodes
+from meshwright.train.rank_run import agree_on_plan, shared_nodes
 
 WORDS = ("mesh.pp=2", "train.num_microbatches=4")
 

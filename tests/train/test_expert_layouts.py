@@ -82,8 +82,10 @@ def sent_in_steps(rank, world_size, words, num_steps):
     "words",
     [
         ["mesh.ep=4", "train.num_microbatches=2", "recompute.policy=full", "model.top_k=3"],
-        pytest.param(["mesh.ep=4", "model.drop=over-capacity", "model.capacity_factor=0.75", "model.num_experts=16"],
-                     marks=pytest.mark.slow),
+        pytest.param(
+            ["mesh.ep=4", "model.drop=over-capacity", "model.capacity_factor=0.75", "model.num_experts=16"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["recomputed", "capacity"],
 )

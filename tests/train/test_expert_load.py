@@ -78,9 +78,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"), quick_and_slow(LAYOUTS, [LAYOUTS[1], LAYOUTS[3]])
-)
+@pytest.mark.parametrize(("world_size", "layout"), quick_and_slow(LAYOUTS, [LAYOUTS[1], LAYOUTS[3]]))
 def test_counts_are_those_of_one_process(gang, corpus, world_size, layout):
     [(expected, skipped, whole)] = run_on(gang, 1, steps, corpus)
     assert skipped is None and [[len(layer) for layer in step] for step in expected] == [SIZES] * 2

@@ -8,11 +8,11 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import bench, checkpoint, doctor, launch, plan, presets, prove, prove_script, report, run
-from meshwright.cli.colors import tolerate
+from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.cli.draw import pipeline
-from meshwright.cli.errors import show_error
 from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.cli.usage_errors import Command
+from meshwright.cli.wrapping import show
 from meshwright.errors import MeshwrightError
 
 app = typer.Typer(
@@ -57,3 +57,20 @@ def main() -> None:
     except MeshwrightError as error:
         show_error(error)
         sys.exit(error.exit_code)
+
+
+def show_error(error: MeshwrightError) -> None:
+    """Print an error to stderr."""
+    sys.stdout.flush()
+    if is_terminal(sys.stderr):
+        print(CLEAR_LINE, end="", file=sys.stderr)  # there may be an unfinished progress line
+    parts = (("error", error.what), ("where", error.where), ("rule", error.rule), ("fix", error.fix))
+    for label, text in parts:
+        if text:
+            style = "red" if label == "error" else "bold"
+            for number, line in enumerate(text.splitlines()):
+                shown = f"{paint(f'{label:<5}', style, sys.stderr)}  {line}" if number == 0 else line
+                if label in ("where", "fix"):  # paths and commands are copied
+                    print(shown, file=sys.stderr)
+                else:
+                    show(shown, sys.stderr, more=" " * 7)

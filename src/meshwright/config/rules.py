@@ -26,7 +26,6 @@ from meshwright.config.rules_compression import comm_violations
 from meshwright.config.rules_context import context_violations, packing_violations
 from meshwright.config.rules_data import data_violations
 from meshwright.config.rules_experts import expert_violations
-from meshwright.config.rules_precision import precision_violations
 from meshwright.config.rules_trackers import tracker_violations
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
@@ -46,6 +45,8 @@ MAX_COMPLETIONS = 3
 Rules = Callable[[RunConfig, int | None], Iterator[Violation]]
 """Callable that yields the violations of a run, given the number of ranks started by a launcher, or None. Only the
 first violation is reliable, since later rules assume that earlier ones hold."""
+SMALLEST_FLOAT32 = 2.0**-126
+"""Smallest normal float32; devices may flush subnormal numbers to zero."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, rules: Rules | None = None) -> None:
@@ -269,4 +270,22 @@ def _unread_keys(config: RunConfig) -> Iterator[Violation]:
                 f"it applies to {purpose}, but model.kind is {config.model.kind}",
                 [{key: default}],
                 otherwise=f"remove {key}, or start from a preset for {purpose}",
+            )
+
+
+def precision_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation for each epsilon that would underflow to zero and cause a division by zero."""
+    if config.train.precision == "float64":
+        return
+    for section, name in ((config.train, "eps"), (config.model, "norm_eps")):
+        value = getattr(section, name, 1.0)
+        if value < SMALLEST_FLOAT32:
+            key = f"{'train' if section is config.train else 'model'}.{name}"
+            yield Violation(
+                ConfigError,
+                f"{key} = {value} is 0 in float32",
+                key,
+                f"an epsilon prevents division by zero: with train.precision = {config.train.precision} "
+                f"it must be at least {SMALLEST_FLOAT32:.3g}",
+                [{key: type(section).model_fields[name].default}, {"train.precision": "float64"}],
             )

@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.simulate import PeakBytes, simulate
+from meshwright.plan.collective_bytes import two_stage_peers
 from meshwright.plan.context.kept_bytes import kept_by_context
-from meshwright.plan.error_feedback_memory import feedback_bytes
+from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
 from meshwright.plan.run_plan import BYTES, Kind, Parameter, RunPlan, Stage
 from meshwright.units import MIB
 
@@ -24,6 +26,8 @@ SHARED = 200 * MIB
 """Pages of libraries that all ranks of a machine share."""
 HOLES = 0.15
 """Free memory between tensors that glibc's allocator holds, relative to gradients and activations; measured."""
+NUM_ERROR_BUFFERS = 2
+"""Number of error buffers: one as of the last accepted step, one for the current step."""
 
 
 @dataclass(frozen=True)
@@ -171,3 +175,28 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
         recompute_bytes=samples * recompute,
         buffer_bytes=samples * stream * compute,
     )
+
+
+def feedback_bytes(plan: RunPlan, rank: int) -> int:
+    """Return the size in bytes of a rank's error feedback. It covers full gradients or, in a two-stage reduction, the
+    shards with the rank's local index."""
+    return NUM_ERROR_BUFFERS * sum(
+        _unit_bytes(plan, rank, sizes)
+        for stage in plan.stages_of(rank)
+        for sizes in unit_sizes(plan, plan.stages[stage])
+        if sizes.num_trained and find_method(sizes.unit.gradients).feedback
+    )
+
+
+def _unit_bytes(plan: RunPlan, rank: int, sizes: UnitSizes) -> int:
+    line, num_replicas = plan.mesh.line(rank, sizes.unit.sharded), plan.mesh.size(*sizes.unit.replicas)
+    far, total = two_stage_peers(plan.mesh, rank, line)[1], 0
+    if len(line) > 1:
+        total += (len(far) + 1 if far else len(line)) * _error_bytes(sizes.num_trained)
+    if num_replicas > 1:  # one per shard sent, and one for the sum of the local shard
+        total += (num_replicas + 1) * _error_bytes(-(-sizes.num_trained // num_replicas))
+    return total
+
+
+def _error_bytes(num_elements: int) -> int:
+    return ERROR_CODEC.encoded_bytes(num_elements)

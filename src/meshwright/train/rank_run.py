@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from contextlib import ExitStack
 
 import torch
@@ -10,22 +11,24 @@ import torch
 from meshwright.cluster.host import host_memory_bytes
 from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.comm.collectives import all_gather_object, broadcast_object
+from meshwright.comm.node_topology import host_identity, node_numbers
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
-from meshwright.errors import DataError, MeshwrightError
+from meshwright.errors import DataError, LayoutError, MeshwrightError
 from meshwright.log import open_log_file
 from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
 from meshwright.parallel.apply_plan import needs_mesh
+from meshwright.plan.compare import differences, hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
 from meshwright.train.build_job import build_job, choose_device
-from meshwright.train.consensus import agree_on_plan, shared_nodes
 from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec
@@ -164,3 +167,38 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
                 )
+
+
+def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:
+    """Return the mapping of ranks to nodes in plan format: consecutive ranks per node, or the node of each rank.
+
+    Return None for a single rank. Collective: all ranks must call it.
+    """
+    if num_ranks == 1:
+        return None
+    nodes = tuple(node_numbers(all_gather_object(host_identity())))
+    sizes = set(Counter(nodes).values())
+    size = next(iter(sizes))
+    is_even = len(sizes) == 1 and all(node == rank // size for rank, node in enumerate(nodes))
+    return size if is_even else nodes
+
+
+def agree_on_plan(plan: RunPlan) -> None:
+    """Check that all ranks have the same plan. Collective: all ranks must call it.
+
+    Raises:
+        LayoutError: two plans differ; raised on all ranks, naming the first field that differs.
+    """
+    fingerprints = all_gather_object(hashes(plan).fingerprint)
+    other = next((rank for rank, one in enumerate(fingerprints) if one != fingerprints[0]), None)
+    if other is None:
+        return
+    texts = all_gather_object(to_json(plan))
+    first, second = (from_json(texts[rank], where=f"the plan of rank {rank}") for rank in (0, other))
+    difference = differences(first, second)[0]
+    raise LayoutError(
+        f"ranks 0 and {other} have different plans: {difference}",
+        where=f"rank {other}, {difference.path}",
+        rule="all ranks run the same plan",
+        fix="the same configuration, plan file, schedule file and version of Meshwright on every node",
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.models.dit.block import DiTBlock, FinalLayer
+from meshwright.models.dit.module import DiTBlock, FinalLayer
 from meshwright.nn.recompute import recompute
 from tests.nn.blocks import context
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.data.images import open_images
-from meshwright.models.dit.digit_classifier import recognition_rates
+from meshwright.models.dit.task import recognition_rates
 
 
 @pytest.fixture(scope="module")

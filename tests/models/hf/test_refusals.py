@@ -18,7 +18,7 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.hf import source
-from meshwright.models.huggingface.import_weights import import_safetensors
+from meshwright.models.huggingface.weights import import_safetensors
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.plan.load_config import load
 from tests.helpers import alternatives, shown_error

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.huggingface import export_weights, import_weights, kept_files
+from meshwright.models.huggingface import export_weights, kept_files, weights
 from meshwright.models.huggingface.weights import HuggingFaceWeights
-from meshwright.models.llama.config import LlamaConfig
+from meshwright.models.llama.family import LlamaConfig
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.models.moe.hf_mixtral import MIXTRAL
 from tests.helpers import small_corpus
@@ -36,7 +36,7 @@ def written(tmp_path_factory):
 
 def there_and_back(source, tmp_path, *, architecture=LLAMA, trained=None):
     """The folder as exported from the imported checkpoint."""
-    path = import_weights.import_safetensors(architecture, source, tmp_path / "run")
+    path = weights.import_safetensors(architecture, source, tmp_path / "run")
     return export_weights.export_safetensors(architecture, path, tmp_path / "back", max_seq_len=trained)
 
 

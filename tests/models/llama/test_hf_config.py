@@ -14,7 +14,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.huggingface.json_fields import read_object
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.models.llama.hf_config import config_from_model, model_from_config
+from meshwright.models.llama.hf_llama import config_from_model, model_from_config
 from tests.helpers import clean_environment
 
 MODEL = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_scaling=RopeScaling(original_seq_len=16)).identity()

@@ -18,8 +18,8 @@ from meshwright.errors import CheckpointError, RunError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.decoder.module import Decoder
 from meshwright.models.huggingface.export_weights import export_safetensors
-from meshwright.models.huggingface.import_weights import import_safetensors
-from meshwright.models.llama import hf_config
+from meshwright.models.huggingface.weights import import_safetensors
+from meshwright.models.llama import hf_llama
 from meshwright.models.llama.description import LlamaSpec
 from meshwright.models.llama.hf_llama import LLAMA
 
@@ -108,9 +108,9 @@ def test_names_and_shapes_are_the_module_s(spec):
 
 def test_an_imported_model_is_known_by_our_own_description(tmp_path):
     for i, spec in enumerate(SPECS.values()):
-        config = hf_config.config_from_model(spec.identity(), dtype="float32", max_seq_len=None)
-        assert hf_config.model_from_config(config, where=str(i)) == spec.identity()
-        assert list(hf_config.model_from_config(config, where="")) == list(spec.identity())
+        config = hf_llama.config_from_model(spec.identity(), dtype="float32", max_seq_len=None)
+        assert hf_llama.model_from_config(config, where=str(i)) == spec.identity()
+        assert list(hf_llama.model_from_config(config, where="")) == list(spec.identity())
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1, 3000, 10**9])
@@ -210,7 +210,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
 def test_the_context_length_is_what_was_asked_for(tmp_path):
     scaled = SPECS["scaled"].identity()
     for model, asked, wanted in ((PLAIN.identity(), None, 2048), (scaled, None, 128), (scaled, 99, 99)):
-        config = hf_config.config_from_model(model, dtype="float32", max_seq_len=asked)
+        config = hf_llama.config_from_model(model, dtype="float32", max_seq_len=asked)
         assert config["max_position_embeddings"] == wanted
 
 

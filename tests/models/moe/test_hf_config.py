@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from meshwright.errors import CheckpointError
-from meshwright.models.moe.hf_config import ROUTING, check_is_mixtral, config_from_model, model_from_config
+from meshwright.models.moe.hf_mixtral import ROUTING, check_is_mixtral, config_from_model, model_from_config
 from tests.helpers import clean_environment
 
 MODEL = {

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
-from meshwright.models.huggingface.import_weights import import_safetensors
-from meshwright.models.huggingface.weights import HuggingFaceWeights
+from meshwright.models.huggingface.weights import HuggingFaceWeights, import_safetensors
 from meshwright.models.moe.config import MoeConfig
 from meshwright.models.moe.description import MoeSpec
 from meshwright.models.moe.hf_mixtral import MIXTRAL

@@ -18,7 +18,7 @@ from meshwright.data.mixtures.shares import ONE
 from meshwright.data.sources import text_pieces
 from meshwright.data.sources.use import Use
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.tasks.text_overlaps import check_overlaps
+from meshwright.models.tasks.text_data import check_overlaps
 from meshwright.models.tasks.text_sources import RunSource
 from meshwright.plan.load_config import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.nn.dropout_add.dropout_add import dropout_add
+from meshwright.nn.dropout_add.module import dropout_add
 from meshwright.nn.dropout_add.random import DropoutKey
 
 KEY = DropoutKey(0x9876_5432_10FE_DCBA, 5)

@@ -17,8 +17,8 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
 from meshwright.prove.as_run.low_precision import Shares, is_on_grid, is_summed, looks_rounded
-from meshwright.prove.as_run.near_ties import has_choices, turned_ties
 from meshwright.prove.as_run.plain_quantiser import flatten, quantise, unflatten
+from meshwright.prove.as_run.rounded_reference import has_choices, turned_ties
 from meshwright.prove.as_run.update_check import expected_lr
 from meshwright.prove.compare.assemble_shards import assemble
 from meshwright.prove.diagnose.factors import LayoutCounts

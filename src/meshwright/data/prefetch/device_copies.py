@@ -13,7 +13,7 @@ order, and each is necessary:
 `wait_stream` orders the two streams and does not block the host; a host that reads the result has to `wait_host`. Both
 return the tensors, which cannot be had in any other way.
 
-Training copies its batches to fresh memory and reads them on the compute stream only (`train/training_batches.py`), so
+Training copies its batches to fresh memory and reads them on the compute stream only (`train/train_step.py`), so
 it takes waits 1 to 3. Wait 4 and `wait_host` are for callers with memory of their own, or with a host that reads.
 """
 

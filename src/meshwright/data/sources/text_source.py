@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, filterfalse, islice
 from typing import Any
 
 from meshwright.data import text_documents
@@ -14,15 +14,15 @@ from meshwright.data.sources import own_documents, record_files, saved_dataset
 from meshwright.data.sources.left_out import EmptyTexts, LeftOut
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import SourceText
-from meshwright.data.sources.split_by_index import split_indices
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_pieces import read_pieces
 from meshwright.data.sources.use import Use
-from meshwright.data.text_documents import Extent, TextSlice
+from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, Extent, TextSlice, is_held_out
 from meshwright.errors import DataError
 from meshwright.units import counted, format_bytes
 
 _PLACEHOLDER_CHARS = 1000
+Read = Callable[[Iterable[int], EmptyTexts], Iterator[SourceText]]
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,6 @@ def _saved(source: str, field: RecordField | None) -> TextSource:
     return replace(found, chat=field.format)
 
 
-Read = Callable[[Iterable[int], EmptyTexts], Iterator[SourceText]]
-
-
 def _indexed(
     title: str, size: str, key: tuple[list[Any], list[Any]], opened: Callable[[], tuple[int, Read]]
 ) -> TextSource:
@@ -185,3 +182,16 @@ def _texts(
             left_out.files.add(document_slice.document.name)
         else:
             yield from pieces
+
+
+def split_indices(number: int) -> tuple[Iterable[int], Iterable[int]]:
+    """Return the indices of the documents for training, and of those held out, both ascending."""
+    indices = range(number)
+    if len(list(islice(filter(_is_held_out, indices), MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
+        return filterfalse(_is_held_out, indices), filter(_is_held_out, indices)
+    end = number - number // HOLD_OUT_DIVISOR
+    return indices[:end], indices[end:]
+
+
+def _is_held_out(index: int) -> bool:
+    return is_held_out(str(index))

@@ -28,7 +28,6 @@ from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
-from meshwright.models.dit.digit_classifier import recognition_rates
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
 from meshwright.models.dit.sample_images import SampleRequest, sample_images
 from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
@@ -208,3 +207,25 @@ def to_bytes(samples: Tensor) -> NDArray[np.uint8]:
     scaled = ((samples.float() + 1) * 127.5).round().clamp(0, 255)
     pixels: NDArray[np.uint8] = scaled.to(torch.uint8).cpu().numpy()
     return pixels
+
+
+def recognition_rates(
+    dataset: ImageDataset, generated: NDArray[np.uint8], labels: NDArray[np.int64]
+) -> Mapping[str, float]:
+    """Return the accuracy of a support-vector machine on generated and on real held-out images.
+
+    Args:
+        dataset: real images; the classifier is trained on its training split.
+        generated: generated images [n, c, 1, h, w].
+        labels: the class each image was generated for.
+    """
+    from sklearn.svm import SVC
+
+    def features(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+        return pixels.reshape(len(pixels), -1) / 255.0
+
+    classifier = SVC().fit(features(dataset.train), dataset.train_labels)
+    return {
+        "drawn_recognised": float(np.mean(classifier.predict(features(generated)) == labels)),
+        "real_recognised": float(classifier.score(features(dataset.validation), dataset.validation_labels)),
+    }

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from meshwright.models.contract.family import OtherWeights
+from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decoder_family import DecoderFamily
-from meshwright.models.llama.config import LlamaConfig
+from meshwright.models.llama.description import LlamaSpec
+
+
+class LlamaConfig(DecoderConfig):
+    """Dimensions of a Llama model."""
+
+    kind: Literal["llama"] = Field("llama", description="family: a built-in one, or package.module:Family for your own")
+
+    def spec(self) -> LlamaSpec:
+        """Return the model's dimensions with defaults filled in."""
+        return LlamaSpec(**self.dimensions())
 
 
 class LlamaFamily(DecoderFamily):

@@ -6,7 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.collectives import broadcast_object
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches
 from meshwright.data.mixtures.chosen_validation import chosen_validation
 from meshwright.data.mixtures.joined_windows import JoinedWindows, Windows
@@ -21,8 +22,7 @@ from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_s
 from meshwright.data.token_windows import Int64Array, TokenWindows
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
-from meshwright.models.tasks.generate_text import generate
+from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, SimpleBatch, Task
 from meshwright.models.tasks.text_data import encode_prompt
 from meshwright.models.tasks.text_sources import end_ids
 from meshwright.nn.attention.token_layout import TokenLayout
@@ -150,3 +150,31 @@ def cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
         logits = logits.float()
     loss = F.cross_entropy(logits, targets_bt.flatten(), reduction="sum")
     return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def generate(
+    forward: Forward, prompt: Sequence[int], *, seq_len: int, num_tokens: int, temperature: float, seed: int
+) -> list[int]:
+    """Continue `prompt` by `num_tokens` sampled tokens.
+
+    The context is padded to the training length, to keep the shapes that the layout was checked for; causal attention
+    ignores the padding. The first rank with the logits samples each token and broadcasts it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    inputs_bt = torch.zeros((1, seq_len), dtype=torch.int64, device=forward.device)
+    batch = SimpleBatch(inputs_bt, (TokenLayout(seq_len),))
+    with forward.evaluating(1, batch_size=1) as run:
+        for _ in range(num_tokens):
+            context = tokens[-seq_len:]
+            inputs_bt.zero_()
+            inputs_bt[0, : len(context)] = torch.tensor(context, device=forward.device)
+            logits = run([batch])
+            token = None
+            if forward.rank == forward.source:
+                probabilities = torch.softmax(logits[0][0, len(context) - 1].float().cpu() / temperature, dim=-1)
+                token = int(torch.multinomial(probabilities, 1, generator=generator).item())
+            token = broadcast_object(token, src=forward.source)
+            assert token is not None
+            tokens.append(token)
+    return tokens[len(prompt) :]

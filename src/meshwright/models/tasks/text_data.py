@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 from meshwright.data.corpus_checks import check_vocab, check_windows
 from meshwright.data.mixtures.describe import describe
@@ -12,13 +15,14 @@ from meshwright.data.mixtures.mixture import Mixture, Text, train_order, train_s
 from meshwright.data.mixtures.mixture_order import MixtureOrder
 from meshwright.data.mixtures.validation_source import with_validation
 from meshwright.data.packed_corpus import pack_corpus
+from meshwright.data.sources.own_documents import is_own
 from meshwright.data.sources.use import Use
 from meshwright.data.text_corpus import Corpus, open_corpus
+from meshwright.data.text_documents import list_documents
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
-from meshwright.models.tasks.text_overlaps import check_overlaps
 from meshwright.models.tasks.text_sources import RunSource, all_sources, resolved_sources
 from meshwright.units import counted
 
@@ -170,3 +174,37 @@ def _check_prompt(prompt: str, f: RunFacts) -> None:
                 f"{remove}, or another one",
             )
     raise ConfigError(what, where="train.sample_prompt", rule=rule, fix=fix)
+
+
+def check_overlaps(sources: Sequence[RunSource]) -> None:
+    """Check the sources of a run, which exist, pair by pair.
+
+    Raises:
+        DataError: two of them have a file in common; entries of a mixture may have one if they read different fields.
+    """
+    files = {one: _files(one.source) for one in sources} if len(sources) > 1 else {}
+    for one, other in combinations(files, 2):
+        common = sorted(files[one] & files[other])
+        is_validation = other.use is Use.VALIDATION
+        if not common or (not is_validation and one.text_field != other.text_field):
+            continue
+        more = f" and {counted(len(common) - 1, 'more file')}" if len(common) > 1 else ""
+        if is_validation:
+            what = f"{common[0]}{more} would be trained on, as {one.source}, and validated with"
+            rule, fix = "what a run validates with is not trained on", f"{other.key} and {one.key} without common files"
+        else:
+            what = f"{common[0]}{more} would be read by {one.source} and by {other.source}"
+            rule, fix = (
+                "each file is of one source of a mixture, unless they read different fields",
+                "one entry for both",
+            )
+        raise DataError(what, where=f"{other.key}, {other.source}", rule=rule, fix=fix)
+
+
+def _files(source: str) -> frozenset[str]:
+    """Return what a source reads: files by their paths, without links, or its name."""
+    if is_own(source):
+        return frozenset({source})
+    if is_token_file(source) or os.path.isdir(source):
+        return frozenset({os.path.realpath(source)})
+    return frozenset(os.path.realpath(document.path) for document in list_documents(source))

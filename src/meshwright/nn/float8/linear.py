@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.nn.float8.amax import AmaxSlot, LayerSlots
-from meshwright.nn.float8.product import product
 from meshwright.nn.float8.scaling import E4M3, E5M2, Float8Values, amax_of, cast, scale_for, scaled_cast
 from meshwright.nn.linear import Linear
+from meshwright.nn.private import has_scaled_mm, scaled_mm
 
 
 class Float8Linear(Linear):
@@ -125,3 +125,29 @@ class _Float8Linear(torch.autograd.Function):
 def _weight_gradient(x: Tensor, inverse_x: Tensor, g: Tensor, inverse_g: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return the weight gradient [e, d]."""
     return product(Float8Values(g.T, inverse_g), Float8Values(x, inverse_x), dtype)
+
+
+def product(a: Float8Values, b: Float8Values, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """Return the product of `a` [n, k] and `b` [k, m] in `dtype`.
+
+    Args:
+        a: first matrix.
+        b: second matrix.
+        dtype: dtype of the result.
+        fast: on GPUs, accumulate less precisely and faster, as is usual in forwards.
+    """
+    out: Tensor = float8_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast)
+    return out
+
+
+@torch.library.custom_op("meshwright::float8_mm", mutates_args=())
+def float8_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return `(a @ b) · inverse_a · inverse_b`, by float8 products where the device has them, else in float32."""
+    if has_scaled_mm(a.device):
+        return scaled_mm(a, b, inverse_a, inverse_b, dtype, fast=fast)
+    return (a.to(torch.float32) @ b.to(torch.float32) * (inverse_a * inverse_b)).to(dtype)
+
+
+@float8_mm.register_fake
+def _(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)

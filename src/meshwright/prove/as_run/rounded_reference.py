@@ -7,7 +7,8 @@ unit: the deviations from float64, per tensor, are what a right layout may devia
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.task import Reference
+from meshwright.nn.experts.router import Router
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.as_run.near_ties import has_choices, turned_ties
 from meshwright.prove.as_run.plain_quantiser import flatten, quantise, sent_units, unflatten
 from meshwright.prove.record.evidence import DTYPE
 from meshwright.prove.record.reference_run import TensorsByName, build_reference, forward_backward, trained_parameters
@@ -25,6 +26,8 @@ from meshwright.prove.record.reference_run import TensorsByName, build_reference
 PERTURBATIONS = (0.0, 1.0)
 """Evaluations per step, by the largest change of a parameter in rounding units. The first rounds as the run does: where
 many parameters are nearly equal, they are rounded in the same direction."""
+TIE_UNITS = 2.0
+"""Rounding units by which the scores of a token's last chosen and next best expert may differ in a tie."""
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,37 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference over the norm of the expected tensor; infinity if either is not finite."""
     error = float((found - expected).norm() / expected.norm()) if bool(expected.any()) else float(bool(found.any()))
     return error if error == error else float("inf")
+
+
+def has_choices(model: nn.Module) -> bool:
+    """Return whether a model chooses experts by scores."""
+    return any(isinstance(module, Router) and not module.config.uniform for module in model.modules())
+
+
+@contextmanager
+def turned_ties(model: nn.Module, unit: float) -> Iterator[None]:
+    """Within the context, give each token at a tie the next best expert instead of its last.
+
+    Args:
+        model: the plain model.
+        unit: rounding unit of the run's precision.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.best = _turned(router.best, TIE_UNITS * unit)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for router in routers:
+            del router.best
+
+
+def _turned(best: Callable[[Tensor], Tensor], tie: float) -> Callable[[Tensor], Tensor]:
+    def choose(scores: Tensor) -> Tensor:
+        chosen = best(scores)
+        last = chosen[..., -1:]
+        others = best(scores.scatter(-1, last, -torch.inf))
+        score, next_score = scores.gather(-1, last), scores.gather(-1, others[..., -1:])
+        return torch.where((score - next_score).abs() <= tie * score.abs(), others, chosen)
+
+    return choose
