@@ -53,30 +53,24 @@ def compared(rank, world_size, words, scope):
 CASES = {
     "llama": (LLAMA, "layer", 1, []),
     "llama, float32": (LLAMA, "layer", 1, ["train.precision=float32"]),
-    "llama, bf16 FSDP2 on one rank": (LLAMA, "layer", 1, ["train.precision=bfloat16"]),
     "llama, bf16 FSDP2": (LLAMA, "layer", 2, ["train.precision=bfloat16", "mesh.dp_shard=2"]),
     "llama, HSDP": (LLAMA, "layer", 4, ["mesh.dp_shard=2", "mesh.dp_replicate=2", "train.global_batch=16"]),
     "llama, attention and mlp": (LLAMA, "['attention','mlp']", 1, []),
-    "llama, recomputed": (LLAMA, "layer", 1, ["recompute.policy=full"]),
     "llama, selectively recomputed": (LLAMA, "layer", 2, ["recompute.policy=selective", "mesh.dp_shard=2"]),
     "llama, dropout": (LLAMA, "layer", 1, ["train.dropout=0.1"]),
     "llama, frozen": (LLAMA, "layer", 1, ["train.freeze=['embed*','blocks.0.*','blocks.1.attention*']"]),
     "llama, one pool": (LLAMA, "layer", 2, ["mesh.pp=2", "capture.mode=per_microbatch"]),
     "llama, float8 beside float32": (
         [*LLAMA, "model.num_layers=4"], "layer", 2,
-        ["train.precision=float32", "mesh.dp_shard=2", "float8.recipe=delayed", "float8.keep_first=1",
-         "float8.keep_last=1"]),
+        ["train.precision=float32", "mesh.dp_shard=2", "float8.recipe=current", "float8.keep_first=1",
+         "float8.keep_last=1", "float8.cache_weights=true"]),
     "llama, float8 in bf16, recomputed": (
         LLAMA, "layer", 2,
         ["train.precision=bfloat16", "mesh.dp_shard=2", "float8.recipe=delayed", "recompute.policy=full"]),
-    "llama, float8 with cached weights": (
-        LLAMA, "layer", 1, ["train.precision=float32", "float8.recipe=current", "float8.cache_weights=true"]),
     "llama, float8 in zb-v": (
         LLAMA, "layer", 2, ["train.precision=float32", "mesh.pp=2", "pipeline.schedule=zb-v", "float8.recipe=delayed"]),
-    "moe, router": (MOE, "moe_router", 1, []),
     "moe, router and attention, ep": (MOE, "['moe_router','attention']", 2, ["mesh.dp_shard=2", "mesh.ep=2"]),
     "moe, capacity": (MOE, "layer", 1, ["model.capacity_factor=2.0", "model.drop=over-capacity"]),
-    "dit": (DIT, "layer", 1, []),
     "dit, attention": (DIT, "attention", 2, ["mesh.pp=2"]),
     "own model": (OWN, "layer", 1, []),
 }  # fmt: skip

@@ -57,11 +57,9 @@ def killed(words, out, fault, *, resume=None):
 
 MOMENTS = {
     "start": (("starting", 0), "while starting"),
-    "first step": (("step", 1), "in step 1"),
     "middle": (("step", 5), "in step 5"),
     "validation": (("validating", 4), "while validating (step 4)"),
     "save": (("saving", 4), "while saving (step 4)"),
-    "last save": (("saving", 8), "while saving (step 8)"),
     "text": (("generating text", 8), "while generating text (step 8)"),
     "end": (("finishing", 8), "while finishing (step 8)"),
 }

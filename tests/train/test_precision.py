@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 
 import pytest
 import torch
@@ -162,7 +163,8 @@ def plain_gradients(words, num_microbatches, data_parallel):
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_microbatches"), quick_and_slow([(name, m) for name in LAYOUTS for m in (1, 2, 4)], QUICK)
+    ("layout", "num_microbatches"),
+    quick_and_slow([*zip(LAYOUTS, cycle((2, 1, 2, 4)), strict=False), ("pp 2, dp_shard 2", 1), ("pp 4", 4)], QUICK),
 )
 def test_every_schedule_accumulates_in_float32(gang, corpus, layout, num_microbatches):
     """Weight gradients that a schedule defers are summed as those are that it doesn't defer."""

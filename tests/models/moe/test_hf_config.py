@@ -112,6 +112,5 @@ def test_all_that_differs_is_named_at_once():
 
 
 def test_reading_them_needs_no_torch():
-    files = "hf_config, hf_mixtral, hf_parameter_names"
-    code = f"import sys\nfrom meshwright.models.moe import {files}\nassert 'torch' not in sys.modules"
+    code = "import sys\nfrom meshwright.models.moe import hf_mixtral\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=clean_environment(PYTHONDONTWRITEBYTECODE="1"))
