@@ -194,9 +194,18 @@ def _find(folder: Path) -> list[Path]:
     for root in (folder / "checkpoints", folder):
         if root.is_dir() and (checkpoints := list_checkpoints(root)):
             return checkpoints
+    found = _near(folder)
     raise CheckpointError(
         f"no checkpoint in {folder}",
         where=str(folder),
         rule="a checkpoint is a folder with a manifest.json; a run keeps them under checkpoints/",
-        fix="the path of a run folder, as in runs/llama-tiny-1",
+        fix=f"meshwright checkpoint verify {quote(str(found))}" if found else "meshwright run, which saves one",
     )
+
+
+def _near(folder: Path) -> Path | None:
+    """Return the newest run folder with checkpoints in a folder, or else beside it or in `runs`."""
+    for place in (folder, folder.parent, Path("runs")):
+        if found := [path.parents[2] for path in place.glob("*/checkpoints/*/manifest.json")]:
+            return max(found, key=lambda run: run.stat().st_mtime)
+    return None

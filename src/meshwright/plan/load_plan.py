@@ -72,7 +72,8 @@ def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
     for one in differences(plan, made):
         if one.path.startswith(CONFIG_FIELDS) or one.path.endswith(".trained"):
             what = f"{one.path} is {one.first} in the plan, but {one.second} in the configuration"
-            raise _mismatch(what, "mesh, batch, dtypes and frozen parameters are set in the configuration", where)
+            rule = "mesh, batch, dtypes and frozen parameters are set in the configuration"
+            raise _mismatch(what, rule, where, " ".join(_settings(plan, made, config)))
     model_kinds = {kind.described: kind for kind in made.kinds}
     for kind in plan.kinds:
         model_kind = model_kinds.get(kind.described)
@@ -90,10 +91,20 @@ def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
     return plan
 
 
-def _mismatch(what: str, rule: str, where: str) -> ConfigError:
+def _settings(plan: RunPlan, made: RunPlan, config: RunConfig) -> list[str]:
+    """Return the words that give a configuration the mesh and batch of a plan."""
+    axes = config.mesh.axes()
+    found = [f"mesh.{axis}={size}" for axis, size in plan.mesh.atoms if axes.size(axis) != size]
+    planned = {"global_batch": plan.batch.global_batch, "num_microbatches": plan.batch.num_microbatches}
+    if made.batch.tokens == config.train.seq_len:  # a sample is text
+        planned["seq_len"] = plan.batch.tokens
+    return found + [f"train.{key}={value}" for key, value in planned.items() if getattr(config.train, key) != value]
+
+
+def _mismatch(what: str, rule: str, where: str, settings: str = "") -> ConfigError:
     return ConfigError(
         what,
         where=where,
         rule=rule,
-        fix="use the preset and overrides of the plan, or make a new one with meshwright plan … -o FILE",
+        fix=f"{settings or 'the preset and overrides of the plan'}, or make a new one: meshwright plan … -o FILE",
     )

@@ -2,7 +2,8 @@
 
 Every stage runs the model's own forward of token ids, so masks, positions and rotary embeddings are those of the model.
 Layers of other stages pass their input on, modules before the layers return zeros, the last layer before the stage's
-own returns the stream that was received, and the first one after them ends the forward.
+own returns the stream that was received, and the first one after them ends the forward; where the last layer's stage is
+not the last one, the modules after the layers do.
 
 Shapes: b batch, t time, d width of the stream, v vocabulary.
 """
@@ -29,8 +30,9 @@ from meshwright.nn.attention.token_layout import TokenLayout
 class _End(Exception):
     """Ends a forward with the stage's output."""
 
-    def __init__(self, stream: Tensor) -> None:
+    def __init__(self, stream: Tensor | None) -> None:
         super().__init__()
+        assert stream is not None, "the last layer ran"
         self.stream = stream
 
 
@@ -40,6 +42,8 @@ class _Call:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.batch, self.time, self.dtype = 0, 0, torch.float32
+        self.output: Tensor | None = None
+        """What the model's last layer returned, on a stage that ends with it."""
         self.is_first = True
         self.read: list[tuple[nn.Module, str, Tensor]] = []
         """Tensors of replaced modules, whose dtype, device or shape a model may read."""
@@ -67,12 +71,15 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origi
             module = model.get_submodule(path)
             call.read += _empty(module)
             module.forward = _zeros(shape, call)
-        if structure.between_layers:
+        if structure.between_layers and part.layers:
             layers[part.layers.start].register_forward_pre_hook(_receive(structure, call), with_kwargs=True)
     if not part.is_last:
         for name in (parameter.name for parameter in structure.last.parameters):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, None)
+            module = model.get_submodule(owner)
+            setattr(module, leaf, None)
+            if not any(module.children()):
+                module.forward = _ending(call)
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, None)
@@ -83,13 +90,16 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origi
 def _stage_forward(
     model: nn.Module, structure: Structure, part: Part, call: _Call, origin: Origin
 ) -> Callable[..., Tensor]:
-    forward, dims = model.forward, structure.batch_dims
+    forward, dims, layers = model.forward, structure.batch_dims, model.get_submodule(structure.layers_path)
+    assert isinstance(layers, LAYER_LISTS)
     blanks = {} if part.is_first else structure.blanks
     for name in blanks:
         owner, _, leaf = name.rpartition(".")
         delattr(model.get_submodule(owner), leaf)
 
     def stage_forward(inputs: Tensor, layout: TokenLayout | None = None, token_ids: Tensor | None = None) -> Tensor:
+        if not (part.layers or part.is_first or part.is_last):
+            return inputs  # no layer of the model would end its forward
         ids = inputs if part.is_first else token_ids
         if ids is None:
             ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
@@ -102,14 +112,19 @@ def _stage_forward(
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         if call.is_first and _is_float64(model):  # the reference of a run in bfloat16, whose experts may be grouped
             origin.prepare_float64(model)
+        if call.is_first and not part.is_last and part.layers.stop == len(layers):
+            layers[-1].register_forward_hook(_keep(structure, call))  # after FSDP's own
         call.is_first = False
         try:
             with _mode(model):
-                return origin.call(forward, ids, layout)
+                logits = origin.call(forward, ids, layout)
+            if part.is_last:
+                return logits
+            raise _End(call.output)
         except _End as end:
             return end.stream.movedim(dims, (0, 1)).contiguous()
         finally:
-            call.received = None
+            call.received = call.output = None
 
     return stage_forward
 
@@ -120,13 +135,31 @@ def _passing(index: int, structure: Structure, part: Part, call: _Call) -> Calla
 
     def passing(*args: Any, **kwargs: Any) -> Any:
         stream = args[key] if isinstance(key, int) else kwargs[key]
-        if index == part.layers.start - 1 and not structure.between_layers:
+        if index == part.layers.start - 1 and not (structure.between_layers and part.layers):
             stream = call.received
         if index == part.layers.stop:
             raise _End(stream)
         return stream if form == "tensor" else (tuple if form == "tuple" else list)((stream, *[None] * (length - 1)))
 
     return passing
+
+
+def _keep(structure: Structure, call: _Call) -> Callable[..., None]:
+    """Return a hook that keeps the stream which the model's last layer returns."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call.output = output if structure.returns[0] == "tensor" else output[0]
+
+    return hook
+
+
+def _ending(call: _Call) -> Callable[..., Tensor]:
+    """Return the forward of a module after the layers on a stage that ends with the last layer."""
+
+    def ending(*args: Any, **kwargs: Any) -> Tensor:
+        raise _End(call.output)
+
+    return ending
 
 
 def _receive(structure: Structure, call: _Call) -> Callable[..., Any]:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
+from shlex import quote
 
 import torch
 
@@ -175,11 +177,12 @@ def write_shards(directory: Path, shards: Sequence[Sequence[TensorToWrite]]) -> 
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield a temporary directory beside `out`, renamed to it on success and removed on failure."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        unused = next(one for n in count(2) if not (one := out.with_name(f"{out.name}-{n}")).exists())
         raise CheckpointError(
             f"{out} exists and is not an empty directory",
             where=str(out),
             rule="an export never overwrites files",
-            fix="choose a new directory",
+            fix=f"meshwright checkpoint export … {quote(str(unused))}",
         )
     temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
     try:
