@@ -59,6 +59,13 @@ FAULTS = {
         "pp",
         "embed.weight: its copies differ in trained, True on stage 0 and False on stage 1",
     ),
+    "a copy of another role": (
+        TIED,
+        lambda p: with_parameter(p, "head/head.weight", role="head"),
+        "head/head.weight",
+        "pp",
+        "embed.weight: its copies differ in role, embedding on stage 0 and head on stage 1",
+    ),
     "a copy of another shape": (
         TIED,
         lambda p: with_parameter(p, "head/head.weight", shape=(512, 128)),

@@ -18,7 +18,7 @@ LAYOUTS = {
     "muon on zb-v × tp 2": (MUON, *ZB_V, "mesh.tp=2"),
     "muon and groups on tp 2 × dp_shard 2": (MUON, GROUPS, "mesh.tp=2", "mesh.dp_shard=2"),
     "sgd on dp_shard 2": ("train.optimizer=sgd", "mesh.dp_shard=2"),
-    "adamw and groups on tp 2": (GROUPS, "mesh.tp=2"),
+    "adamw and groups on pp 2 × tp 2, tied": (GROUPS, "mesh.pp=2", "mesh.tp=2", "model.tie_embeddings=true"),
     "an own one of whole matrices on dp_shard 2": ("train.optimizer=tests.optim.own:Whole", "mesh.dp_shard=2"),
 }
 QUICK = {"muon on dp_shard 2"}

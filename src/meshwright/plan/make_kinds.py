@@ -40,6 +40,7 @@ class KindMaker:
         self._tp = mesh.view("tp")
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
+        self._roles = {name: one.role for name, one in facts.named_parameters()}
         self._ep = mesh.view("ep")
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
@@ -59,7 +60,7 @@ class KindMaker:
             untied: whether to omit tied parameters because their targets are on the same stage.
             units: FSDP units of the kind; all other parameters belong to the root.
         """
-        own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
+        own = [self._like_original(p) for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
         freeze = self._config.train.freeze
         frozen = [p.frozen or any(fnmatchcase(name, one) for one in freeze) for p, name in zip(own, names, strict=True)]
@@ -77,6 +78,10 @@ class KindMaker:
             kind, attention = self._kind(name, facts, parameters, units, float8, layer), self._attention(facts, policy)
             self._kinds[identity] = replace(kind, tied=tied, recompute=policy, attention=attention)
         return self._kinds[identity]
+
+    def _like_original(self, one: ParameterFacts) -> ParameterFacts:
+        """Give a tied parameter the role of what it is tied to, or copies on two stages would be updated differently."""
+        return one if one.tied_to is None else replace(one, role=self._roles[one.tied_to])
 
     def _kind(
         self,

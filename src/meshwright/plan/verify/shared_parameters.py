@@ -94,14 +94,10 @@ def _norm(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fa
 
 def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Iterator[Fault]:
     """Check that copies stay equal: all must be stored, trained and updated alike."""
-    first, updates = found[0], plan.optimizer.updates
+    first = found[0]
     for other in found[1:]:
         for what, one, two in (
             *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _COMPARED_FIELDS),
-            *(
-                (f"optimizer update {number}", first.parameter.role in one.roles, other.parameter.role in one.roles)
-                for number, one in enumerate(updates)
-            ),
             ("unit", _reductions(plan, first), _reductions(plan, other)),
         ):
             if one != two:
@@ -112,7 +108,7 @@ def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Itera
                 yield Fault(said, rule, "kinds", parameter=name, axis="pp", stages=(other.stage,))
 
 
-_COMPARED_FIELDS = ("shape", "used", "work", "stored_dim", "trained")
+_COMPARED_FIELDS = ("shape", "role", "used", "work", "stored_dim", "trained")
 
 
 def _reductions(plan: RunPlan, copy: _ParameterCopy) -> tuple[str, ...]:
