@@ -136,9 +136,9 @@ FAULTS = {
     "a role updated twice": (
         TIED,
         lambda p: replace(p, optimizer=replace(p.optimizer, updates=p.optimizer.updates * 2)),
-        "head/norm.weight",
+        "embed/embed.weight",
         None,
-        "has role vector, whose update occurs twice",
+        "has role embedding, whose update occurs twice",
     ),
     "a state kept twice": (TIED, lambda p: with_update(p, states=ONE_STATE * 2), None, None, "duplicate states: m, m"),
     "a state with dims of a matrix for vectors": (

@@ -80,7 +80,7 @@ class KindMaker:
         return self._kinds[identity]
 
     def _like_original(self, one: ParameterFacts) -> ParameterFacts:
-        """Give a tied parameter the role of what it is tied to, or copies on two stages would be updated differently."""
+        """Give a tied parameter the role of what it is tied to, or copies on two stages would diverge."""
         return one if one.tied_to is None else replace(one, role=self._roles[one.tied_to])
 
     def _kind(
