@@ -6,12 +6,14 @@ the lost pod only, and the others would wait for ranks that are gone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from meshwright.train.launch.scripts.cluster_job import INVALID, PORT, SAVING_S, ClusterJob, check_text
-from meshwright.train.launch.scripts.yaml_text import to_yaml
 
 MAX_RESTARTS = 10
 WORK = "/training"
@@ -155,3 +157,23 @@ def _pod(job: ClusterJob, options: KubernetesOptions) -> dict[str, Any]:
         "containers": [container],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
     }
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Dumper that writes strings of several lines as literal blocks, and every value where it stands."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(documents: Iterable[Mapping[str, Any]]) -> str:
+    """Return mappings of plain values as YAML documents."""
+    text: str = yaml.dump_all(map(dict, documents), Dumper=_Dumper, sort_keys=False, width=1000)
+    return text
