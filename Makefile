@@ -29,11 +29,11 @@ demo: $(READY)
 	@$(PY) -m meshwright checkpoint verify $(DEMO_OUT)
 
 test: $(READY_DEV)
-	@echo "test: all tests but the slow ones (about 4 minutes on 2 cores) …"
+	@echo "test: all tests but the slow ones (5 to 10 minutes on 2 cores) …"
 	@$(PYTEST)
 
 test-slow: $(READY_DEV)
-	@echo "test-slow: end-to-end tests (about half an hour on 2 cores) …"
+	@echo "test-slow: end-to-end tests (about an hour on 2 cores) …"
 	@$(PYTEST) -m slow
 
 # One tester: they share the device. The environment needs a CUDA build of PyTorch.
