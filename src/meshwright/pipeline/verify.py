@@ -182,6 +182,12 @@ def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
                 missing = f"{stage}{'B' if wrong is K.FORWARD else 'W'}{m}"
                 position = locations[wrong, stage, m].position
                 what, fix = f"has no {missing}", f"add {missing} after position {position + 1}"
+                # Beside another micro-batch's: forwards between this one and its backward may be waited for.
+                beside = [locations.get((K.BACKWARD, stage, n)) for n in (m + 1, m - 1)] if wrong is K.FORWARD else []
+                if beside and beside[0] is not None and beside[0].position > position:
+                    fix = f"add {missing}{before(beside[0].position)}"
+                elif beside and beside[1] is not None and beside[1].position > position:
+                    fix = f"add {missing} after position {beside[1].position + 1}"
             raise violation(locations[wrong, stage, m], Action(wrong, stage, m), what, rule=ONCE, fix=fix)
 
 
