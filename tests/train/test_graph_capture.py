@@ -62,8 +62,10 @@ CASES = {
     "llama, one pool": (LLAMA, "layer", 2, ["mesh.pp=2", "capture.mode=per_microbatch"]),
     "llama, float8 beside float32": (
         [*LLAMA, "model.num_layers=4"], "layer", 2,
-        ["train.precision=float32", "mesh.dp_shard=2", "float8.recipe=current", "float8.keep_first=1",
-         "float8.keep_last=1", "float8.cache_weights=true"]),
+        ["train.precision=float32", "mesh.dp_shard=2", "float8.recipe=delayed", "float8.keep_first=1",
+         "float8.keep_last=1"]),
+    "llama, float8 with cached weights": (
+        LLAMA, "layer", 1, ["train.precision=float32", "float8.recipe=current", "float8.cache_weights=true"]),
     "llama, float8 in bf16, recomputed": (
         LLAMA, "layer", 2,
         ["train.precision=bfloat16", "mesh.dp_shard=2", "float8.recipe=delayed", "recompute.policy=full"]),
