@@ -33,7 +33,7 @@ def place(here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
     for name, config in {"bert": {"model_type": "bert"}, "yarn": {
         "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 128, "rope_parameters": yarn,
+        "num_attention_heads": 4, "max_position_embeddings": 256, "rope_parameters": yarn,
     }}.items():  # fmt: skip
         Path(name).mkdir()
         Path(name, "config.json").write_text(json.dumps(config))
