@@ -68,6 +68,8 @@ def repaired(words: list[str], fix: str) -> list[list[str]]:
     if "meshwright checkpoint export" in first:
         kept = [word for word in words if word != "--merge"]
         return [kept if "without" in first else [*kept[:-1], shlex.split(first)[-1]]]
+    if named := re.fullmatch(r"pass (\S+)", re.split(r", which ", first)[0]):
+        return [[*words[:2], named[1], *words[3:]]]
     if first.startswith("meshwright "):
         return [shlex.split(first)[1:]]
     return [[*words, *shlex.split(first)]]

@@ -199,7 +199,7 @@ def _find(folder: Path) -> list[Path]:
         f"no checkpoint in {folder}",
         where=str(folder),
         rule="a checkpoint is a folder with a manifest.json; a run keeps them under checkpoints/",
-        fix=f"meshwright checkpoint verify {quote(str(found))}" if found else "meshwright run, which saves one",
+        fix=f"pass {quote(str(found))}, which has checkpoints" if found else "meshwright run, which saves some",
     )
 
 

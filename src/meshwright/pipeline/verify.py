@@ -181,14 +181,20 @@ def _check_complete(schedule: Schedule, locations: ActionLocations) -> None:
                 wrong = K.BACKWARD_INPUT if K.BACKWARD_INPUT in kinds else K.FORWARD
                 missing = f"{stage}{'B' if wrong is K.FORWARD else 'W'}{m}"
                 position = locations[wrong, stage, m].position
-                what, fix = f"has no {missing}", f"add {missing} after position {position + 1}"
-                # Beside another micro-batch's: forwards between this one and its backward may be waited for.
-                beside = [locations.get((K.BACKWARD, stage, n)) for n in (m + 1, m - 1)] if wrong is K.FORWARD else []
-                if beside and beside[0] is not None and beside[0].position > position:
-                    fix = f"add {missing}{before(beside[0].position)}"
-                elif beside and beside[1] is not None and beside[1].position > position:
-                    fix = f"add {missing} after position {beside[1].position + 1}"
+                place = _place_of_backward(locations, stage, m, position) if wrong is K.FORWARD else ""
+                what, fix = f"has no {missing}", f"add {missing}{place or f' after position {position + 1}'}"
             raise violation(locations[wrong, stage, m], Action(wrong, stage, m), what, rule=ONCE, fix=fix)
+
+
+def _place_of_backward(locations: ActionLocations, stage: int, m: int, forward: int) -> str:
+    """Return where a missing backward can run, beside another micro-batch's; empty if there is none after the forward.
+
+    Right after its forward, other ranks might wait for forwards that come later.
+    """
+    following, previous = (locations.get((K.BACKWARD, stage, n)) for n in (m + 1, m - 1))
+    if following is not None and following.position > forward:
+        return before(following.position)
+    return f" after position {previous.position + 1}" if previous is not None and previous.position > forward else ""
 
 
 def _check_forwards(schedule: Schedule, locations: ActionLocations) -> None:

@@ -32,7 +32,6 @@ class _End(Exception):
 
     def __init__(self, stream: Tensor | None) -> None:
         super().__init__()
-        assert stream is not None, "the last layer ran"
         self.stream = stream
 
 
@@ -43,7 +42,7 @@ class _Call:
         self.received: Tensor | None = None
         self.batch, self.time, self.dtype = 0, 0, torch.float32
         self.output: Tensor | None = None
-        """What the model's last layer returned, on a stage that ends with it."""
+        """Output of the model's last layer, on a stage that ends with it."""
         self.is_first = True
         self.read: list[tuple[nn.Module, str, Tensor]] = []
         """Tensors of replaced modules, whose dtype, device or shape a model may read."""
@@ -120,11 +119,13 @@ def _stage_forward(
                 logits = origin.call(forward, ids, layout)
             if part.is_last:
                 return logits
-            raise _End(call.output)
+            stream = call.output
         except _End as end:
-            return end.stream.movedim(dims, (0, 1)).contiguous()
+            stream = end.stream
         finally:
             call.received = call.output = None
+        assert stream is not None, "the stage's last layer ran"
+        return stream.movedim(dims, (0, 1)).contiguous()
 
     return stage_forward
 
