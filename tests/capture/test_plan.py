@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.capture.coloring import color_groups, color_intervals, largest_overlap, overlaps_itself
+from meshwright.capture.coloring import color_groups, color_intervals, overlaps_itself
 from meshwright.capture.lifetimes import GRADIENTS, Role
 from meshwright.capture.plan import plan_capture
 from meshwright.capture.signature import LayerSignature, TensorSignature
@@ -24,6 +24,18 @@ K = ActionKind
 intervals = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: tuple(sorted(pair))), max_size=25
 )
+
+
+def largest_overlap(groups):
+    """Return the largest number of groups that are in use at one time: the largest clique, if each is one interval."""
+    changes = sorted(
+        change for group in groups for begin, end in group for change in ((begin, 0, 1), (end, 1, -1))
+    )  # a beginning counts before an end at the same time
+    live = most = 0
+    for _, _, change in changes:
+        live += change
+        most = max(most, live)
+    return most
 
 
 def most_in_flight(schedule, rank, stage):

@@ -22,7 +22,7 @@ from meshwright.plan import matrix_owners
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes, share_of_cost, whole_matrices
+from meshwright.plan.matrix_owners import bytes_moved_by_rank, cost_of, moved_bytes, whole_matrices
 from meshwright.plan.traffic import predict_traffic
 from meshwright.reshard.cross_mesh.transfer_many import RankTransfer
 from meshwright.reshard.cross_mesh.transfer_plan import plan_transfer
@@ -51,6 +51,15 @@ LAYOUTS = {
     "experts on cp": ("moe-tiny", "mesh.dp_shard=2", "mesh.cp=2", "mesh.ep=2"),
 }
 QUICK = [("dp_shard 3, uneven",)]
+
+
+def share_of_cost(plan, pipeline_rank):
+    """Return the cost of the rank that owns the most, relative to an equal share of its stage's ranks."""
+    owned = Counter()
+    for one in whole_matrices(plan, pipeline_rank):
+        owned[one.owner] += cost_of(plan, one)
+    ranks = plan.mesh.size(*plan.mesh.in_stage())
+    return max(owned.values(), default=0) * ranks / max(1, sum(owned.values()))
 
 
 def moved(rank, world_size, words):

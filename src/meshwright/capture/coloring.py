@@ -54,18 +54,6 @@ def color_groups(groups: Sequence[Sequence[Interval]]) -> list[int]:
     return colors
 
 
-def largest_overlap(groups: Sequence[Sequence[Interval]]) -> int:
-    """Return the largest number of groups that are in use at one time: the largest clique, if each is one interval."""
-    changes = sorted(
-        change for group in groups for begin, end in group for change in ((begin, 0, 1), (end, 1, -1))
-    )  # a beginning counts before an end at the same time
-    live = most = 0
-    for _, _, change in changes:
-        live += change
-        most = max(most, live)
-    return most
-
-
 def overlaps_itself(group: Sequence[Interval]) -> bool:
     """Return whether any two intervals of a group overlap."""
     ordered = sorted(group)

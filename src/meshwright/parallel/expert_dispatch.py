@@ -194,7 +194,7 @@ class ReturningRows:
 
 
 class PaddedRankDispatch(Dispatch):
-    """Dispatch in slots."""
+    """Dispatch in slots: t per expert and rank, so s = R · e · t are sent and as many received."""
 
     def __init__(
         self, x_nd: Tensor, routing: Routing, cache: ForwardCache, num_experts: int, group: ProcessGroup

@@ -123,15 +123,6 @@ def _holder(plan: RunPlan, first: int, over_stack: list[Atoms], size: int, index
     return rank
 
 
-def share_of_cost(plan: RunPlan, pipeline_rank: int) -> float:
-    """Return the cost of the rank that owns the most, relative to an equal share of its stage's ranks."""
-    owned: Counter[int] = Counter()
-    for one in whole_matrices(plan, pipeline_rank):
-        owned[one.owner] += cost_of(plan, one)
-    ranks = plan.mesh.size(*plan.mesh.in_stage())
-    return max(owned.values(), default=0) * ranks / max(1, sum(owned.values()))
-
-
 def moved_bytes(plan: RunPlan, rank: int) -> dict[int, int]:
     """Return the bytes that a rank sends to each other rank for the updates of a step."""
     sent: Counter[int] = Counter()

@@ -111,7 +111,12 @@ def kind_of(src: Layout, dst: Layout, volume: ExchangeVolume) -> StepKind | None
 
 
 class Staging:
-    """Elements packed for and received from other ranks in the largest round of an exchange."""
+    """Elements packed for and received from other ranks in the largest round of an exchange.
+
+    A message is split along its longest dim, so its size per round depends on its extents. Messages have few distinct
+    extents along each dim; counting a rank's messages per extent gives exact sums without enumerating the messages.
+    `shard_exchange.staging_elements` computes the same number by enumeration.
+    """
 
     def __init__(self, src: Layout, dst: Layout, volume: ExchangeVolume, kind: StepKind) -> None:
         self._src, self._dst, self._volume, self._kind = src, dst, volume, kind

@@ -206,7 +206,11 @@ def min_live_bytes(problem: Problem) -> int:
 
 
 def one_axis_path(src: Layout, goal: Layout) -> list[Layout]:
-    """Return a sequence of one-axis steps from `src` to a layout that can be sliced into `goal`."""
+    """Return a sequence of one-axis steps from `src` to a layout that can be sliced into `goal`.
+
+    It always exists, and is the one that PyTorch's planner takes: reduce partial values axis by axis, last axis first,
+    then gather the axes that the goal does not shard, innermost first in each dim.
+    """
     path = _reduced(src, goal)
     current = path[-1] if path else src
     for dim, (dim_splits, goal_splits) in enumerate(zip(src.splits, goal.splits, strict=True)):
