@@ -238,6 +238,7 @@ def _regroup(rank: int, world_size: int, name: str, store: Store, names: GroupNa
     if _num_threads() > MANY_THREADS:
         _forget_meshes()
     gc.collect()
+    gc.freeze()  # what is left is kept by caches and modules: the next bodies needn't scan it
     dist.init_process_group(
         "gloo", store=PrefixStore(name, store), rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
