@@ -8,6 +8,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import hypothesis
@@ -68,6 +69,7 @@ PRELOADED = (
     "meshwright.models.tasks.next_token", "meshwright.reshard.cross_mesh.redistribute_across",
     "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop", "tests.quiet",
 )  # fmt: skip
+FOR_HF = ("meshwright.models.hf.preload", "transformers.models.llama.modeling_llama")
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +102,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `tests.quiet`, for warnings of C++
             # Inductor asks for devices when it is imported, and what was forked after that can't use CUDA.
-            start_server(PRELOAD if item.config.option.markexpr == "gpu" else PRELOADED)
+            if item.config.option.markexpr == "gpu":
+                start_server(PRELOAD)
+            else:
+                start_server([*PRELOADED, *(FOR_HF if _collects_hf(item.config) else ())])
+
+
+def _collects_hf(config: pytest.Config) -> bool:
+    """Whether the tests of transformers' models are among those of this run: only they need transformers imported."""
+    hf = config.rootpath / "tests/models/hf"
+    paths = [Path(word.partition("::")[0]).absolute() for word in config.args]
+    return any(hf.is_relative_to(path) or path.is_relative_to(hf) for path in paths)
 
 
 def pytest_collection_finish() -> None:

@@ -37,7 +37,7 @@ def small_corpus(folder: Path, *, num_bytes: int = 60_000) -> list[str]:
     line = "def step_{n}(x):\n    return x * {n} + {m}\n"
     text = "".join(line.format(n=n, m=n * 7919 % 1000) for n in range(num_bytes // 34))
     (folder / "corpus.txt").write_text(text, "utf-8")
-    return [f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache"]
+    return [f"data.source={folder}/*.txt"]
 
 
 def for_pictures(words: Iterable[str]) -> list[str]:

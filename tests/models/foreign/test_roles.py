@@ -48,9 +48,9 @@ def test_roles_of_types(model_type: str) -> None:
         assert role in roles and len(roles - {"matrix"}) <= 1, (end, roles)
 
 
-def test_adapters_are_matrices(tmp_path: Path) -> None:
+def test_adapters_are_matrices() -> None:
     pytest.importorskip("peft")
-    facts = model_facts(hf_config("qwen3", "lora.rank=4", cache=tmp_path))
+    facts = model_facts(hf_config("qwen3", "lora.rank=4"))
     adapters = {one.role for name, one in facts.named_parameters() if "lora_" in name}
     assert {str(role) for role in adapters} == {"matrix"}
 
@@ -64,7 +64,7 @@ EPS = 1e-2
 
 def one_step(folder: Path, words: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A plain step of AdamW on the batch that a run's first step reads: parameters before and after."""
-    config = hf_config(str(folder), *words, cache=folder)
+    config = hf_config(str(folder), *words)
     task = config.family.task(run_facts(config), open_data(config), torch.device("cpu"))
     batch, model = task.batch(range(8)), open_folder(folder).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -81,7 +81,7 @@ def one_step(folder: Path, words: tuple[str, ...]) -> tuple[dict[str, torch.Tens
     return before, {name: p.detach() for name, p in named.items()}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_mamba_is_updated_as_a_plain_loop_does(gang: GangPool, optimizer: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "mamba", tokenizer=False)
     words = (
@@ -90,7 +90,7 @@ def test_mamba_is_updated_as_a_plain_loop_does(gang: GangPool, optimizer: str, t
         "train.validation_samples=0", "train.sample_tokens=0", f"train.optimizer={optimizer}",
     )  # fmt: skip
     before, expected = one_step(folder, words)
-    run(gang, hf_config(str(folder), *words, cache=folder), tmp_path / "run")
+    run(gang, hf_config(str(folder), *words), tmp_path / "run")
     trained, compared = saved(tmp_path / "run"), 0
     for name, value in expected.items():
         if optimizer == "muon" and name.endswith(DECAYED[:-1]):

@@ -32,20 +32,19 @@ from tests.prove.proofs import SOURCE
 SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
 
 
-def hf_config(model: str, *words: str, cache: Path | None = None) -> RunConfig:
+def hf_config(model: str, *words: str) -> RunConfig:
     """The configuration of a run of a model type, or of a folder."""
-    where = () if cache is None else (f"data.cache_dir={cache}",)
-    return load("hf-tiny", [f"model.config={model}", *SETTINGS, *where, *words])
+    return load("hf-tiny", [f"model.config={model}", *SETTINGS, *words])
 
 
-def hf_facts(model: str, *words: str, cache: Path | None = None) -> RunFacts:
+def hf_facts(model: str, *words: str) -> RunFacts:
     """Return what the family is told of such a run."""
-    return run_facts(hf_config(model, *words, cache=cache))
+    return run_facts(hf_config(model, *words))
 
 
-def hf_structure(model: str, *words: str, cache: Path | None = None) -> Structure:
+def hf_structure(model: str, *words: str) -> Structure:
     """The structure of its model."""
-    return structure_of(hf_facts(model, *words, cache=cache))
+    return structure_of(hf_facts(model, *words))
 
 
 def run(gang: GangPool, config: RunConfig, out: Path, *, resume: str | None = None) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def trained(gang: GangPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "model", "model.weights=folder", "data.tokenizer=model", f"data.source={here}/chats.jsonl",
             "data.chat_field=messages", "data.packing=documents", "train.seq_len=128", "train.steps=1",
             "train.warmup_steps=0", "train.lr=1e-12", "train.weight_decay=0", "train.validation_samples=4",
-            "train.sample_tokens=0", "train.num_microbatches=1", cache=here / "cache",
+            "train.sample_tokens=0", "train.num_microbatches=1",
         )  # fmt: skip
         run(gang, config, here / "run")
     shutil.rmtree(here / "model")

@@ -67,7 +67,7 @@ def test_every_fault_has_a_case() -> None:
 def test_a_fault_makes_the_proof_fail_and_without_it_it_passes(gang: GangPool, fault: str, folder: Path) -> None:
     model, layout, says = CASES[fault]
     short = [f"data.source={short_documents(folder)}", "data.text_field=text"] if "packing" in layout else []
-    config = as_proof(hf_config(model, *layout.split(), *short, cache=folder))
+    config = as_proof(hf_config(model, *layout.split(), *short))
     right = proof_of(gang, config)
     assert right.passed and not reported_findings(right), "\n".join(render(right))
     wrong = proof_of(gang, config, fault)

@@ -41,14 +41,9 @@ pytest.importorskip("peft")
 RANK = "lora.rank=4"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("structures")
-
-
-def test_only_adapters_are_trained_and_take_gradients_and_optimizer_state(folder: Path) -> None:
-    plan, full = (make_plan(hf_config("qwen3", *words, cache=folder)) for words in ([RANK], []))
-    parameters = dict(model_facts(hf_config("qwen3", RANK, cache=folder)).named_parameters())
+def test_only_adapters_are_trained_and_take_gradients_and_optimizer_state() -> None:
+    plan, full = (make_plan(hf_config("qwen3", *words)) for words in ([RANK], []))
+    parameters = dict(model_facts(hf_config("qwen3", RANK)).named_parameters())
     assert {name for name, facts in parameters.items() if not facts.frozen} == set(filter(is_adapter, parameters))
     trained = sum(facts.shape[0] * facts.shape[1] for facts in parameters.values() if not facts.frozen)
     memory, whole = predict_memory(plan), predict_memory(full)
@@ -57,20 +52,20 @@ def test_only_adapters_are_trained_and_take_gradients_and_optimizer_state(folder
     assert memory.parameters == whole.parameters + 4 * trained
 
 
-def test_targets_are_names_or_globs_and_counted_operations_follow(folder: Path) -> None:
+def test_targets_are_names_or_globs_and_counted_operations_follow() -> None:
     def trained(*words: str) -> set[str]:
-        found = model_facts(hf_config("qwen3", RANK, *words, cache=folder)).named_parameters()
+        found = model_facts(hf_config("qwen3", RANK, *words)).named_parameters()
         return {name.rpartition(".lora_")[0] for name, facts in found if not facts.frozen}
 
     assert trained("lora.targets=q_proj") == {f"model.layers.{n}.self_attn.q_proj" for n in range(4)}
     assert trained("lora.targets=*.3.mlp.*") == {f"model.layers.3.mlp.{n}_proj" for n in ("gate", "up", "down")}
-    full, lora = (model_facts(hf_config("qwen3", *words, cache=folder)) for words in ([], [RANK]))
+    full, lora = (model_facts(hf_config("qwen3", *words)) for words in ([], [RANK]))
     assert 2 / 3 < lora.flops_per_token / full.flops_per_token < 0.8  # no gradients of frozen matrices
 
 
-def test_adapters_start_as_those_of_peft_and_the_model_as_without_them(folder: Path) -> None:
-    config = hf_config("gpt2", RANK, cache=folder)
-    f, plain = run_facts(config), run_facts(hf_config("gpt2", cache=folder))
+def test_adapters_start_as_those_of_peft_and_the_model_as_without_them() -> None:
+    config = hf_config("gpt2", RANK)
+    f, plain = run_facts(config), run_facts(hf_config("gpt2"))
     first, second = (f"transformer.h.1.mlp.c_fc.lora_{x}.default.weight" for x in "AB")
     assert FAMILY.initial(f, first) == Uniform(64**-0.5)  # kaiming_uniform_(a=sqrt(5)) of [4, 64]
     assert FAMILY.initial(f, second).value == 0
@@ -79,17 +74,17 @@ def test_adapters_start_as_those_of_peft_and_the_model_as_without_them(folder: P
     assert FAMILY.initial(f, based) == FAMILY.initial(plain, name) and original_name(based) == name
 
 
-def test_proofs_start_adapters_elsewhere_than_at_zero(folder: Path) -> None:
-    config = hf_config("qwen3", RANK, cache=folder)
+def test_proofs_start_adapters_elsewhere_than_at_zero() -> None:
+    config = hf_config("qwen3", RANK)
     assert not as_proof(config).family_sections()["lora"].zero_init
     assert any("lora.zero_init" in line for line in overridden(config))
-    assert not list(overridden(hf_config("qwen3", cache=folder)))
+    assert not list(overridden(hf_config("qwen3")))
 
 
-def test_adapters_compute_what_they_do_in_peft(folder: Path) -> None:
+def test_adapters_compute_what_they_do_in_peft() -> None:
     from peft import LoraConfig, get_peft_model
 
-    config = as_proof(hf_config("gpt2", RANK, "lora.rslora=true", cache=folder))
+    config = as_proof(hf_config("gpt2", RANK, "lora.rslora=true"))
     ours = build_reference(config)
     theirs = get_peft_model(
         build_tiny("gpt2", torch.float64),
@@ -113,26 +108,26 @@ def test_adapters_compute_what_they_do_in_peft(folder: Path) -> None:
         ("deepseek_v3", ["lora.rank=4"], "peft takes down_proj, gate_proj, up_proj for parts of the experts"),
     ],
 )
-def test_what_cannot_be_is_refused(folder: Path, model: str, words: list[str], says: str) -> None:
+def test_what_cannot_be_is_refused(model: str, words: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as error:
-        hf_config(model, *words, cache=folder)
+        hf_config(model, *words)
     assert says in str(error.value)
 
 
 @pytest.mark.parametrize("word", ["lora_r=4", "target_modules=q_proj", "use_rslora=true", "init_lora_weights=false"])
-def test_names_of_peft_suggest_ours_and_the_suggestion_loads(folder: Path, word: str) -> None:
+def test_names_of_peft_suggest_ours_and_the_suggestion_loads(word: str) -> None:
     with pytest.raises(ConfigError, match="unknown key") as error:
-        hf_config("qwen3", word, cache=folder)
+        hf_config("qwen3", word)
     words = shlex.split(error.value.fix.partition(" in place of ")[0])
-    assert hf_config("qwen3", *words, cache=folder).family_sections()["lora"].rank > 0
+    assert hf_config("qwen3", *words).family_sections()["lora"].rank > 0
     assert "does not fit" not in error.value.fix
 
 
-def test_without_peft_it_says_how_to_install_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find(name, *more))
     with pytest.raises(ConfigError, match="peft is not installed") as error:
-        hf_config("qwen3", RANK, cache=folder)
+        hf_config("qwen3", RANK)
     assert "pip install 'meshwright[lora]'" in error.value.fix
 
 
@@ -160,22 +155,22 @@ SAVED = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_checkpoint_of_another_model_names_keys_that_fit(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_of_another_model_names_keys_that_fit(tmp_path: Path, name: str) -> None:
     before, now, says = SAVED[name]
-    config = hf_config("qwen3", *before, cache=folder)
+    config = hf_config("qwen3", *before)
     manifest = Manifest(tmp_path, 1, json.loads(json.dumps(dict(model_facts(config).identity))),
                         {"config": json.loads(json.dumps(config.model_dump()))}, {})  # fmt: skip
     with pytest.raises(CheckpointError) as caught:
-        check_continues(manifest, hf_config("qwen3", *now, cache=folder), tmp_path, "")
+        check_continues(manifest, hf_config("qwen3", *now), tmp_path, "")
     assert says in caught.value.what
     [words, *_] = alternatives(caught.value.fix)
-    check_continues(manifest, hf_config("qwen3", *now, *words, cache=folder), tmp_path, "")
+    check_continues(manifest, hf_config("qwen3", *now, *words), tmp_path, "")
 
 
 @pytest.mark.slow
-def test_adapters_are_proved_on_shards_of_stages(gang: GangPool, tmp_path: Path) -> None:
+def test_adapters_are_proved_on_shards_of_stages(gang: GangPool) -> None:
     layout = ("mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-h1", "recompute.policy=full")
-    config = as_proof(hf_config("qwen3", RANK, *layout, cache=tmp_path))
+    config = as_proof(hf_config("qwen3", RANK, *layout))
     found = proof_of(gang, config)
     assert found.passed, "\n".join(render(found))
 

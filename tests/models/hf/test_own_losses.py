@@ -70,9 +70,9 @@ def test_the_fix_works(tmp_path: Path) -> None:
     made = {"model_type": "qwen3_moe", "weights": False, "tokenizer": False}
     folder = write_model(tmp_path / "moe", output_router_logits=True, **made)
     with pytest.raises(ConfigError, match="adds a loss with router_aux_loss_coef = 0.001") as found:
-        hf_config(str(folder), cache=tmp_path)
+        hf_config(str(folder))
     assert found.value.fix == f'"output_router_logits": false in {folder}/config.json'
     for name, change in (("off", {"output_router_logits": False}), ("zero", {"router_aux_loss_coef": 0.0})):
         changed = write_model(tmp_path / name, **made)
         change_config(changed, **{"output_router_logits": True, **change})
-        hf_config(str(changed), cache=tmp_path)
+        hf_config(str(changed))

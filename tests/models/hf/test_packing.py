@@ -64,9 +64,9 @@ def test_a_configuration_is_tried_below_and_above_its_limits(name: str) -> None:
     assert limit is None or limit in model.limits()
 
 
-def test_a_model_whose_documents_see_each_other_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_documents_see_each_other_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"data.packing = documents: {TOGETHER}") as found:
-        hf_config("mamba", "data.packing=documents", cache=tmp_path)
+        hf_config("mamba", "data.packing=documents")
     assert found.value.fix == "data.packing=none"
 
 
@@ -88,7 +88,7 @@ def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def packed(folder: Path, *words: str) -> Any:
     """The configuration of a run on the documents."""
     return hf_config(str(folder), f"data.source={folder}/text.jsonl", "data.text_field=text", "data.packing=documents",
-                     "model.weights=folder", "train.validation_samples=8", *words, cache=folder)  # fmt: skip
+                     "model.weights=folder", "train.validation_samples=8", *words)  # fmt: skip
 
 
 def test_longrope_is_refused_past_its_limit_and_right_below(longrope: Path) -> None:

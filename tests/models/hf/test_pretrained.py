@@ -22,7 +22,7 @@ from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from tests.helpers import open_data
+from tests.helpers import open_data, quick_and_slow
 from tests.models.hf.folders import change_config, open_folder, write_model
 from tests.models.hf.runs import hf_config, run
 
@@ -38,7 +38,7 @@ def test_the_text_model_of_one_with_images(tmp_path: Path) -> None:
     with private.quiet():
         config = Gemma3Config(text_config=tiny_config("gemma3_text"), vision_config=vision, mm_tokens_per_image=4)
         Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    run = as_proof(hf_config(str(tmp_path / "model"), "model.weights=folder", cache=tmp_path))
+    run = as_proof(hf_config(str(tmp_path / "model"), "model.weights=folder"))
     open_data(run)
     tokens = torch.randint(3, 250, (2, 20), generator=torch.Generator().manual_seed(1))
     theirs = open_folder(tmp_path / "model")
@@ -50,10 +50,10 @@ def test_the_text_model_of_one_with_images(tmp_path: Path) -> None:
 def test_converted_weights_are_those_of_the_configuration(tmp_path: Path) -> None:
     """Experts are converted into the cache; with another configuration, what is there doesn't fit."""
     folder = write_model(tmp_path / "model", "mixtral", tokenizer=False)
-    open_data(hf_config(str(folder), "model.weights=folder", cache=tmp_path))
+    open_data(hf_config(str(folder), "model.weights=folder"))
     change_config(folder, num_hidden_layers=5)
     with pytest.raises(CheckpointError, match=r"no model\.layers\.4\.input_layernorm\.weight"):
-        open_data(hf_config(f"{folder}/config.json", "model.weights=folder", cache=tmp_path))
+        open_data(hf_config(f"{folder}/config.json", "model.weights=folder"))
 
 
 def shards(rank: int, world_size: int, config: RunConfig, stored: Path) -> tuple[int, int, list[str]]:
@@ -70,13 +70,18 @@ def shards(rank: int, world_size: int, config: RunConfig, stored: Path) -> tuple
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("layout", "most"), [("mesh.dp_shard=4", 1.1 / 4), ("mesh.tp=4", 1.5 / 4)])
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+ROWS, COLUMNS = ("mesh.dp_shard=4", 1.1 / 4), ("mesh.tp=4", 1.5 / 4)
+READERS = [(model_type, *shards) for model_type in ("llama", "mixtral") for shards in (ROWS, COLUMNS)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "most"), quick_and_slow(READERS, [("llama", *ROWS), ("mixtral", *COLUMNS)])
+)
 def test_each_rank_reads_its_shards(gang: GangPool, tmp_path: Path, model_type: str, layout: str, most: float) -> None:
     """Of a folder in bfloat16, as it is or converted. Norms and, under tp, a small part besides are replicated."""
     fields = {"num_key_value_heads": 4, "dtype": torch.bfloat16}
     folder = write_model(tmp_path / "model", model_type, tokenizer=False, **fields)
-    config = hf_config(str(folder), "model.weights=folder", layout, cache=tmp_path / "cache")
+    config = hf_config(str(folder), "model.weights=folder", layout, f"data.cache_dir={tmp_path}/cache")
     open_data(config)
     stored = next((tmp_path / "cache").glob("weights-*.safetensors"), folder / "model.safetensors")
     total = sum(tensor.nbytes for tensor in load_file(stored).values())
@@ -93,11 +98,11 @@ def bytes_read(rank: int, world_size: int, config: RunConfig) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "most"), [("mesh.dp_shard=4", 1.1 / 4), ("mesh.tp=4", 1.5 / 4)])
+@pytest.mark.parametrize(("layout", "most"), [ROWS, COLUMNS])
 def test_each_rank_of_a_run_reads_its_shards(gang: GangPool, tmp_path: Path, layout: str, most: float) -> None:
     folder = write_model(tmp_path / "model", "llama", tokenizer=False, num_key_value_heads=4)
     config = hf_config(str(folder), "model.weights=folder", layout, "train.steps=1", "train.warmup_steps=0",
-                       "train.validation_samples=8", "train.sample_tokens=0", cache=tmp_path / "cache")  # fmt: skip
+                       "train.validation_samples=8", "train.sample_tokens=0")  # fmt: skip
     run(gang, config, tmp_path / "run")
     total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     assert all(total / 5 < read <= most * total for read in gang(4).run(bytes_read, config))

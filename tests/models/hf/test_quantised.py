@@ -97,7 +97,7 @@ def test_a_folder_in_float8_is_the_model_that_it_stands_for(tmp_path: Path) -> N
     """Its logits are those of transformers with the products; its scales are never read without, nor left out."""
     folder = write_model(tmp_path / "model", "llama", tokenizer=False, hidden_size=56, num_attention_heads=4)
     plain = quantise(folder)
-    run = as_proof(hf_config(str(folder), "model.weights=folder", cache=tmp_path / "cache"))
+    run = as_proof(hf_config(str(folder), "model.weights=folder"))
     open_data(run)
     write_model(tmp_path / "plain", "llama", tokenizer=False, hidden_size=56, num_attention_heads=4)
     save_file(plain, tmp_path / "plain/model.safetensors", metadata={"format": "pt"})
@@ -130,7 +130,7 @@ def test_a_folder_in_float8_is_the_model_that_it_stands_for(tmp_path: Path) -> N
 
 def open_weights(folder: Path, here: Path) -> Pretrained:
     """The weights that a run of a folder starts from."""
-    found = pretrained(hf_facts(str(folder), "model.weights=folder", cache=here / "cache"))
+    found = pretrained(hf_facts(str(folder), "model.weights=folder"))
     assert found is not None
     return found
 
@@ -166,6 +166,6 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(tmp_path: Path) -> No
         weights = open_weights(folder, tmp_path)
         for name, values in due.items():
             assert torch.equal(weights.read(name).float(), values), name
-    facts = hf_facts(str(folder), cache=tmp_path / "cache")
+    facts = hf_facts(str(folder))
     model = FAMILY.identity(facts)
     assert "quantization_config" not in model["fields"], "an export has weights as they are"

@@ -31,23 +31,23 @@ THEN = ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=30")
 SHORT = ("train.validation_samples=8", "train.sample_tokens=0", "train.warmup_steps=5", "checkpoint.every=0")
 
 
-def losses(gang: GangPool, model: str, layout: str, cache: Path, *, fault: str = "") -> list[float]:
-    config = hf_config(model, "train.precision=float64", "train.warmup_steps=1", *layout.split(), cache=cache)
+def losses(gang: GangPool, model: str, layout: str, *, fault: str = "") -> list[float]:
+    config = hf_config(model, "train.precision=float64", "train.warmup_steps=1", *layout.split())
     return records_of(gang, config, fault, num_steps=10)[0].losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", LAYOUTS)
-def test_losses_are_those_of_one_process(gang: GangPool, model: str, tmp_path: Path) -> None:
-    alone = losses(gang, model, "", tmp_path)
-    assert losses(gang, model, LAYOUTS[model], tmp_path) == pytest.approx(alone, rel=0, abs=1e-9)
+def test_losses_are_those_of_one_process(gang: GangPool, model: str) -> None:
+    alone = losses(gang, model, "")
+    assert losses(gang, model, LAYOUTS[model]) == pytest.approx(alone, rel=0, abs=1e-9)
     assert alone[-1] < alone[0] - 1
 
 
 @pytest.mark.slow
-def test_losses_show_gradients_that_are_wrong(gang: GangPool, tmp_path: Path) -> None:
-    wrong = losses(gang, "qwen3", "mesh.tp=2", tmp_path, fault="norms of heads are not summed over tp")
-    assert wrong != pytest.approx(losses(gang, "qwen3", "", tmp_path), rel=0, abs=1e-9)
+def test_losses_show_gradients_that_are_wrong(gang: GangPool) -> None:
+    wrong = losses(gang, "qwen3", "mesh.tp=2", fault="norms of heads are not summed over tp")
+    assert wrong != pytest.approx(losses(gang, "qwen3", ""), rel=0, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -56,12 +56,12 @@ def test_a_run_resumes_on_another_layout_and_its_export_is_the_model(
     gang: GangPool, model: str, tmp_path: Path
 ) -> None:
     out, exported = tmp_path / "run", tmp_path / "out"
-    run(gang, hf_config(model, *SHORT, *FIRST, cache=tmp_path), out)
-    metrics = run(gang, hf_config(model, *SHORT, *THEN, cache=tmp_path), out, resume="auto")
+    run(gang, hf_config(model, *SHORT, *FIRST), out)
+    metrics = run(gang, hf_config(model, *SHORT, *THEN), out, resume="auto")
     assert [line["step"] for line in metrics] == list(range(1, 31))
     TransformersWeights().export(out / "checkpoints/00000030", exported)
 
-    config = as_proof(hf_config(str(exported), "model.weights=folder", cache=tmp_path))
+    config = as_proof(hf_config(str(exported), "model.weights=folder"))
     own, trained = build_reference(config), saved(out)
     for name, tensor in trained.items():  # the weights of the folder would start a run
         assert torch.equal(own.state_dict()[name], tensor.double()), name

@@ -33,11 +33,6 @@ pytest.importorskip("transformers")
 TYPES = ("qwen3", "gpt2", "mixtral", "deepseek_v3", "gemma4_text")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("structures")
-
-
 @cache
 def theirs(model_type):
     """Transformers' own model, with its own initial values."""
@@ -45,29 +40,29 @@ def theirs(model_type):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_parameters_are_those_of_the_module(folder, model_type):
-    config = hf_config(model_type, cache=folder)
-    aliases = hf_structure(model_type, cache=folder).aliases
+def test_parameters_are_those_of_the_module(model_type):
+    config = hf_config(model_type)
+    aliases = hf_structure(model_type).aliases
     real = {name: tuple(p.shape) for name, p in theirs(model_type).named_parameters(remove_duplicate=False)}
     found = {name: facts.shape for name, facts in model_facts(config).named_parameters()}
-    ties = {facts.name for facts in hf_structure(model_type, cache=folder).last.parameters if facts.tied_to}
+    ties = {facts.name for facts in hf_structure(model_type).last.parameters if facts.tied_to}
     assert found | {name: real[name] for name in ties} == {n: s for n, s in real.items() if n not in aliases}
 
 
-def test_what_is_particular_to_each(folder):
-    tied = {p.name: p.tied_to for p in hf_structure("gpt2", cache=folder).last.parameters}
+def test_what_is_particular_to_each():
+    tied = {p.name: p.tied_to for p in hf_structure("gpt2").last.parameters}
     assert tied["lm_head.weight"] == "transformer.wte.weight" and tied["transformer.ln_f.weight"] is None
-    assert hf_structure("gpt2", cache=folder).max_len == 128 and hf_structure("qwen3", cache=folder).max_len is None
-    deep = hf_structure("deepseek_v3", cache=folder)
+    assert hf_structure("gpt2").max_len == 128 and hf_structure("qwen3").max_len is None
+    deep = hf_structure("deepseek_v3")
     assert len(deep.blocks) == 2 and deep.layers == (deep.blocks[0].name, *[deep.blocks[1].name] * 3)
-    assert len(hf_structure("mixtral", cache=folder).blocks) == 1
-    assert hf_structure("gemma4_text", cache=folder).every.parameters
-    assert not hf_structure("qwen3", cache=folder).every.parameters
+    assert len(hf_structure("mixtral").blocks) == 1
+    assert hf_structure("gemma4_text").every.parameters
+    assert not hf_structure("qwen3").every.parameters
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_two_stages_compute_the_logits_of_transformers(folder, model_type):
-    config = as_proof(hf_config(model_type, "mesh.pp=2", cache=folder))
+def test_two_stages_compute_the_logits_of_transformers(model_type):
+    config = as_proof(hf_config(model_type, "mesh.pp=2"))
     f, family = run_facts(config), config.family
     weights = dict(build_reference(config).named_parameters(remove_duplicate=False))
     tokens, stream = random_tokens(), None
@@ -80,10 +75,10 @@ def test_two_stages_compute_the_logits_of_transformers(folder, model_type):
         module.load_state_dict({name: weights[name].detach() for name in names}, strict=False)
         fill_tensors(module.named_buffers(), family, f)
         others = range(2, 4) if stage == 0 else range(2)
-        path = hf_structure(model_type, cache=folder).layers_path
+        path = hf_structure(model_type).layers_path
         assert not any(name.startswith(f"{path}.{layer}.") for name in names for layer in others)
         stream = family.run(module, tokens if stream is None else stream, SimpleBatch(tokens, ()))
-    assert next(iter(undeferred), "") == hf_structure(model_type, cache=folder).undeferred
+    assert next(iter(undeferred), "") == hf_structure(model_type).undeferred
     whole = build_tiny(model_type, torch.float64)
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
@@ -94,8 +89,8 @@ def test_two_stages_compute_the_logits_of_transformers(folder, model_type):
 
 
 @pytest.mark.parametrize("model_type", TYPES)
-def test_initial_values_are_distributed_as_theirs(folder, model_type):
-    config, compared = hf_config(model_type, cache=folder), 0
+def test_initial_values_are_distributed_as_theirs(model_type):
+    config, compared = hf_config(model_type), 0
     drawn = dict(build_reference(as_proof(config)).named_parameters())
     for name, real in theirs(model_type).named_parameters():
         if real.numel() < 1000:
@@ -111,7 +106,7 @@ def test_an_encoder_is_refused(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 256, **sizes}))
     with pytest.raises(ConfigError, match="is an encoder"):
-        hf_config(str(tmp_path), cache=tmp_path)
+        hf_config(str(tmp_path))
 
 
 def test_a_model_without_a_list_of_layers_is_refused():
@@ -119,17 +114,17 @@ def test_a_model_without_a_list_of_layers_is_refused():
         TransformersModel(Source("qwen3")).largest_list(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
 
 
-def test_learned_positions_bound_the_length(folder):
+def test_learned_positions_bound_the_length():
     with pytest.raises(MeshwrightError, match="128 positions"):
-        hf_config("gpt2", "train.seq_len=256", cache=folder)
+        hf_config("gpt2", "train.seq_len=256")
 
 
 def fail():
     raise AssertionError("derived again")
 
 
-def test_a_structure_is_derived_once(tmp_path, folder):
-    structure, key = hf_structure("gpt2", cache=folder), {"model_type": "gpt2"}
+def test_a_structure_is_derived_once(tmp_path):
+    structure, key = hf_structure("gpt2"), {"model_type": "gpt2"}
     assert cached_structure(key, lambda: structure, cache_dir=str(tmp_path)) == structure
     assert cached_structure(key, fail, cache_dir=str(tmp_path)) == structure
     with pytest.raises(AssertionError, match="derived again"):
@@ -137,8 +132,8 @@ def test_a_structure_is_derived_once(tmp_path, folder):
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"class_name": 3}'])
-def test_a_damaged_file_is_derived_again(tmp_path, folder, damage):
-    structure, key = hf_structure("gpt2", cache=folder), {"model_type": "gpt2"}
+def test_a_damaged_file_is_derived_again(tmp_path, damage):
+    structure, key = hf_structure("gpt2"), {"model_type": "gpt2"}
     cached_structure(key, lambda: structure, cache_dir=str(tmp_path))
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage)
@@ -155,10 +150,10 @@ print(*sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
 
-def test_a_plan_from_the_cache_needs_no_torch(folder):
-    hf_structure("gpt2", "mesh.pp=2", cache=folder)
+def test_a_plan_from_the_cache_needs_no_torch():
+    hf_structure("gpt2", "mesh.pp=2")
     words = ("model.config=gpt2", "mesh.pp=2", "train.seq_len=32", "train.num_microbatches=2")
-    command = [sys.executable, "-c", PLAN, *words, f"data.cache_dir={folder}"]
+    command = [sys.executable, "-c", PLAN, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ""

@@ -29,14 +29,9 @@ from tests.models.hf.runs import hf_config, hf_facts, hf_structure
 pytest.importorskip("transformers")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("structures")
-
-
 @pytest.fixture
-def structure(folder):
-    return lambda model: hf_structure(model, "mesh.tp=2", cache=folder)
+def structure():
+    return lambda model: hf_structure(model, "mesh.tp=2")
 
 
 def test_norms_of_sharded_heads_are_divided(structure):
@@ -109,22 +104,22 @@ def test_tied_tables_lie_alike(structure):
     assert found.first.styles["transformer.wte"] == found.last.styles["lm_head"] == REPLICATED
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_the_reason(folder):
+def test_a_plan_that_does_not_fit_is_refused_with_the_reason():
     with pytest.raises(LayoutError, match="a forward with shards of the matrices fails") as caught:
-        hf_config("bitnet", "mesh.tp=2", cache=folder)
+        hf_config("bitnet", "mesh.tp=2")
     assert "mesh.tp=1" in caught.value.fix
-    hf_config("bitnet", "mesh.dp_shard=2", cache=folder)
+    hf_config("bitnet", "mesh.dp_shard=2")
 
 
-def test_sizes_of_tp_that_divide_no_matrix_are_refused_with_one_that_does(folder, tmp_path):
+def test_sizes_of_tp_that_divide_no_matrix_are_refused_with_one_that_does(tmp_path):
     """Keys and values of one head, and a feed-forward of 130."""
     fields = {"num_key_value_heads": 1, "intermediate_size": 130}
     write_model(tmp_path, tokenizer=False, weights=False, **fields)
     with pytest.raises(LayoutError, match="mesh.tp = 4: .*130 along dim . is not divisible by 4") as caught:
-        hf_config(str(tmp_path), "mesh.tp=4", cache=folder)
+        hf_config(str(tmp_path), "mesh.tp=4")
     assert alternatives(caught.value.fix) == [["mesh.tp=2"], ["mesh.tp=1"]]
     for words in alternatives(caught.value.fix):
-        hf_config(str(tmp_path), *words, cache=folder)
+        hf_config(str(tmp_path), *words)
 
 
 def test_a_model_that_is_not_sharded_keeps_its_parameters():
@@ -135,15 +130,15 @@ def test_a_model_that_is_not_sharded_keeps_its_parameters():
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_one_rank_needs_no_styles(folder):
-    found = hf_structure("qwen3", cache=folder)
+def test_one_rank_needs_no_styles():
+    found = hf_structure("qwen3")
     assert not any(block.styles for block in found.blocks) and not found.not_tensor_parallel
 
 
 @pytest.mark.parametrize(("tp", "is_eager"), [(1, False), (2, True)])
-def test_experts_under_tp_are_not_grouped(folder, tp, is_eager):
+def test_experts_under_tp_are_not_grouped(tp, is_eager):
     """Grouped products leave the rows of tokens for other ranks' experts as they find them: NaN, sometimes."""
-    f = hf_facts("mixtral", f"mesh.tp={tp}", "train.precision=bfloat16", cache=folder)
+    f = hf_facts("mixtral", f"mesh.tp={tp}", "train.precision=bfloat16")
     with torch.device("meta"):
         model = FAMILY.build(f, Part(range(4)))
     assert (model.get_experts_implementation()[""] == "eager") is is_eager
