@@ -157,10 +157,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / path).write_text(content, "utf-8")
     (folder / "lines.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "utf-16.txt").write_bytes(codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"))
+    (folder / "latin-1.txt").write_text(f"# caf\xe9\n{TEXT}", "latin-1")
+    (folder / "latin-1.jsonl").write_text(lines.replace("return", "caf\xe9"), "latin-1")
     (folder / "links").mkdir()
     (folder / "links/a.txt").write_text(TEXT, "utf-8")
     (folder / "links/b.txt").symlink_to("nowhere")
     build(folder / "chat", CHATML)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def datasets(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The records as a table and as saved datasets."""
+    library, folder = pytest.importorskip("datasets"), tmp_path_factory.mktemp("datasets")
+    library.disable_progress_bars()
+    records = library.Dataset.from_list([json.loads(one) for one in (files / "lines.jsonl").read_text().splitlines()])
+    records.to_parquet(folder / "table.parquet")
+    records.save_to_disk(folder / "stored")
+    library.DatasetDict({"train": records}).save_to_disk(folder / "several")
     return folder
 
 
@@ -228,6 +242,8 @@ OPEN = {
     "a conversation needs a tokenizer with a template": ("data.source=chats.jsonl", "data.tokenizer=<the folder"),
     "an array": ("data.source=array.jsonl data.text_field=body", "one object per line"),
     "UTF-16": ("data.source=utf-16.txt", "iconv -f UTF-16"),
+    "Latin-1": ("data.source=latin-1.txt", "iconv -f <its encoding>"),
+    "records in Latin-1": ("data.source=latin-1.jsonl data.text_field=body", "iconv -f <its encoding>"),
     "an entry of a mixture": ("data.mixture=['1:texts/*.txt','1:lines.jsonl#bdy']", "in data.mixture, 1:lines.jsonl#"),
     "an entry without weight": ("data.mixture=['texts/*.txt','1:lines.jsonl#body']", "0.5:texts/*.txt"),
     "documents of a token file": ("data.source=ids.npy data.packing=documents", "data.separator=<"),
@@ -270,11 +286,27 @@ CASES = {
     "a batch that dp does not divide": "data.source='texts/*.txt' mesh.dp_shard=3",
     "a key of another family": "data.source='texts/*.txt' diffusion.schedule=linear",
 }
+OF_DATASETS = {
+    "no column of Parquet": "data.source=table.parquet",
+    "another column of Parquet": "data.source=table.parquet data.text_field=bdy",
+    "a column of numbers": "data.source=table.parquet data.text_field=number",
+    "no column of a saved dataset": "data.source=stored",
+    "another column of a saved dataset": "data.source=stored data.text_field=bdy",
+    "conversations of a saved dataset": "data.source=stored data.chat_field=body",
+    "several saved datasets": "data.source=several data.text_field=body",
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fixes_of_a_run_lead_to_its_start(here: Callable[..., Any], place: Path, name: str) -> None:
     case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *shlex.split(CASES[name])))
+    assert follow(here, case)
+
+
+@pytest.mark.parametrize("name", OF_DATASETS)
+def test_fixes_of_datasets_lead_to_a_start(here: Callable[..., Any], place: Path, datasets: Path, name: str) -> None:
+    shutil.copytree(datasets, place, dirs_exist_ok=True)
+    case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *shlex.split(OF_DATASETS[name])))
     assert follow(here, case)
 
 
@@ -286,11 +318,14 @@ def test_fixes_that_leave_something_open(here: Callable[..., Any], place: Path, 
 
         numpy.save("ids.npy", numpy.arange(5000, dtype=numpy.uint16) % 256)
     case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *words.split(" ")))
-    if name == "UTF-16":
-        error = shown_error(here("run", case.preset, *case.words).stderr)
-        [command] = shell_commands(error["fix"])
-        subprocess.run(command, shell=True, check=True)
-        assert here("run", case.preset, *case.with_words(["data.source=utf-8.txt"]).words).returncode == 0
+    if last.startswith("iconv"):
+        fix = shown_error(here("run", case.preset, *case.words).stderr)["fix"]
+        assert fix.startswith(last)
+        suffix = Path(words.split(" ")[0]).suffix
+        [command] = shell_commands(fix.replace("<its encoding>", "LATIN1"))
+        subprocess.run(command.replace("utf-8.txt", f"utf-8{suffix}"), shell=True, check=True)
+        case = case.with_words([f"data.source=utf-8{suffix}"])
+        assert here("run", case.preset, *case.words).returncode == 0
     else:
         assert follow(here, case)[-1].startswith(last)
 

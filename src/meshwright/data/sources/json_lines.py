@@ -83,7 +83,7 @@ def _object(line: bytes, path: str, number: int) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{place} is not UTF-8 from its byte {error.start + 1} on", where=f"data.source, {place}", rule=rule,
-            fix=f"iconv -f <its encoding> -t UTF-8 {shlex.quote(path)}",
+            fix=f"iconv -f <its encoding> -t UTF-8 {shlex.quote(path)} > <another file>",
         ) from None  # fmt: skip
     except (ValueError, RecursionError) as error:
         at = f" at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,12 @@ class EmptyTexts:
 
 @dataclass
 class LeftOut:
-    """Parts that a corpus leaves out: names of files that are not text, and documents whose text is empty."""
+    """Parts that a corpus leaves out: paths of files that are not text, and documents whose text is empty."""
 
     files: set[str] = field(default_factory=set)
     empty: EmptyTexts = field(default_factory=EmptyTexts)
+
+    def fix(self, other: str) -> str:
+        """Return the ways out of a lack of text: files in UTF-8, if some are not, and another way."""
+        path = shlex.quote(min(self.files, default=""))
+        return f"iconv -f <its encoding> -t UTF-8 {path} > <another file>, or {other}" if self.files else other

@@ -54,7 +54,13 @@ class TextSource:
             texts = iter(self.whole(left_out))
             first = next(texts, None)
             if first is None:
-                raise _no_text(self, use, len(left_out.files))
+                raise DataError(
+                    f"no text in {self.title}: it has {self.size}, "
+                    f"{counted(len(left_out.files), 'file')} not UTF-8 text",
+                    where="data.source",
+                    rule=f"a source that is used whole ({use.value}) has text",
+                    fix=left_out.fix(f"a source with text, or data.source={text_documents.STDLIB}"),
+                )
             # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
             whole, other = chain([first], texts), [_start(first)]
             return (whole, other) if use is Use.TRAIN else (other, whole)
@@ -108,15 +114,6 @@ def _start(text: SourceText) -> SourceText:
     if isinstance(text, Conversation):
         return text
     return (text if isinstance(text, str) else text.text)[:_PLACEHOLDER_CHARS]
-
-
-def _no_text(found: TextSource, use: Use, num_skipped: int) -> DataError:
-    return DataError(
-        f"no text in {found.title}: it has {found.size}, and {counted(num_skipped, 'file')} not UTF-8 text",
-        where="data.source",
-        rule=f"a source that is used whole ({use.value}) has text",
-        fix=f"a source with text, or data.source={text_documents.STDLIB}",
-    )
 
 
 def has_records(source: str) -> bool:
@@ -179,7 +176,7 @@ def _texts(
             continue
         pieces = read_pieces(document_slice, source=source)
         if pieces is None:
-            left_out.files.add(document_slice.document.name)
+            left_out.files.add(document_slice.document.path)
         else:
             yield from pieces
 

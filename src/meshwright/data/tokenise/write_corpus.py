@@ -109,15 +109,12 @@ def _check_contents(counts: list[int], left_out: LeftOut, found: TextSource, sou
     """Check that both splits have tokens, and say where the first empty text is."""
     for split, num_tokens in zip(SPLITS, counts, strict=True):
         if not num_tokens:
-            raise _empty(source, split, found.size, len(left_out.files))
+            raise DataError(
+                f"the {split} split of {source} is empty: it has {found.size}, "
+                f"{counted(len(left_out.files), 'file')} not UTF-8 text",
+                where=f"data.source, {source}",
+                rule="a tenth of the text is held out for validation, and neither split is empty",
+                fix=left_out.fix(f"a source with more text, or data.source={STDLIB}"),
+            )
     if left_out.empty.count:
         _log.warning("the first document without text is %s", left_out.empty.first)
-
-
-def _empty(source: str, split: str, size: str, num_skipped: int) -> DataError:
-    return DataError(
-        f"the {split} split of {source} is empty: it has {size}, and {counted(num_skipped, 'file')} not UTF-8 text",
-        where=f"data.source, {source}",
-        rule="a tenth of the text is held out for validation, and neither split is empty",
-        fix=f"a source with more text, or data.source={STDLIB}",
-    )
