@@ -28,7 +28,7 @@ WAIT_S = 240.0
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    return [*STEPS, *small_corpus(tmp_path_factory.mktemp("corpus"))]
+    return [*STEPS, *small_corpus(tmp_path_factory.mktemp("corpus")), "train.steps=4"]
 
 
 def start_nodes(words, out, **environment):
@@ -55,7 +55,7 @@ def ranks_of(node):
 def test_a_rank_killed_on_one_node_ends_both(words, tmp_path):
     """And on one node it goes on from there, to what it would have been."""
     words, out = [*words, "mesh.tp=2"], tmp_path / "run"
-    hold = Hold(tmp_path / "hold", rank=1, phase="step", step=6)
+    hold = Hold(tmp_path / "hold", rank=1, phase="step", step=4)
     nodes = start_nodes(words, out, **hold.environment())
     hold.wait()
     ranks = [pid for node in nodes for pid in ranks_of(node)]
@@ -96,14 +96,14 @@ def run_on_nodes(forked_meshwright):
 
 
 def test_two_nodes_train_as_four_local_processes(run_on_nodes, words, tmp_path):
-    words = [*words, "mesh.tp=2", "mesh.dp_shard=2"]
+    words = [*words, "mesh.dp_shard=4"]
     (tmp_path / "local").mkdir()
     train(words, tmp_path / "local")
     ranks = run_on_nodes(words, tmp_path / "nodes", ranks_each=2)
     assert [rank.returncode for rank in ranks] == [0] * 4, ranks
     assert_bitwise_equal(tmp_path / "nodes", tmp_path / "local")
     shown = "".join(rank.stdout for rank in ranks)
-    assert shown.count("mesh dp_shard 2 × tp 2 = 4 processes (cpu, gloo)") == 1  # one rank speaks
+    assert shown.count("mesh dp_shard 4 = 4 processes (cpu, gloo)") == 1  # one rank speaks
 
 
 def test_bad_input_on_nodes_is_said_and_ends_it(run_on_nodes, words, tmp_path):
