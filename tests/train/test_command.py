@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from itertools import cycle
+from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints, verify
 from meshwright.plan.load_config import load
 from meshwright.train.launch.launcher import SAME_S
-from tests.helpers import small_corpus
+from tests.helpers import clean_environment, small_corpus
 from tests.train.runs import (
     STEPS,
     Hold,
@@ -35,6 +35,7 @@ from tests.train.runs import (
 ENDS_S = 120.0
 """A loaded machine takes its time; what waits for a lost rank waits for train.timeout_s = 600."""
 LAYOUT = ["mesh.dp_shard=2", "train.steps=30", "checkpoint.every=5"]
+FOREVER = ["train.steps=100000", "checkpoint.every=0", "train.validate_every=0"]
 
 LOSS = "loss_bits_per_byte"
 
@@ -139,7 +140,7 @@ def ends_in_time(process, *, timeout_s=ENDS_S):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_from_outside(words, finished, tmp_path):
+def test_a_rank_killed_from_outside(forked_meshwright, words, finished, tmp_path):
     """The others end, the message names rank and step; resumed, all is bitwise as if nothing had happened."""
     hold = Hold(tmp_path.with_name("hold"), rank=1, phase="step", step=13)
     process = start(words, tmp_path, **hold.environment())
@@ -153,10 +154,9 @@ def test_a_rank_killed_from_outside(words, finished, tmp_path):
     assert "rank 1 was killed by SIGKILL in step 13" in stderr, stderr
     assert "--resume auto" in stderr and "Traceback" not in stderr
     assert num_steps(tmp_path) == 12
-    process = start(words, tmp_path, resume=True)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    assert re.search(r"resuming from .*/checkpoints/00000010\n", stdout)
+    done = forked_meshwright("run", *words, "--out", tmp_path, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"resuming from .*/checkpoints/00000010\n", done.stdout)
     assert_bitwise_equal(tmp_path, finished.out)
 
 
@@ -177,7 +177,7 @@ def test_a_finished_run_has_nothing_left_to_do(forked_meshwright, words, finishe
 
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_rank(words, tmp_path):
-    process = start([*words, "train.steps=100000"], tmp_path)
+    process = start([*words, *FOREVER], tmp_path)
     wait_until(lambda: num_steps(tmp_path) >= 3)
     assert len(rank_pids(process.pid)) == 2
     left = descendants(process.pid)
@@ -188,36 +188,6 @@ def test_a_killed_launcher_leaves_no_rank(words, tmp_path):
         for pid in filter(is_alive, left):
             os.kill(pid, signal.SIGKILL)
     process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "delay_s"), [(0, 0.0), (3, 1.2)])
-def test_a_rank_of_four_killed_at_any_moment(words, tmp_path, rank, delay_s):
-    """From outside, so also in start-up and amid collectives."""
-    process = start([*words, "mesh.tp=2", "train.steps=100000", "checkpoint.every=1"], tmp_path)
-    pids = wait_until(lambda: found if len(found := rank_pids(process.pid)) == 4 else None)
-    time.sleep(delay_s)
-    os.kill(pids[rank], signal.SIGKILL)
-    _, stderr = ends_in_time(process)
-    assert process.returncode == 1 and f"rank {rank} was killed by SIGKILL" in stderr, stderr
-    assert "starting" in stderr or "step" in stderr
-
-
-@pytest.mark.slow
-def test_a_signal_stops_after_the_step_saved(words, tmp_path):
-    process = start([*words, "train.steps=100000", "checkpoint.every=0"], tmp_path)
-    wait_until(lambda: num_steps(tmp_path) >= 3)
-    process.send_signal(signal.SIGTERM)
-    _, stderr = ends_in_time(process)
-    assert process.returncode == 3
-    assert "stopping after this step" in stderr
-    step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
-    assert num_steps(tmp_path) == step
-    assert verify(list_checkpoints(tmp_path / "checkpoints")[-1]).step == step
-    process = start([*words, f"train.steps={step + 2}"], tmp_path, resume=True)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, step + 3))
 
 
 @pytest.mark.slow
@@ -235,43 +205,65 @@ def test_a_second_signal_ends_it_at_once(words, tmp_path):
     assert process.returncode == 1 and "killed by a second interrupt" in stderr
 
 
-MOMENTS = {
-    "the server starts": lambda pid, out: descendants(pid),
-    "ranks start": lambda pid, out: rank_pids(pid),
-    "ranks train": lambda pid, out: num_steps(out) >= 3,
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "number"), zip(MOMENTS, cycle((signal.SIGINT, signal.SIGTERM)), strict=False))
-def test_a_signal_to_all_processes_stops_after_the_step_saved(words, tmp_path, number, moment):
-    """As a terminal sends Ctrl-C and service managers SIGTERM; `timeout` tells the command first, and then all.
+def test_a_signal_while_the_server_starts_stops_after_the_first_step(words, tmp_path):
+    """To all processes, as a terminal sends Ctrl-C and service managers SIGTERM.
 
     Earlier, amid imports: tests/cli/test_interrupt.py.
     """
-    process = start([*words, "train.steps=100000", "checkpoint.every=0"], tmp_path, new_session=True)
-    wait_until(lambda: MOMENTS[moment](process.pid, tmp_path))
-    process.send_signal(number)
-    os.killpg(process.pid, number)
-    _, stderr = ends_in_time(process)
-    assert process.returncode == 3 and "Traceback" not in stderr
-    step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
-    assert verify(list_checkpoints(tmp_path / "checkpoints")[-1]).step == step
+    process = start([*words, *FOREVER], tmp_path, new_session=True)
+    wait_until(lambda: descendants(process.pid))
+    os.killpg(process.pid, signal.SIGINT)
+    assert stopped(process, tmp_path) == 1
 
 
 @pytest.mark.slow
-def test_environment_of_a_single_rank_needs_no_address(words, tmp_path):
-    process = start([*words, "mesh.dp_shard=1", "train.precision=bfloat16", "train.steps=2"], tmp_path,
-                    RANK="0", WORLD_SIZE="1")  # fmt: skip
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+def test_a_signal_stops_after_the_step_saved(forked_meshwright, words, tmp_path):
+    """`timeout` tells the command first, and then all processes."""
+    process = start([*words, *FOREVER], tmp_path, new_session=True)
+    wait_until(lambda: num_steps(tmp_path) >= 3)
+    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    step = stopped(process, tmp_path)
+    assert num_steps(tmp_path) == step
+    done = forked_meshwright("run", *words, f"train.steps={step + 2}", "--out", tmp_path, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, step + 3))
+
+
+def stopped(process, out):
+    """The step after which a run stopped as it was asked to, which is saved."""
+    _, stderr = ends_in_time(process)
+    assert process.returncode == 3 and "Traceback" not in stderr
+    assert "stopping after this step" in stderr
+    step = int(re.search(r"stopped after step (\d+), as requested; saved .*/0*\1\n", stderr)[1])
+    assert verify(list_checkpoints(out / "checkpoints")[-1]).step == step
+    return step
+
+
+@pytest.mark.slow
+def test_environment_of_a_single_rank_needs_no_address(forked_meshwright, words, tmp_path):
+    alone = ["mesh.dp_shard=1", "train.precision=bfloat16", "train.steps=2"]
+    done = forked_meshwright(
+        "run", *words, *alone, "--out", tmp_path / "run", env=clean_environment(RANK="0", WORLD_SIZE="1")
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_compiled_ranks_leave_no_compiler_behind(words, tmp_path):
-    """Inductor compiles in processes of its own."""
-    process = start([*words, "train.compile=true", "train.validate_every=0", "train.steps=100000"], tmp_path)
-    wait_until(lambda: num_steps(tmp_path) >= 2, timeout_s=240)
+    """Inductor compiles in processes of its own; rank 0 is killed when the first of them is there."""
+    process = start([*words, *FOREVER, "train.compile=true", "model.num_layers=1"], tmp_path / "run",
+                    TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))  # fmt: skip
+    compilers = wait_until(lambda: list(filter(is_compiler, descendants(process.pid))))
     os.kill(rank_pids(process.pid)[0], signal.SIGKILL)
     _, stderr = ends_in_time(process)
     assert "rank 0 was killed by SIGKILL" in stderr
+    wait_until(lambda: not any(map(is_alive, compilers)))
+
+
+def is_compiler(pid):
+    try:
+        return re.search(rb"g\+\+|cc1plus|clang|compile_worker", Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:  # it has ended
+        return False

@@ -28,9 +28,9 @@ LAYOUTS = {
         DOCUMENTS,
         ["mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4"],
     ),
-    "ring 4, dp_shard": (8, [], ["mesh.cp=4", "mesh.dp_shard=2", "train.num_microbatches=2"]),
+    "ring 4": (4, [], ["mesh.cp=4", "train.num_microbatches=2"]),
 }
-NUM_STEPS = 8
+NUM_STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,11 @@ def test_losses_and_text_do_not_depend_on_cp(gang, corpus, documents, name):  # 
 
 
 @pytest.mark.slow
-def test_it_goes_on_without_cp_and_back(corpus, tmp_path):  # type: ignore[no-untyped-def]
-    """cp 2 → dp_shard 2 → cp 2 × dp_shard 2: the same losses as of a run on one process."""
+def test_it_goes_on_with_other_cp(gang, corpus, tmp_path):  # type: ignore[no-untyped-def]
+    """cp 2 × dp_shard 2 → cp 2: the same losses as of a run on one process."""
     words = [*corpus, *SMALL, *WINDOWS, FP64]
-    killed([*words, "mesh.cp=2"], tmp_path / "moved", Fault(rank=1, step=4))
-    killed([*words, "mesh.dp_shard=2"], tmp_path / "moved", Fault(rank=1, step=7), resume="auto")
-    train([*words, "mesh.cp=2", "mesh.dp_shard=2"], tmp_path / "moved", resume="auto")
+    killed([*words, "mesh.cp=2", "mesh.dp_shard=2"], tmp_path / "moved", Fault(rank=1, step=5))
+    train([*words, "mesh.cp=2"], tmp_path / "moved", resume="auto")
     train(words, tmp_path / "whole")
     found, expected = metrics(tmp_path / "moved"), metrics(tmp_path / "whole")
     assert len(found) == len(expected) == 8

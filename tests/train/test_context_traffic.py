@@ -16,24 +16,18 @@ from tests.helpers import quick_and_slow
 from tests.plan.context.dense import least_bytes
 from tests.train.jobs import load_words, make_job
 
-TINY = ["model.dim=32", "model.ffn_dim=48", "train.seq_len=32", "train.global_batch=8", "model.num_layers=4"]
-WINDOW, MIXED = ("model.window=6",), ("model.window=6", "model.global_every=2")
+TINY = ["model.dim=32", "model.ffn_dim=48", "train.seq_len=32", "train.global_batch=8", "model.num_layers=2"]
+MIXED = ("model.window=6", "model.global_every=2")
 BF16, FULL, TWICE = "train.precision=bfloat16", "recompute.policy=full", "train.num_microbatches=2"
 SELECTIVE = "recompute.policy=selective"
 RING, HEADS = "mesh.cp_method=ring", "mesh.cp_method=heads"
 PACKED = ("data.packing=documents",)
 CASES = quick_and_slow(
     [
-        (2, ("mesh.cp=2", RING)),
         (2, ("mesh.cp=2", HEADS, FULL, "train.precision=float64")),
-        (4, ("mesh.cp=4", RING, *WINDOW, FULL)),
-        (4, ("mesh.cp=4", *MIXED, "model.num_kv_heads=4", "train.seq_len=64")),
-        (4, ("mesh.cp=4", HEADS, *MIXED, "model.num_kv_heads=4", BF16)),
         (4, ("mesh.cp=2", "mesh.tp=2", RING, BF16, *MIXED)),
         (4, ("mesh.cp=2", "mesh.tp=2", HEADS, FULL, "model.num_kv_heads=4", "mesh.sequence_parallel=false")),
-        (4, ("mesh.cp=2", "mesh.pp=2", RING, TWICE, FULL)),
-        (4, ("mesh.cp=2", "mesh.pp=2", HEADS, TWICE, "pipeline.schedule=zb-v")),
-        (4, ("mesh.cp=2", "mesh.dp_shard=2", RING, TWICE, BF16)),
+        (4, ("mesh.cp=2", "mesh.pp=2", HEADS, TWICE, "pipeline.schedule=zb-v", "model.num_layers=4")),
         (4, ("mesh.cp=4", "model.num_kv_heads=4", *PACKED, *MIXED, FULL, TWICE)),
         (4, ("mesh.cp=2", "mesh.pp=2", RING, *PACKED, TWICE, BF16)),
         (4, ("mesh.cp=2", "mesh.dp_shard=2", HEADS, *PACKED, TWICE)),
@@ -116,7 +110,7 @@ def test_attention_sends_what_was_predicted(gang, corpus, world_size, words):
 def experts_and_context(rank, world_size, words):
     job, step = make_job(rank, world_size, words)
     traffic = AllToAllTraffic(job)
-    for number in range(1, 7):  # the explanation of experts' rows is a mean
+    for number in range(1, 5):  # the explanation of experts' rows is a mean
         with traffic:
             step(number)
     return traffic.total()

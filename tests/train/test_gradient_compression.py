@@ -156,8 +156,7 @@ REPLICAS = ("mesh.dp_replicate=2", "mesh.dp_shard=2")
         *(
             pytest.param(words, marks=pytest.mark.slow)
             for words in (
-                (*TP, LOCO, INT8, "comm.ranks_per_node=2", "mesh.sequence_parallel=false"),
-                (*TP, INT8, "mesh.sequence_parallel=false", "train.precision=bfloat16"),
+                (*TP, LOCO, INT8, "comm.ranks_per_node=2", "mesh.sequence_parallel=false", "train.precision=bfloat16"),
                 (*REPLICAS, LOCO, INT8, "comm.ranks_per_node=2"),
                 ("mesh.pp=2", "mesh.dp_shard=2", LOCO, "model.tie_embeddings=true", "train.num_microbatches=2"),
             )

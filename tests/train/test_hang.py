@@ -6,8 +6,11 @@ import os
 import re
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
 from meshwright.errors import RunError
 from meshwright.plan.load_config import load
@@ -15,14 +18,23 @@ from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.reporter import Reporter
 from tests.helpers import clean_environment, small_corpus
-from tests.train.runs import STEPS, choose, is_alive
+from tests.train.runs import STEPS, choose, is_alive, wait_until
 
-TIMEOUT_S = 20
-"""Ends the run. No rank may be so late at its start, on a busy machine either."""
+TIMEOUT_S = 600
+"""The default of `train.timeout_s`."""
+PATIENCE_S = 2
+"""How long the others wait for a rank that will not come, once it is known that it will not."""
+
+
+def wait_no_longer_than(seconds):
+    """From now on, this rank's collectives time out after a moment."""
+    for group in distributed_c10d._world.pg_map:
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=TIMEOUT_S)
+        group.set_timeout(timedelta(seconds=seconds))
 
 
 class SleepyBoard:
-    """A board on which posting rank 1's third step takes for ever."""
+    """A board on which posting rank 1's third step takes for ever; the other ranks know that."""
 
     def __init__(self, board):
         self._board = board
@@ -32,8 +44,11 @@ class SleepyBoard:
 
     def post(self, rank, phase, step):
         self._board.post(rank, phase, step)
-        if (rank, phase, step) == (1, "step", 3):
-            time.sleep(600)
+        if (phase, step) == ("step", 3):
+            if rank == 1:
+                time.sleep(600)
+            wait_until(lambda: self._board.place(1) == "step 3")
+            wait_no_longer_than(PATIENCE_S)
 
 
 def sleepy_body(context, argument):
@@ -56,10 +71,11 @@ CASES = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("gang")  # whose server ranks are forked from
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
     layout, collective, file = CASES[name]
-    words = [*STEPS, *small_corpus(tmp_path / "corpus"), *layout, f"train.timeout_s={TIMEOUT_S}"]
+    words = [*STEPS, *small_corpus(tmp_path / "corpus"), *layout]
     config, out = load(None, words), tmp_path / "run"
     num_ranks = config.mesh.axes().num_ranks()
     spec = RunSpec(config, Reporter, folder=choose(words, out=out, resume=None))
@@ -79,7 +95,8 @@ def test_a_rank_that_does_not_come_ends_the_run(tmp_path, name):
 
 @pytest.mark.slow
 def test_a_run_whose_ranks_compare_their_collectives_ends_well(forked_meshwright, tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"]
+    words = [*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2",
+             "train.steps=2"]  # fmt: skip
     environment = clean_environment(MESHWRIGHT_DEBUG_COLLECTIVES="1")
     process = forked_meshwright("run", *words, "--out", tmp_path / "run", env=environment, timeout_s=300)
     assert process.returncode == 0, process.stderr

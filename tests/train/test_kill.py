@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from functools import cache
-from itertools import cycle
 
 import pytest
 import torch
@@ -18,13 +17,8 @@ from meshwright.errors import RunError
 from tests.helpers import small_corpus
 from tests.train.runs import Fault, assert_bitwise_equal, choose, metrics, num_steps, train
 
-LAYOUTS = {
-    "one process": [],
-    "dp_shard 2": ["mesh.dp_shard=2"],
-    "tp 2, dp_shard 2": ["mesh.tp=2", "mesh.dp_shard=2"],
-    "dp_replicate 2, dp_shard 2": ["mesh.dp_replicate=2", "mesh.dp_shard=2"],
-}
 FP64 = "train.precision=float64"
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gang")]  # whose server ranks are forked from
 
 
 @pytest.fixture(scope="module")
@@ -56,39 +50,28 @@ def killed(words, out, fault, *, resume=None):
 
 
 MOMENTS = {
-    "start": (("starting", 0), "while starting"),
-    "middle": (("step", 5), "in step 5"),
-    "validation": (("validating", 4), "while validating (step 4)"),
-    "save": (("saving", 4), "while saving (step 4)"),
-    "text": (("generating text", 8), "while generating text (step 8)"),
-    "end": (("finishing", 8), "while finishing (step 8)"),
+    "while starting": Fault(1, "starting", 0),
+    "while saving (step 2)": Fault(0, "saving", 2),
+    "while validating (step 4)": Fault(1, "validating", 4),
+    "in step 5": Fault(0, "step", 5),
+    "while generating text (step 8)": Fault(1, "generating text", 8),
+    "while finishing (step 8)": Fault(0, "finishing", 8),
 }
 
 
-TOGETHER = ("middle", "save")
-"""Moments when ranks do something together that depends on the layout."""
+def test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path):
+    """The others end, the message names rank and step, and what follows is bitwise what would have been.
 
-
-def all_moments():
-    """Every moment on a layout, and those on another one; the ranks take turns: the first, another, the last."""
-    for layout, moments, ranks in (("dp_shard 2", MOMENTS, (1, 0)), ("tp 2, dp_shard 2", TOGETHER, (0, 1, 3))):
-        for name, rank in zip(moments, cycle(ranks), strict=False):
-            (phase, step), place = MOMENTS[name]
-            yield layout, Fault(rank=rank, phase=phase, step=step), place
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "fault", "place"), list(all_moments()))
-def test_a_killed_rank_costs_nothing(words, uninterrupted, tmp_path, layout, fault, place):
-    """The others end, the message names rank and step, and what follows is bitwise what would have been."""
-    words = [*words, *LAYOUTS[layout]]
-    error = killed(words, tmp_path, fault)
-    assert place in error.what and "the other ranks were killed" in error.what
+    One run is killed at every moment, each time a little later. With tp: `test_nodes`.
+    """
+    words = [*words, "mesh.dp_shard=2"]
+    for place, fault in MOMENTS.items():
+        error = killed(words, tmp_path, fault, resume="auto")
+        assert place in error.what and "the other ranks were killed" in error.what
     train(words, tmp_path, resume="auto")
-    assert_bitwise_equal(tmp_path, uninterrupted(*LAYOUTS[layout]))
+    assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
 
 
-@pytest.mark.slow
 def test_it_goes_on_with_other_numbers_of_processes(words, uninterrupted, tmp_path):
     """2 → 4 → 1 processes: same samples, and losses as of a run that was never stopped."""
     words = [*words, FP64]
@@ -106,21 +89,18 @@ def test_it_goes_on_with_other_numbers_of_processes(words, uninterrupted, tmp_pa
         )  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operation", range(1, 21, 5))
-def test_killed_within_a_save_an_earlier_checkpoint_always_loads(words, uninterrupted, tmp_path, operation):
-    """Twenty points of the save of step 4, on rank 0, which commits, or rank 1, which only writes its file."""
+def test_killed_within_a_save_an_earlier_checkpoint_always_loads(words, uninterrupted, tmp_path):
+    """On rank 0, which commits, and on rank 1, which only writes its file. At every operation: tests/checkpoint."""
     words = [*words, "mesh.dp_shard=2"]
-    fault = Fault(rank=0 if operation <= 15 else 1, phase="saving", step=4,
-                  action=operation if operation <= 15 else operation - 15)  # fmt: skip
-    killed(words, tmp_path, fault)
-    newest, _ = newest_valid(tmp_path / "checkpoints")
-    assert newest is not None and verify(newest).step in (2, 4)
-    assert len(read_tensors(newest, tensor_names(newest))) > 20
-    if operation % 8 == 0:  # one on each rank: every time would take minutes
-        train(words, tmp_path, resume="auto")
-        assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
-        assert not list((tmp_path / "checkpoints").glob(".*"))
+    for rank, operation in ((0, 11), (1, 2)):
+        fault = Fault(rank=rank, phase="saving", step=4, action=operation)
+        killed(words, tmp_path, fault, resume="auto")
+        newest, _ = newest_valid(tmp_path / "checkpoints")
+        assert newest is not None and verify(newest).step == 2
+        assert len(read_tensors(newest, tensor_names(newest))) > 20
+    train(words, tmp_path, resume="auto")
+    assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 def damage(path, how):
@@ -130,24 +110,21 @@ def damage(path, how):
     path.unlink() if how == "remove" else path.write_bytes(data[: -1 if how == "truncate" else None])
 
 
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(words, uninterrupted, tmp_path):
-    words = [*words, "mesh.dp_shard=2"]
-    killed(words, tmp_path / "run", Fault(rank=0, step=6))
+    words, whole = [*words, "mesh.dp_shard=2"], uninterrupted("mesh.dp_shard=2")
     for how in ("truncate", "remove", "flip"):
         for victim in ("rank-00001.safetensors", "layout.json", "manifest.json"):
-            out = shutil.copytree(tmp_path / "run", tmp_path / f"{how} {victim}")
+            out = shutil.copytree(whole, tmp_path / f"{how} {victim}")
             newest = list_checkpoints(out / "checkpoints")[-1]
             damage(newest / victim, how)
             chosen = choose(words, out=out, resume="auto")
-            assert chosen.checkpoint == newest.with_name("00000002")
+            assert chosen.checkpoint == newest.with_name("00000006")
             assert any(str(newest) in note and victim in note for note in chosen.notes)
     out = tmp_path / "flip rank-00001.safetensors"
     train(words, out, resume="auto")
-    assert_bitwise_equal(out, uninterrupted("mesh.dp_shard=2"))
+    assert_bitwise_equal(out, whole)
 
 
-@pytest.mark.slow
 def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_path):
     words = [*words, "mesh.dp_shard=2"]
     with pytest.raises(RunError, match="stopped after step 3, as requested; saved .*00000003") as caught:
@@ -159,7 +136,6 @@ def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_p
     assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))
 
 
-@pytest.mark.slow
 def test_a_rank_that_raises_is_named_with_its_step(words, tmp_path):
     with pytest.raises(RunError, match="rank 1 failed in step 3") as caught:
         train([*words, "mesh.dp_shard=2"], tmp_path, fault=Fault(rank=1, step=3, action="raise"))
@@ -168,18 +144,17 @@ def test_a_rank_that_raises_is_named_with_its_step(words, tmp_path):
     assert "Input/output error" in caught.value.what
 
 
-@pytest.mark.slow
-def test_it_stops_when_steps_stay_not_finite(words, tmp_path):
+def test_it_stops_when_steps_stay_not_finite(words, uninterrupted, tmp_path):
     """On the rank that saw it and on the others; and goes on from what was good, as the error says."""
-    words = [*words, "mesh.dp_shard=2", "train.max_skipped_steps=3", "train.validate_every=0", "train.steps=12"]
+    words = [*words, "mesh.dp_shard=2"]
+    limits = ["train.max_skipped_steps=3", "train.validate_every=0"]
     with pytest.raises(RunError, match="4 steps in a row were not finite .* good checkpoint is .*00000002") as caught:
-        train(words, tmp_path / "a", fault=Fault(rank=1, step=4, action="nan"))
+        train([*words, *limits], tmp_path, fault=Fault(rank=1, step=4, action="nan"))
     assert caught.value.where == "step 7, samples 48 … 55" and "train.lr" in caught.value.fix
-    lines = metrics(tmp_path / "a")
+    lines = metrics(tmp_path)
     assert [line["skipped"] for line in lines] == [False] * 3 + [True] * 4
     assert lines[3]["loss"] is None and lines[3]["samples"] == [24, 31]
-    assert [path.name for path in list_checkpoints(tmp_path / "a/checkpoints")] == ["00000002"]
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000002"]
     assert "--resume auto" in caught.value.fix
-    train(words, tmp_path / "a", resume="auto")
-    train(words, tmp_path / "b")
-    assert_bitwise_equal(tmp_path / "a", tmp_path / "b")
+    train(words, tmp_path, resume="auto")
+    assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))

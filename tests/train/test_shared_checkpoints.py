@@ -47,10 +47,8 @@ def results(gang, words, folder, *, resumes):
 CHUNKS = ("pipeline.chunks=2", "train.num_microbatches=4")
 PAIRS = {
     "the same chunks": (CHUNKS, CHUNKS),
-    "the same pipeline": (CHUNKED, CHUNKED),
     "the same, sharded": ((*CHUNKED, "mesh.dp_shard=2"),) * 2,
     "from a pipeline to one process": (CHUNKED, CHUNKS),
-    "from one stage to a sharded pipeline": (("train.num_microbatches=4",), (*CHUNKED, "mesh.dp_shard=2")),
     "from sharded to V-shaped": ((*CHUNKED, "mesh.dp_shard=2"), ("mesh.pp=2", "pipeline.schedule=zb-v", *CHUNKS[1:])),
 }
 QUICK = {"the same chunks", "from a pipeline to one process"}

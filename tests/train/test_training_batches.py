@@ -57,8 +57,6 @@ def trained(rank, world_size, words, ahead):
 @pytest.mark.parametrize(
     ("world_size", "preset", "layout"),
     [
-        pytest.param(1, TEXT, ["train.num_microbatches=4"], marks=pytest.mark.slow),
-        pytest.param(1, PICTURES, ["train.num_microbatches=2"], marks=pytest.mark.slow),
         pytest.param(2, TEXT, ["mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
         (2, TEXT, ["mesh.pp=2", "train.num_microbatches=4"]),
         pytest.param(2, PICTURES, ["mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),

@@ -16,10 +16,8 @@ from tests.train.jobs import generate_on, make_job, make_task, run_on
 FP64 = "train.precision=float64"
 LAYOUTS = [
     (1, ["train.num_microbatches=4"]),
-    pytest.param(2, ["mesh.dp_shard=2"], marks=pytest.mark.slow),
     (2, ["mesh.dp_shard=2", "model.tie_embeddings=true"]),
     pytest.param(2, ["mesh.dp_shard=2", "mesh.reshard_after_forward=false"], marks=pytest.mark.slow),
-    pytest.param(2, ["mesh.tp=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.tp=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
 ]
@@ -27,7 +25,8 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    return [*small_corpus(tmp_path_factory.mktemp("validate")), "model.num_layers=1"]
+    return [*small_corpus(tmp_path_factory.mktemp("validate")), "model.num_layers=1", "model.dim=32",
+            "model.ffn_dim=48"]  # fmt: skip
 
 
 def state(job):
