@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
-from tests.prove.seeded_faults import HYBRID, SHARD2, TENSOR2, Fault
+from tests.prove.seeded_faults import HYBRID, SHARD2, Fault
 
 
 def never_skip(job: Job, step: TrainStep) -> None:
@@ -52,7 +52,7 @@ BRANCH_FAULTS: dict[str, Fault] = {
         never_skip, SHARD2, ("a step whose loss is not finite on rank 0 changes ranks 0 and 1", "must be skipped")
     ),
     "the norm doesn't count": Fault(
-        look_at_the_loss_only, TENSOR2, ("a step whose gradient is not finite on rank 1 changes ranks 0 and 1",)
+        look_at_the_loss_only, SHARD2, ("a step whose gradient is not finite on rank 1 changes ranks 0 and 1",)
     ),
     "each rank decides alone": Fault(
         decide_alone, HYBRID, ("a step whose loss is not finite on rank 0 changes ranks 1, 2 and 3", "must agree")

@@ -293,9 +293,6 @@ FAULTS: dict[str, Fault] = {
         ("2.000 × the reference", "summed over dp_shard (2 ranks) instead of averaged"),
         "norm.weight",
     ),
-    "gradients are divided twice": Fault(
-        divide_by(2.0), SHARD2, ("0.500 × the reference", "averaged over dp_shard (2 ranks)"), "norm.weight"
-    ),
     "gradients are divided by the world size": Fault(
         divide_by(4.0),
         HYBRID,
@@ -308,9 +305,9 @@ FAULTS: dict[str, Fault] = {
     "one gradient is counted twice": Fault(
         after_backward(double_one), SHARD2, ("2.000 × the reference",), "blocks.1.ffn.up.weight"
     ),
-    "a sign is flipped": Fault(after_backward(flip_sign), BOTH, ("sign is flipped",), "blocks.0.attention.wo.weight"),
+    "a sign is flipped": Fault(after_backward(flip_sign), SHARD2, ("sign is flipped",), "blocks.0.attention.wo.weight"),
     "a gradient is lost": Fault(
-        after_backward(lose_gradient), BOTH, ("no gradient reached",), "blocks.1.attention.wk.weight"
+        after_backward(lose_gradient), SHARD2, ("no gradient reached",), "blocks.1.attention.wk.weight"
     ),
     "a NaN on one rank": Fault(after_backward(poison), SHARD2, ("not finite", "rank 1"), "norm.weight"),
     "one element is wrong on one rank": Fault(
@@ -345,7 +342,7 @@ FAULTS: dict[str, Fault] = {
         "norm.weight",
     ),
     "a parameter is left out of the norm": Fault(
-        leave_out_of_norm, BOTH, ("left out of the norm", "blocks.0.ffn.down.weight")
+        leave_out_of_norm, SHARD2, ("left out of the norm", "blocks.0.ffn.down.weight")
     ),
     "copies count several times in the norm": Fault(count_copies_in_norm, TENSOR2, ("counted tp (2) times",)),
     "the norm is not reduced": Fault(keep_norm_local, SHARD2, ("different norms",)),
@@ -363,6 +360,6 @@ FAULTS: dict[str, Fault] = {
         other_seed_on_rank_1, SHARD2, ("initial weights differ", "rank 1"), "embed.weight"
     ),
     "rank 1 does not update": Fault(
-        skip_update_on_rank_1, HYBRID, ("never updated", "the optimizer skipped rank 1's shard"), "embed.weight"
+        skip_update_on_rank_1, SHARD2, ("never updated", "the optimizer skipped rank 1's shard"), "embed.weight"
     ),
 }

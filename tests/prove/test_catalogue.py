@@ -76,19 +76,7 @@ def cases(models: tuple[str, ...], layouts: tuple[str, ...]) -> list[tuple[str, 
 
 
 @pytest.mark.slow
-def test_diverse_models_are_proved_on_every_layout() -> None:
-    pytest.importorskip("transformers")
-    attention = ("qwen3", "gpt2", "mixtral", "gemma3_text", "deepseek_v3")
-    wanted = [*cases((*attention, "mamba"), (DP, PP)), *cases(attention, (TP,))]
-    # Writes to outputs in place, a feed-forward in two modules, experts that all ranks run; a stream [t, b, d].
-    wanted += [*cases(("falcon", "bert", "nemotron_h"), (TP,)), *cases(("xlnet",), (PP,))]
-    found = prove_all(wanted, steps=2, say=lambda _: None)
-    assert len(found) == len(wanted)
-    assert [one for one in found if one.outcome is not Outcome.PROVED] == []
-
-
-@pytest.mark.slow
-def test_the_cases_after_an_error_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diverse_models_are_proved_and_the_cases_after_an_error_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     broken = "mamba"
 
@@ -97,10 +85,11 @@ def test_the_cases_after_an_error_still_run(monkeypatch: pytest.MonkeyPatch) -> 
         return Case(model, layout, replace(spec, plan=None) if model == broken else spec)  # type: ignore[type-var,arg-type]
 
     monkeypatch.setattr(catalogue, "Case", spoilt)
-    found = prove_all(cases(("qwen3", broken, "gpt2"), (DP,)), steps=2, say=lambda _: None)
-    assert [(one.model, one.outcome) for one in found] == [
-        ("qwen3", Outcome.PROVED),
-        (broken, Outcome.FAILED),
-        ("gpt2", Outcome.PROVED),
-    ]
-    assert "Error" in found[1].reason
+    wanted = [*cases(("deepseek_v3",), (TP,)), *cases((broken,), (DP,))]
+    # Writes to outputs in place, a feed-forward in two modules, experts that all ranks run; a stream [t, b, d].
+    wanted += [*cases(("falcon", "bert", "nemotron_h"), (TP,)), *cases(("xlnet",), (PP,)), *cases(("gpt2",), (DP,))]
+    found = prove_all(wanted, steps=2, say=lambda _: None)
+    assert [(one.model, one.layout) for one in found] == [(model, layout) for model, layout, _ in wanted]
+    [failed] = [one for one in found if one.outcome is not Outcome.PROVED]
+    assert (failed.model, failed.outcome) == (broken, Outcome.FAILED)
+    assert "Error" in failed.reason

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from meshwright.prove.report import render
@@ -20,9 +18,11 @@ QUICK_FAULTS = {
 """One of gradients and one of the router."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK_FAULTS else pytest.mark.slow) for n in EXPERT_FAULTS]
-)
+BY_LAYOUT = [(name,) for name in sorted(EXPERT_FAULTS, key=lambda name: EXPERT_FAULTS[name].layout)]
+"""Those of a layout come together: they share what they are compared with."""
+
+
+@pytest.mark.parametrize("name", quick_and_slow(BY_LAYOUT, {(name,) for name in QUICK_FAULTS}))
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = EXPERT_FAULTS[name]
     config = small_expert_config(*fault.layout)
@@ -97,33 +97,20 @@ RUNS = {
     ),
 }  # fmt: skip
 QUICK = ("ep 2", "tp 1", "no pipeline", "sigmoid, groups", "recomputed", 4)
-LARGE = [
-    ("ep 2", "tp 2, whole sequences", "dualpipe-v", "capacity", "recomputed", 4),
+CASES = [
+    QUICK,
+    ("ep 2 of dp_shard 4", "tp 1", "no pipeline", "balance loss", "exact-via-all-to-all", 4),
+    # The load of the global batch is that of one micro-batch.
+    ("ep 2, replicated", "tp 1", "no pipeline", "of the global batch", "frozen experts, kept gathered", 1),
+    ("ep 2", "tp 2", "no pipeline", "bias", "recomputed", 1),
+    ("ep 2", "tp 2, whole sequences", "no pipeline", "capacity", "exact-via-all-to-all", 1),
+    ("ep 2", "tp 1", "zb-v", "bias", "frozen experts, kept gathered", 4),
+    ("ep 2", "tp 1", "dualpipe-v", "capacity", "recomputed", 4),
 ]
-"""tp and a pipeline, on 8 ranks, which take several times as long as 4."""
-KINDS = (
-    (("ep 2 of dp_shard 4", "tp 1", "no pipeline"), ("ep 2, replicated", "tp 1", "no pipeline")),
-    (("ep 2", "tp 2", "no pipeline"), ("ep 2", "tp 2, whole sequences", "no pipeline")),
-    (("ep 2", "tp 1", "zb-v"), ("ep 2", "tp 1", "dualpipe-v")),
-)
-"""Layouts of 4 ranks, by what there is beside ep."""
+"""Each value of each factor; on at most 4 ranks."""
 
 
-def _right_layouts() -> Iterator[tuple[str, str, str, str, str, int]]:
-    """Each routing with each kind of layout and with each run."""
-    for at, routing in enumerate(ROUTING):
-        for kind, layouts in enumerate(KINDS):
-            ep, tp, pipe = layouts[(at + 1) % 2]
-            # The load of the global batch is that of one micro-batch.
-            microbatches = 1 if routing == "of the global batch" or pipe == "no pipeline" and (at + kind) % 2 else 4
-            yield ep, tp, pipe, routing, list(RUNS)[(at + kind) % len(RUNS)], microbatches
-    yield from LARGE
-    yield QUICK
-
-
-@pytest.mark.parametrize(
-    ("ep", "tp", "pipe", "routing", "run", "microbatches"), quick_and_slow(_right_layouts(), [QUICK])
-)
+@pytest.mark.parametrize(("ep", "tp", "pipe", "routing", "run", "microbatches"), quick_and_slow(CASES, [QUICK]))
 def test_a_right_layout_is_proved(
     gang: GangPool, ep: str, tp: str, pipe: str, routing: str, run: str, microbatches: int
 ) -> None:

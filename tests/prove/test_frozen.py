@@ -16,25 +16,19 @@ LAYOUTS = {
     "one process": FOUR,
     "chunks": ("pipeline.chunks=2", *FOUR),
     "pp, chunks": ("mesh.pp=2", "pipeline.chunks=2", *FOUR),
-    "pp, chunks, dp_shard": ("mesh.pp=2", "pipeline.chunks=2", "mesh.dp_shard=2", *FOUR),
-    "pp, dp_shard": ("mesh.pp=2", "mesh.dp_shard=2", *FOUR),
     "pp, dp_shard, kept gathered": ("mesh.pp=2", "mesh.dp_shard=2", "mesh.reshard_after_forward=false", *FOUR),
-    "pp, zb-v, dp_shard": ("mesh.pp=2", "pipeline.schedule=zb-v", "mesh.dp_shard=2", *FOUR),
+    "pp, zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", *FOUR),
     "pp, zb-h1, recompute": ("mesh.pp=2", "pipeline.schedule=zb-h1", "recompute.policy=full", *FOUR),
-    "pp 4, recompute": ("mesh.pp=4", "recompute.policy=full", *FOUR),
-    "pp, tp": ("mesh.pp=2", "mesh.tp=2", "model.ffn_dim=22", *FOUR),
     "dp_shard": ("mesh.dp_shard=2", *FOUR),
 }
 EMBEDDERS = ("time_embed.*", "label_embed.*")
 GLOBS = {
     "all embedders": EMBEDDERS,
     "one embedder": ("label_embed.weight",),
-    "a part of an embedder": ("time_embed.fc1.*",),
     "some blocks": ("blocks.1.*", "blocks.2.*"),
     "all matrices": ("*.weight",),
     "what the first stage has": ("embed.*", "blocks.0.*", *EMBEDDERS),
     "what the first rank has": ("embed.*", "blocks.0.*", "blocks.1.*", *EMBEDDERS),
-    "all but the last stage": ("embed.*", "blocks.[012].*", *EMBEDDERS),
     "all but the first stage": ("final.*", "blocks.[123].*"),
     "all but a bias of the first stage": ("final.*", "blocks.*", "*embed.*eight", "time_embed.*"),
 }
@@ -42,7 +36,6 @@ QUICK = {
     ("pp, chunks", "one embedder"),
 }
 """Sharded besides: `test_dit`."""
-ALSO = {*QUICK, ("chunks", "what the first stage has"), ("pp, chunks, dp_shard", "all embedders")}
 
 
 def assert_proved_and_kept(gang, config):
@@ -62,16 +55,20 @@ def assert_proved_and_kept(gang, config):
     assert seen == {True, False}
 
 
-MATRIX = [
-    (layout, what)
-    for i, layout in enumerate(LAYOUTS)
-    for j, what in enumerate(GLOBS)
-    if (i + j) % 10 == 0 or (layout, what) in ALSO
+CASES = [
+    ("one process", "all embedders"),
+    ("chunks", "what the first stage has"),
+    ("chunks", "all but a bias of the first stage"),
+    *QUICK,
+    ("pp, chunks", "all but the first stage"),
+    ("pp, dp_shard, kept gathered", "what the first rank has"),
+    ("pp, zb-v", "all matrices"),
+    ("pp, zb-h1, recompute", "some blocks"),
+    ("dp_shard", "all embedders"),
 ]
-"""Each layout with some of the globs, each glob on some of the layouts."""
 
 
-@pytest.mark.parametrize(("layout", "what"), quick_and_slow(MATRIX, QUICK))
+@pytest.mark.parametrize(("layout", "what"), quick_and_slow(CASES, QUICK))
 def test_what_is_left_is_proved(gang, layout, what):
     assert_proved_and_kept(gang, small_dit_config(*LAYOUTS[layout], f"train.freeze={list(GLOBS[what])}"))
 
@@ -79,12 +76,12 @@ def test_what_is_left_is_proved(gang, layout, what):
 @pytest.mark.slow
 def test_a_first_stage_that_trains_only_what_it_does_not_read(gang):
     """It has no layer, so nothing there takes the condition: its embedders are trained by the other stages alone."""
-    layout = ("mesh.pp=2", "mesh.dp_shard=2", "pipeline.layers_per_stage=[0,4]", "pipeline.allow_empty_stages=true")
+    layout = ("mesh.pp=2", "pipeline.layers_per_stage=[0,4]", "pipeline.allow_empty_stages=true")
     assert_proved_and_kept(gang, small_dit_config(*layout, *FOUR, "train.freeze=embed.*"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", ["embed.weight", "blocks.0.*", "['blocks.*','norm.weight']"])
+@pytest.mark.parametrize("freeze", ["embed.weight", "['blocks.*','norm.weight']"])
 def test_a_llama_with_a_tied_embedding(gang, freeze):
     words = ("mesh.pp=2", "pipeline.schedule=zb-v", "model.tie_embeddings=true", f"train.freeze={freeze}")
     assert_proved_and_kept(gang, small_config(*words, *FOUR))

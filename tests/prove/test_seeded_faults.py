@@ -13,12 +13,9 @@ from tests.prove.seeded_faults import FAULTS
 
 LAYOUTS = {
     "one process": (),
-    "dp_shard 4": ("mesh.dp_shard=4",),
-    "tp 2 × dp_shard 2": ("mesh.tp=2", "mesh.dp_shard=2"),
     "dp_replicate 2 × dp_shard 2": ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
     "tp 2": ("mesh.tp=2",),
     "tp 2, no sequence parallel": ("mesh.tp=2", "mesh.sequence_parallel=false"),
-    "dp_replicate 2 × tp 2": ("mesh.tp=2", "mesh.dp_replicate=2"),
     "dp_shard 3, uneven": ("mesh.dp_shard=3", "train.global_batch=12"),
 }
 

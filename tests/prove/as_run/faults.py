@@ -129,11 +129,7 @@ FAULTS: dict[str, Fault] = {
         ("the sum over dp_shard is made in bfloat16 where float32 was asked",),
         "blocks.0.ffn.up.weight",
     ),
-    POLICY: Fault(
-        lambda job, step: None,
-        ("mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
-        ("reduced or accumulated in bfloat16 where float32 was asked",),
-    ),
+    POLICY: Fault(lambda job, step: None, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",)),
     "weights are kept in bfloat16": Fault(keep_weights_in_bfloat16, SHARD2, ("weights are kept in bfloat16",)),
     "error feedback is lost": Fault(
         lose_feedback, (*SHARD2, "comm.gradients=loco4"), ("the error feedback is missing",)
@@ -156,7 +152,6 @@ FAULTS: dict[str, Fault] = {
     "a gradient is lost": as_named("a gradient is lost"),
     "micro-batch 0 runs in the place of 1": as_named("micro-batch 0 runs in the place of 1"),
     "a rank is given another rank's samples": as_named("a rank is given another rank's samples"),
-    "every rank reads share 0": as_named("every rank reads share 0"),
     **{name: DATA_FAULTS[name] for name in ("another seed", "one token is damaged on one rank")},
     "the norm is not reduced": Fault(seeded_faults.keep_norm_local, SHARD2, ("norm is not that of the gradients",)),
     "clipping is skipped": Fault(skip_clipping, SHARD2, ("clipping is skipped",)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from functools import partialmethod
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.config.schema import RunConfig
@@ -30,6 +32,12 @@ SIZES = {
 }
 
 
+REPLACED = (
+    train_step, pipeline_stages, optimizer, apply_plan, data_parallel, ring, ring.RingAttention, dist, FSDPParam,
+    nn.Module,
+)  # fmt: skip
+
+
 def as_run_config(*words: str, preset: str = "llama-tiny", precision: str = "bfloat16") -> RunConfig:
     """A small model of a preset, in bfloat16."""
     return as_configured(load(preset, [*SIZES[preset], f"train.precision={precision}", *words]))
@@ -43,14 +51,17 @@ def record_on_rank(
     steps: int | None = None,
     data: ImageDataset | None = None,
 ) -> AsRunRecord:
-    """Gang body: train as this rank, with the fault of that name seeded."""
+    """Gang body: train as this rank, with the fault of that name seeded.
+
+    Beside others a rank runs the graphs of compiled blocks as they are: Inductor would take most of a minute.
+    """
     faults = importlib.import_module("tests.prove.as_run.faults")
     tamper = faults.FAULTS[fault].tamper if fault else None
     context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
     plan = make_plan(config)
-    with restored(
-        train_step, pipeline_stages, optimizer, apply_plan, data_parallel, ring, ring.RingAttention, dist, FSDPParam
-    ):
+    with restored(*REPLACED):
+        if world_size > 1:
+            nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[assignment]
         faults.BEFORE.get(fault, lambda: None)()
         steps = steps or num_steps(plan, None)
         return record_as_run(config, context, data or open_data(config), num_steps=steps, plan=plan, tamper=tamper)
