@@ -6,8 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+
+from meshwright.cli.main import main
+from meshwright.plan.load_config import load
+from meshwright_bench.train import cases
+from tests.helpers import small_corpus
 
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
 
@@ -44,14 +50,18 @@ def test_help_lists_the_benchmarks():
 
 
 @pytest.mark.slow
-def test_bench_train_prints_a_table_and_writes_json(tmp_path):
+def test_bench_train_prints_a_table_and_writes_json(tmp_path, monkeypatch, capsys, gang):
+    """In this process, from which its ranks are forked sooner, with a small batch and corpus."""
+    words = [*small_corpus(tmp_path / "corpus"), "train.global_batch=2", "train.seq_len=16", "model.num_layers=2"]
+    monkeypatch.setattr(cases, "load", lambda preset, more: load(preset, [*more, *words]))
     path = tmp_path / "figures.json"
-    done = bench("train", "--device", "cpu", "--rounds", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(path.read_text("utf-8"))
+    monkeypatch.setattr(sys, "argv", ["meshwright", *f"bench train --device cpu --rounds 1 --json {path}".split()])
+    with suppress(SystemExit):
+        main()
+    answer, shown = json.loads(path.read_text("utf-8")), capsys.readouterr().out
     assert answer["part"] == "train"
     assert answer["figures"]["one_process.ratio"] > 0
     assert answer["figures"]["fsdp2_two_processes.ratio"] > 0
     assert answer["figures"]["cuda_1b_eager.ratio"] is None
-    assert "unmeasured: needs a CUDA device" in done.stdout
-    assert "\x1b" not in done.stdout
+    assert "unmeasured: needs a CUDA device" in shown
+    assert "\x1b" not in shown

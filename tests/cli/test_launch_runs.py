@@ -1,4 +1,7 @@
-"""Scripts of `meshwright launch`, run on this machine: two nodes on loopback, stopped by the scheduler and resumed."""
+"""Scripts of `meshwright launch`, run on this machine: two nodes on loopback, stopped by the scheduler and resumed.
+
+Ranks train where a signal must reach them, and are stand-ins elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.cli.cluster_stand_ins import LOWEST_PORT, Cluster, HeldUntilSignalled
 from tests.helpers import SMALL, small_corpus
 from tests.train.runs import metrics, wait_until
 
-STEPS = ["train.steps=6", "checkpoint.every=0", *SMALL]
+STEPS = ["train.steps=6", "checkpoint.every=0", *SMALL, "train.validation_samples=0", "train.sample_tokens=0"]
 SIZE = ["--nodes", 2, "--gpus-per-node", 2]
 ONE_GPU_EACH = ["--nodes", 2, "--gpus-per-node", 1]
 """Enough where ranks train."""
@@ -108,9 +111,13 @@ def test_a_pod_ends_with_its_first_rank_that_fails(cluster, manifest, tmp_path, 
 
 @pytest.mark.slow
 def test_a_pod_passes_sigterm_on_and_waits_for_its_ranks(cluster, manifest, tmp_path):
-    """Kubernetes sends it to the first process only."""
-    body = "trap 'sleep 1; echo saved $RANK; exit 3' TERM; touch ready-$RANK; while :; do sleep 0.1; done"
+    """Kubernetes sends it to the first process only. Others have the seconds that they need to report."""
+    body = (
+        "trap 'echo saved $RANK; touch saved-$RANK; exit 3' TERM; touch ready-$RANK; while :; do /bin/sleep 0.1; done"
+    )
     cluster.command("meshwright", POD_RANK.format(body=body))
+    needed = '[ "$1" = 5 ] && until [ -e saved-0 ] && [ -e saved-1 ]; do /bin/sleep 0.1; done'
+    cluster.command("sleep", f"#!/bin/bash\n{needed}\nexec /bin/sleep 0.1\n")
     pod = cluster.pod(manifest("mesh.dp_shard=4"), 0, tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     pod.send_signal(signal.SIGTERM)
@@ -119,23 +126,33 @@ def test_a_pod_passes_sigterm_on_and_waits_for_its_ranks(cluster, manifest, tmp_
 
 
 @pytest.mark.slow
-def test_a_job_of_slurm_is_stopped_requeued_and_resumed(cluster, script, tmp_path):
+def test_a_job_of_slurm_is_stopped_and_requeued_and_pods_go_on(cluster, script, manifest, tmp_path):
+    """SLURM sends SIGTERM to all ranks, and a node that is drained to its pod only: all ranks save."""
     words = [*STEPS, *small_corpus(tmp_path / "my corpus"), "mesh.dp_shard=2"]
     path = script(*words, size=ONE_GPU_EACH)
-    job_id = free_port() - LOWEST_PORT
-    hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=3)
-    job = cluster.sbatch(path, job_id=job_id, **hold.environment())
+    hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=2)
+    job = cluster.sbatch(path, job_id=free_port() - LOWEST_PORT, **hold.environment())
     try:
         hold.wait()
         cluster.signal_tasks(path.read_text())
     finally:
         [code], [output] = finish(job)
-    assert code == 3 and "stopped after step 3, as requested; saved runs/a/checkpoints/00000003" in output, output
-    assert cluster.num_requeued() == 1
-    [code], [output] = finish(cluster.sbatch(path, job_id=job_id))
-    assert code == 0 and "resuming from runs/a/checkpoints/00000003" in output, output
-    assert cluster.num_requeued() == 1
-    assert [line["step"] for line in metrics(tmp_path / "runs/a")] == list(range(1, 7))
+    assert code == 3 and "stopped after step 2, as requested; saved runs/a/checkpoints/00000002" in output, output
+    assert cluster.num_requeued() == 1 and cluster.srun_words()[-4:] == ["--out", "runs/a", "--resume", "auto"]
+
+    hold = HeldUntilSignalled(tmp_path / "second hold", rank=1, step=4)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), **hold.environment()}
+    jobset = manifest(*words, size=ONE_GPU_EACH)
+    pods = [cluster.pod(jobset, index, tmp_path, **environment) for index in range(2)]
+    try:
+        hold.wait()
+        pods[1].send_signal(signal.SIGTERM)
+    finally:
+        codes, outputs = finish(*pods)
+    assert codes == [3, 3] and "resuming from runs/a/checkpoints/00000002" in outputs[0], outputs
+    assert "stopped after step 4, as requested" in outputs[0], outputs
+    assert "saved runs/a/checkpoints/00000004" in outputs[0] + outputs[1], outputs
+    assert [line["step"] for line in metrics(tmp_path / "runs/a")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -143,40 +160,6 @@ def test_invalid_input_is_not_queued_again(cluster, script, tmp_path):
     path = script(*STEPS, "mesh.dp_shard=2", "data.source=no/*.txt", size=ONE_GPU_EACH)
     [code], [output] = finish(cluster.sbatch(path, job_id=free_port() - LOWEST_PORT))
     assert code == 2 and cluster.num_requeued() == 0 and "no/*.txt" in output, output
-
-
-@pytest.mark.slow
-def test_pods_are_stopped_by_the_loss_of_one(cluster, manifest, tmp_path):
-    """A node is drained: only its pod gets SIGTERM, and all ranks save. Started again, they resume as jobs do."""
-    jobset = manifest(*STEPS, *small_corpus(tmp_path / "corpus"), "mesh.dp_shard=2", size=ONE_GPU_EACH)
-    hold = HeldUntilSignalled(tmp_path / "hold", rank=1, step=3)
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), **hold.environment()}
-    pods = [cluster.pod(jobset, index, tmp_path, **environment) for index in range(2)]
-    try:
-        hold.wait()
-        pods[1].send_signal(signal.SIGTERM)
-    finally:
-        codes, outputs = finish(*pods)
-    assert codes == [3, 3] and "stopped after step 3, as requested" in outputs[0], outputs
-    assert "saved runs/a/checkpoints/00000003" in outputs[0] + outputs[1], outputs
-    assert [line["step"] for line in metrics(tmp_path / "runs/a")] == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_torchrun_lines_train(here, cluster, tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path / "my corpus")]
-    done = here("launch", "torchrun", "llama-tiny", *words, "mesh.dp_shard=2", "--nodes", 2, "--gpus-per-node", 1)
-    text = done.stdout.replace("--master-port 29500", f"--master-port {free_port()}")
-    nodes = [
-        subprocess.Popen(
-            ["bash", "-c", line], env=cluster.environment(HEAD_NODE="localhost"), cwd=tmp_path, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        )
-        for line in text.splitlines()[2::2]
-    ]  # fmt: skip
-    codes, outputs = finish(*nodes)
-    assert codes == [0, 0], outputs
-    assert len(metrics(tmp_path / "runs/llama-tiny")) == 6
 
 
 RANK_WRITES = """
@@ -189,19 +172,23 @@ Path("rank-" + os.environ["RANK"]).write_text(" ".join([*(os.environ[name] for n
 
 
 @pytest.mark.slow
-def test_one_torchrun_line_starts_the_ranks(here, cluster, tmp_path):
-    """In place of the command, each writes what it was started with. That it trains: two lines above."""
+def test_torchrun_lines_start_the_ranks(here, cluster, tmp_path):
+    """In place of the command, each writes what it was started with. Such ranks train in tests/train/test_nodes.py."""
     package = tmp_path / "stand-in/meshwright"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text(RANK_WRITES)
-    done = here("launch", "torchrun", "llama-tiny", "mesh.dp_shard=2", "--nodes", 1, "--gpus-per-node", 2)
-    node = subprocess.Popen(
-        ["bash", "-c", done.stdout], env=cluster.environment(PYTHONPATH=package.parent), cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    [code], [output] = finish(node)
-    assert code == 0, output
-    for rank in range(2):
-        told = (tmp_path / f"rank-{rank}").read_text()
-        assert told.startswith(f"{rank} 2 {rank} 2 run llama-tiny mesh.dp_shard=2 --out runs/llama-tiny"), told
+    words = ["llama-tiny", "data.source=my corpus/*.txt", "mesh.dp_shard=2"]
+    done = here("launch", "torchrun", *words, "--nodes", 2, "--gpus-per-node", 1)
+    text = done.stdout.replace("--master-port 29500", f"--master-port {free_port()}")
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-c", line], env=cluster.environment(HEAD_NODE="localhost", PYTHONPATH=package.parent),
+            cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )
+        for line in text.splitlines()[2::2]
+    ]  # fmt: skip
+    codes, outputs = finish(*nodes)
+    assert codes == [0, 0], outputs
+    told = [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)]
+    assert told == [f"{rank} 2 0 1 run {' '.join(words)} --out runs/llama-tiny --resume auto" for rank in range(2)]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
+
+from meshwright.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +31,15 @@ def shown() -> Iterator[Shown]:
             for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
                 command, _, output = re.sub(r"\\\n\s*", "", part).partition("\n")
                 yield Shown(page.name, command, tuple(output.rstrip().splitlines()))
+
+
+def run_here(*words: str) -> None:
+    """Run the command in this process; it succeeds."""
+    with mock.patch.object(sys, "argv", ["meshwright", *words]):
+        try:
+            main()
+        except SystemExit as ended:
+            assert not ended.code, words
 
 
 def missing(expected: Sequence[str], found: str, *, numbers: bool) -> list[str]:

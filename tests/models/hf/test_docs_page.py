@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.data.chats.formats import many_chats, write_lines
-from tests.docs.console import ROOT
+from tests.docs.console import ROOT, run_here
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 SCRIPT = "python - <<'END'\n"
 SHORT = {
-    "run": ("train.steps=2", "train.warmup_steps=1", "train.validation_samples=8", "train.sample_tokens=2",
+    "run": ("train.steps=1", "train.warmup_steps=0", "train.validation_samples=8", "train.sample_tokens=2",
             "train.threads=1"),
     "prove": ("--steps", "1"),
 }  # fmt: skip
@@ -60,9 +60,12 @@ def test_from_a_models_folder_to_exported_checkpoints(
             exec(command.removeprefix(SCRIPT), {})
             continue
         _, verb, *words = shlex.split(command)
-        done = forked_meshwright(verb, *words, *SHORT.get(verb, ()), cwd=tmp_path, timeout_s=400)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         verbs.append(verb)
+        if verb == "checkpoint":
+            run_here(verb, *words)
+            continue
+        done = forked_meshwright(verb, *words, *SHORT[verb], cwd=tmp_path, timeout_s=400)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     assert verbs == ["prove", "run", "checkpoint", "run", "checkpoint"]
     assert "<|im_start|>user\nWhat is two and two?<|im_end|>" in capsys.readouterr().out
     assert all((tmp_path / out / "chat_template.jinja").is_file() for out in ("qwen-text", "qwen-chat"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from meshwright.config.schema import RunConfig
+from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.report import render, reported_findings
 from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool
@@ -62,13 +65,19 @@ def test_every_fault_has_a_case() -> None:
     assert set(CASES) == set(FAULTS)
 
 
+@cache
+def right_proof(gang: GangPool, config: RunConfig) -> ProofResult:
+    """The proof without a fault, which faults of a model and layout share."""
+    return proof_of(gang, config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", CASES)
 def test_a_fault_makes_the_proof_fail_and_without_it_it_passes(gang: GangPool, fault: str, folder: Path) -> None:
     model, layout, says = CASES[fault]
     short = [f"data.source={short_documents(folder)}", "data.text_field=text"] if "packing" in layout else []
     config = as_proof(hf_config(model, *layout.split(), *short))
-    right = proof_of(gang, config)
+    right = right_proof(gang, config)
     assert right.passed and not reported_findings(right), "\n".join(render(right))
     wrong = proof_of(gang, config, fault)
     assert not wrong.passed

@@ -171,7 +171,7 @@ def test_each_tensor_is_used_or_named(folders: dict[str, Folder], kind: str, dat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 @given(data=st.data())
-@settings(max_examples=100)
+@settings(max_examples=30)
 def test_each_tensor_is_used_or_named_at_length(folders: dict[str, Folder], kind: str, data: st.DataObject) -> None:
     changed, about = data.draw(st.composite(change)(folders[kind])).apply(folders[kind].tensors)
     wrong = outcome(folders[kind], changed, about)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ from meshwright.testing.gang import GangPool
 from meshwright.train.run_folder import check_continues
 from tests.helpers import alternatives
 from tests.models.hf.faults import proof_of
-from tests.models.hf.runs import hf_config
+from tests.models.hf.runs import hf_config, run
 from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
 
 pytest.importorskip("peft")
@@ -176,19 +174,15 @@ def test_adapters_are_proved_on_shards_of_stages(gang: GangPool) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(
-    forked_meshwright: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(gang: GangPool, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     build_tiny("qwen3", torch.float32).save_pretrained(tmp_path / "base")
-    words = ("train.global_batch=8", "train.seq_len=32", "train.num_microbatches=2", "train.validation_samples=8",
-             "train.sample_tokens=0", "train.warmup_steps=0", "checkpoint.every=0", RANK,
-             "model.config=base", "model.weights=folder")  # fmt: skip
-    for layout in (("mesh.pp=2", "train.steps=2"), ("mesh.tp=2", "train.steps=3", "--resume", "auto")):
-        done = forked_meshwright("run", "hf-tiny", *words, *layout, "--out", "run", cwd=tmp_path, timeout_s=600)
-        assert done.returncode == 0, done.stderr
+    words = ("model.weights=folder", RANK, "train.validation_samples=0", "train.sample_tokens=0",
+             "train.warmup_steps=0", "checkpoint.every=0")  # fmt: skip
+    for layout, resume in ((("mesh.pp=2", "train.steps=2"), None), (("mesh.tp=2", "train.steps=3"), "auto")):
+        run(gang, hf_config(str(tmp_path / "base"), *words, *layout, cache=tmp_path), tmp_path / "run", resume=resume)
 
     checkpoint = newest_valid(tmp_path / "run" / "checkpoints")[0]
     stored = layout_file.read(checkpoint)

@@ -28,10 +28,7 @@ from tests.train.jobs import load_words, make_job, run_on
 pytest.importorskip("transformers")
 
 CASES = [
-    ("qwen3", "mesh.dp_shard=2", "train.precision=bfloat16"),
-    ("mistral", "mesh.pp=2", "train.num_microbatches=4"),
-    ("gemma3_text", "mesh.tp=2"),
-    ("olmo2", "mesh.dp_shard=2", "recompute.policy=full"),
+    ("olmo2", "mesh.tp=2", "recompute.policy=full"),
     ("mixtral", "mesh.tp=2"),
     ("mixtral", "mesh.dp_shard=2", "train.precision=bfloat16"),
     ("gpt2", "mesh.pp=2", "train.num_microbatches=4", "train.seq_len=128"),

@@ -50,9 +50,9 @@ ADDING = [name for name in causal_types() if "moe" in name or name in ("mixtral"
 QUICK = [("mixtral",), ("jetmoe",), ("bamba",), ("dbrx",), ("glm4_moe",)]
 
 
-@pytest.mark.parametrize("model_type", quick_and_slow(sorted({*QUICK, *((name,) for name in ADDING[::3])}), QUICK))
+@pytest.mark.parametrize("model_type", quick_and_slow(sorted({*QUICK, *((name,) for name in ADDING[::9])}), QUICK))
 def test_a_loss_is_refused_if_transformers_adds_one(model_type: str) -> None:
-    for wanted, weight in ((False, 0.0), (False, 5.0), (True, 0.0), (True, 5.0)):
+    for wanted, weight in ((False, 5.0), (True, 0.0), (True, 5.0)):
         config = with_losses(model_type, wanted=wanted, weight=weight)
         origin = TransformersModel(Source(config.model_type, fields=config.to_json_string(use_diff=False)))
         with torch.device("cpu" if model_type in ("dbrx", "jetmoe") else "meta"):  # whose experts depend on values

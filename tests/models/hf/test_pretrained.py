@@ -98,11 +98,10 @@ def bytes_read(rank: int, world_size: int, config: RunConfig) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "most"), [ROWS, COLUMNS])
-def test_each_rank_of_a_run_reads_its_shards(gang: GangPool, tmp_path: Path, layout: str, most: float) -> None:
+def test_each_rank_of_a_run_reads_its_shards(gang: GangPool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", tokenizer=False, num_key_value_heads=4)
-    config = hf_config(str(folder), "model.weights=folder", layout, "train.steps=1", "train.warmup_steps=0",
+    config = hf_config(str(folder), "model.weights=folder", "mesh.tp=2", "train.steps=1", "train.warmup_steps=0",
                        "train.validation_samples=8", "train.sample_tokens=0")  # fmt: skip
     run(gang, config, tmp_path / "run")
     total = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
-    assert all(total / 5 < read <= most * total for read in gang(4).run(bytes_read, config))
+    assert all(total / 3 < read <= 1.25 / 2 * total for read in gang(2).run(bytes_read, config))

@@ -21,33 +21,30 @@ pytest.importorskip("transformers")
 
 LAYOUTS = {
     "qwen3": "mesh.pp=2 mesh.tp=2",
-    "mistral": "mesh.dp_shard=2",
-    "olmo2": "mesh.pp=3 pipeline.schedule=v-half pipeline.allow_empty_stages=true",
+    "olmo2": "mesh.pp=4 pipeline.schedule=v-half pipeline.allow_empty_stages=true",
 }
 """A layout for each model: all of them give the same losses for each."""
 RESUMED = ("mixtral", "gpt2")
-FIRST = ("mesh.pp=2", "mesh.dp_shard=2", "train.steps=20")
-THEN = ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=30")
-SHORT = ("train.validation_samples=8", "train.sample_tokens=0", "train.warmup_steps=5", "checkpoint.every=0")
+FIRST = ("mesh.pp=2", "mesh.dp_shard=2", "train.steps=2")
+THEN = ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=3")
+SHORT = ("train.validation_samples=0", "train.sample_tokens=0", "train.warmup_steps=1", "checkpoint.every=0")
 
 
 def losses(gang: GangPool, model: str, layout: str, *, fault: str = "") -> list[float]:
-    config = hf_config(model, "train.precision=float64", "train.warmup_steps=1", *layout.split())
-    return records_of(gang, config, fault, num_steps=10)[0].losses
+    words = ("train.precision=float64", "train.warmup_steps=0", "train.lr=0.01", *layout.split())
+    return records_of(gang, hf_config(model, *words), fault, num_steps=4)[0].losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_losses_are_those_of_one_process(gang: GangPool, model: str) -> None:
+    """And not with wrong gradients."""
     alone = losses(gang, model, "")
     assert losses(gang, model, LAYOUTS[model]) == pytest.approx(alone, rel=0, abs=1e-9)
     assert alone[-1] < alone[0] - 1
-
-
-@pytest.mark.slow
-def test_losses_show_gradients_that_are_wrong(gang: GangPool) -> None:
-    wrong = losses(gang, "qwen3", "mesh.tp=2", fault="norms of heads are not summed over tp")
-    assert wrong != pytest.approx(losses(gang, "qwen3", ""), rel=0, abs=1e-9)
+    if model == "qwen3":
+        wrong = losses(gang, model, LAYOUTS[model], fault="norms of heads are not summed over tp")
+        assert wrong != pytest.approx(alone, rel=0, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -58,8 +55,8 @@ def test_a_run_resumes_on_another_layout_and_its_export_is_the_model(
     out, exported = tmp_path / "run", tmp_path / "out"
     run(gang, hf_config(model, *SHORT, *FIRST), out)
     metrics = run(gang, hf_config(model, *SHORT, *THEN), out, resume="auto")
-    assert [line["step"] for line in metrics] == list(range(1, 31))
-    TransformersWeights().export(out / "checkpoints/00000030", exported)
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    TransformersWeights().export(out / "checkpoints/00000003", exported)
 
     config = as_proof(hf_config(str(exported), "model.weights=folder"))
     own, trained = build_reference(config), saved(out)
