@@ -1,7 +1,7 @@
 """Saves that are killed with SIGKILL: at their k-th operation on files, for every k, or after a delay.
 
-Run by `test_kill` in a process of its own: it forks for each kill, which with torch imported once takes
-milliseconds. An operation is whatever Python reports to audit hooks of opening, listing, renaming, making and
+Run by `test_kill` in a process of its own, which has torch from the server of gangs: it forks for each kill, which
+takes milliseconds. An operation is whatever Python reports to audit hooks of opening, listing, renaming, making and
 removing under the root, and every write and flush; a write is killed half done.
 """
 
@@ -146,7 +146,8 @@ def kill_after_delays(folder: Path, num_kills: int) -> None:
         root.rename(root.with_name(f"{root.name}-{num_saved}"))
 
 
-if __name__ == "__main__":
+def kill_all(folder: Path) -> None:
+    """Do both, in folders of their names."""
     for name in KEEP:
-        enumerate_kills(name, Path(sys.argv[1]) / name)
-    kill_after_delays(Path(sys.argv[1]) / "delays", NUM_DELAYS)
+        enumerate_kills(name, folder / name)
+    kill_after_delays(folder / "delays", NUM_DELAYS)

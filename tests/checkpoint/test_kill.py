@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-import meshwright
 from meshwright.checkpoint import manifest, save_load
-from tests.checkpoint.killed_save import NUM_DELAYS, save
-
-PATHS = (Path(__file__).parents[2], Path(meshwright.__file__).parents[1])
-"""Where the tests and the package under test are, for the process that is killed."""
+from tests.checkpoint.killed_save import NUM_DELAYS, kill_all, save
 
 
 @pytest.fixture(scope="module")
-def kills(tmp_path_factory):
+def kills(gang, tmp_path_factory):
     """What the kills left, a folder for each scenario.
 
     In memory where possible: it is a hundred saves to wait for, and a kill loses nothing that was written.
@@ -29,11 +24,11 @@ def kills(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kills")
     if os.access(memory, os.W_OK):
         folder = Path(tempfile.mkdtemp(dir=memory))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
-    command = [sys.executable, "-m", "tests.checkpoint.killed_save", str(folder)]
+    process = multiprocessing.get_context("forkserver").Process(target=kill_all, args=(folder,))
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        process.start()
+        process.join()
+        assert process.exitcode == 0
         yield folder
     finally:
         shutil.rmtree(folder)

@@ -15,7 +15,6 @@ from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.dtensor_ops.refused_ops import OperatorError
 from meshwright.reshard.dtensor.redistribute import redistribute
-from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers, place
 
 CONTEXTS = {"for_dtensor": for_dtensor, "replicate_fallback": lambda: replicate_fallback(warn=False)}
@@ -66,7 +65,6 @@ VIEWS = {
 QUICK_VIEWS = {"every other row", "select", "columns", "windows of rows", "row of a row", "columns of rows", "flat",
                "as complex", "detached"}  # fmt: skip
 """Views that between them cover the shardings and transformations of the others."""
-WITH_ALL_VIEWS = ("rows", "both dims")
 ONLY_GATHERED = {"for_dtensor": {"as complex", "diagonal", "flat", "unbind"}, "replicate_fallback": set()}
 """Views without a DTensor rule, or without one for sharded dims."""
 
@@ -98,11 +96,15 @@ def by_view(rank, world_size, name, layout, views):
     return found
 
 
-@pytest.mark.parametrize(("name", "layout", "views"), [
-    pytest.param("replicate_fallback", "both dims", QUICK_VIEWS, id="some, of both dims"),
-    *(pytest.param(*place, VIEWS.keys() if place[1] in WITH_ALL_VIEWS else QUICK_VIEWS, marks=pytest.mark.slow)
-      for place in PLACES),
-])  # fmt: skip
+def views_in_turn():
+    """The views that are not quick where the quick ones are; elsewhere a third of them all, whose turn it is."""
+    yield pytest.param("replicate_fallback", "both dims", QUICK_VIEWS, id="some, of both dims")
+    for turn, (name, layout) in enumerate(PLACES):
+        views = VIEWS.keys() - QUICK_VIEWS if layout == "both dims" else {*list(VIEWS)[turn % 3 :: 3]}
+        yield pytest.param(name, layout, views, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "layout", "views"), list(views_in_turn()))
 def test_all_names_of_a_memory_see_a_write(gang, name, layout, views):
     views = sorted(views - ONLY_GATHERED[name])
     for found in gang(4).run(by_view, name, layout, views, timeout_s=120.0):
@@ -131,7 +133,9 @@ def gradients(rank, world_size, layout):
     return found
 
 
-@pytest.mark.parametrize("layout", quick_and_slow([(name,) for name in LAYOUTS], {("both dims",)}))
+@pytest.mark.parametrize(
+    "layout", ["both dims", *(pytest.param(one, marks=pytest.mark.slow) for one in ("strided", "in another order"))]
+)
 def test_gradients_flow_through_writes_to_views(gang, layout):
     for found in gang(4).run(gradients, layout, timeout_s=120.0):
         assert set(found.values()) == {True}, found
@@ -267,9 +271,7 @@ def turned(rank, world_size, name, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), quick_and_slow(
-    PLACES, {("replicate_fallback", "in another order")}
-))  # fmt: skip
+@pytest.mark.parametrize(("name", "layout"), [("replicate_fallback", "both dims"), ("for_dtensor", "in another order")])
 def test_a_tensor_is_turned_in_place(gang, name, layout):
     for found in gang(4).run(turned, name, layout, timeout_s=120.0):
         assert found == dict.fromkeys(TURNS, True)

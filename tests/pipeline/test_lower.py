@@ -108,13 +108,6 @@ def test_1f1b_needs_few_slots_however_many_micro_batches(p):
         assert_few_slots(p, m)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("p", range(1, 9))
-def test_1f1b_needs_few_slots_for_every_number_of_micro_batches(p):
-    for m in range(1, 65):
-        assert_few_slots(p, m)
-
-
 @pytest.mark.parametrize("keeps_unsharded", [True, False])
 @pytest.mark.parametrize("table", list(some_tables()))
 def test_sharding_stands_around_each_stages_work(table, keeps_unsharded):

@@ -31,6 +31,7 @@ BF16, F64 = "train.precision=bfloat16", "train.precision=float64"
 DIT, MOE = ("dit-digits", "data.source=digits"), ("moe-tiny",)
 UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
+SCORES = ("model.score=sigmoid", "model.normalize=false", "model.z_loss=0.1", "model.top_k=3")
 DROPOUT = "train.dropout=0.1"
 QUICK = [
     (2, ("mesh.tp=2",)),
@@ -39,20 +40,14 @@ QUICK = [
     (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
 ]
 SLOW = [
-    (1, ("model.num_kv_heads=4", "train.seq_len=32")),
-    (1, (F64, "model.dim=64", "model.ffn_dim=100")),
+    (1, (F64, "model.dim=64", "model.ffn_dim=100", "model.num_kv_heads=4", "train.seq_len=32")),
     (1, (BF16, "float8.recipe=delayed", "float8.modules=['*.ffn.*','*.wq']")),
     (2, (BF16, "mesh.tp=2", "float8.recipe=current")),
-    (1, (*MOE, BF16, "float8.recipe=current", "model.num_shared_experts=1")),
-    (2, (*DIT, "mesh.tp=2")),
+    (1, (*MOE, BF16, "float8.recipe=current", "model.num_shared_experts=1", *SCORES)),
+    (2, (*DIT, "mesh.tp=2", DROPOUT)),
     (1, ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.num_heads=2")),
-    (1, (*MOE, "model.score=sigmoid", "model.normalize=false", "model.z_loss=0.1", "model.top_k=3")),
-    (1, (*MOE, *CAPACITY, "model.num_shared_experts=1")),
     (2, (*MOE, "mesh.tp=2", WHOLE, "model.num_shared_experts=1")),
-    (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", *CAPACITY, BF16)),
-    (2, (DROPOUT, "mesh.tp=2")),
-    (1, (*DIT, DROPOUT)),
-    (2, (*MOE, DROPOUT, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
+    (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", *CAPACITY, BF16, "model.num_shared_experts=1")),
     (2, ("mesh.cp=2", "mesh.cp_method=ring", DROPOUT)),
     (2, ("mesh.cp=2", "mesh.cp_method=heads", BF16)),
 ]

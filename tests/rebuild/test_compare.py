@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.rebuild.compare import main
 from tests.rebuild.differences import prediction_differences, record_differences
 from tests.rebuild.grid import grid
 from tests.rebuild.layouts import LAYOUTS, chosen
@@ -194,18 +194,27 @@ def test_a_checkout_that_is_gone_is_no_run_of_what_is_installed(tmp_path):
         assert (done.returncode, done.stderr) == (1, f"the checkout {tmp_path} of OLD is gone")
 
 
-def compare(*words: str, keep: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.rebuild.compare", str(ROOT), str(ROOT), "--only", "one", *words]
-    return subprocess.run([*command, "--keep", str(keep)], cwd=ROOT, capture_output=True, text=True)
-
-
 @pytest.mark.slow
-def test_this_checkout_is_as_itself_and_not_as_with_another_seed(tmp_path):
-    same = compare("--steps", "4", keep=tmp_path)
-    assert (same.returncode, same.stderr) == (0, ""), same
-    assert "4 steps · " in same.stdout and "goes on from OLD's checkpoint" in same.stdout
-    assert same.stdout.splitlines()[-1].startswith("all 2 equal in ")
-    other = compare("--steps", "4", "--new-word", "train.seed=1", keep=tmp_path)
-    assert other.returncode == 1, other
-    assert "DIFFERS  one" in other.stdout and " loss_bits_per_byte at step 1: " in other.stdout
-    assert other.stdout.splitlines()[-1].startswith("1 of 2 differ in ")
+def test_this_checkout_is_as_itself_and_not_as_with_another_seed(forked_meshwright, monkeypatch, capsys, tmp_path):
+    """Runs are forked from the server of gangs; predictions are made as they always are."""
+    in_side = Side.run
+
+    def run(side, arguments, *, cwd, text=""):
+        if arguments[0] != "-m":
+            return in_side(side, arguments, cwd=cwd, text=text)
+        return forked_meshwright(*arguments[2:], env=side._environment(), cwd=cwd)
+
+    def compare(*words):
+        with mock.patch("signal.signal"):
+            code = main([str(ROOT), str(ROOT), "--jobs", "1", "--steps", "4", "--keep", str(tmp_path), *words])
+        return code, capsys.readouterr().out
+
+    monkeypatch.setattr(Side, "run", run)
+    code, same = compare("--only", "one")
+    assert code == 0, same
+    assert "4 steps · " in same and "goes on from OLD's checkpoint" in same
+    assert same.splitlines()[-1].startswith("all 2 equal in ")
+    code, other = compare("--only", "one-chunks", "--new-word", "train.seed=1")
+    assert code == 1, other
+    assert "DIFFERS  one-chunks" in other and " loss_bits_per_byte at step 1: " in other
+    assert other.splitlines()[-1].startswith("1 of 2 differ in ")

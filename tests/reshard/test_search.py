@@ -57,7 +57,7 @@ def test_plans_cost_what_brute_force_finds(uniform: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("uniform", "count"), [(True, 300), (False, 120)])
+@pytest.mark.parametrize(("uniform", "count"), [(True, 100), (False, 100)])
 def test_many_plans_cost_what_brute_force_finds(uniform: bool, count: int) -> None:
     tally = compare(random.Random(12), count, uniform=uniform, max_axes=4, max_priced=100)
     assert tally["equal"] >= 0.6 * count
@@ -125,7 +125,7 @@ def test_rows_of_the_table_are_never_worse_than_pytorch(mesh, shape, src, dst) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(4, 8), (2, 3), (2, 4, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mesh", [(4, 8), (2, 3), (2, 4, 2)])
 def test_random_plans_are_never_slower_than_pytorch(mesh: tuple[int, ...]) -> None:
     rng = random.Random(13)
     shapes = [tuple(rng.choice((4096, 8192, 960, 12, 33)) for _ in range(rng.choice((2, 3)))) for _ in range(40)]

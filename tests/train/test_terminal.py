@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
+from multiprocessing.connection import wait
+from pathlib import Path
 
 import pytest
 
+from tests.forked_command import _run
 from tests.helpers import clean_environment, small_corpus
 from tests.train.runs import STEPS
 
 COLUMNS = 72
 
 
+def run_on(terminal, arguments, environment):
+    """Run the command where all that is written goes to a terminal."""
+    with open(terminal, "w") as sys.stdout, open(terminal, "w") as sys.stderr:
+        _run(arguments, environment, Path.cwd(), [terminal] * 2)
+
+
 def on_a_terminal(words, **environment):
-    """Exit code of the command, and everything that it wrote to a terminal of `COLUMNS` columns."""
+    """Exit code of the command, forked from the server of gangs, and all that it wrote to a terminal of `COLUMNS`."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwright", "run", *words], stdin=follower, stdout=follower, stderr=follower,
-        env=clean_environment(TERM="xterm", **environment), start_new_session=True,
-    )  # fmt: skip
-    os.close(follower)
+    arguments, environment = ["meshwright", "run", *words], clean_environment(TERM="xterm", **environment)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=run_on, args=(os.ttyname(follower), arguments, environment)
+    )
+    process.start()
     written = b""
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:  # Linux says so when nobody has the other end open
-            break
-        if not part:
-            break
-        written += part
+    while leader in wait([leader, process.sentinel]):
+        written += os.read(leader, 65536)
+    process.join()
+    os.close(follower)
     os.close(leader)
-    return process.wait(timeout=60), written.decode()
+    return process.exitcode, written.decode()
 
 
 @pytest.mark.slow
-def test_one_line_rewrites_itself_and_fits(tmp_path):
+def test_one_line_rewrites_itself_and_fits(gang, tmp_path):
     words = [*STEPS, *small_corpus(tmp_path), "train.steps=12", "--out", str(tmp_path / "run")]
     code, text = on_a_terminal(words)
     assert code == 0, text
@@ -58,7 +63,7 @@ def test_one_line_rewrites_itself_and_fits(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_colour_where_none_is_wanted(tmp_path):
-    words = [*STEPS, *small_corpus(tmp_path), "--out", str(tmp_path / "run")]
+def test_without_colour_where_none_is_wanted(gang, tmp_path):
+    words = [*STEPS, *small_corpus(tmp_path), "train.steps=2", "--out", str(tmp_path / "run")]
     code, text = on_a_terminal(words, NO_COLOR="1")
     assert code == 0 and set(re.findall(r"\x1b\[[\d;]*[A-Za-z]", text)) == {"\x1b[2K"}

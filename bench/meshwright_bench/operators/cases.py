@@ -76,7 +76,7 @@ class Outcome(StrEnum):
     UNDEFINED = "undefined_values"
     """Succeeded, but the values are random or uninitialized: only shapes are compared."""
     LEFT_OUT = "left_out"
-    """No float32 sample, failure on plain tensors too, or sparse inputs; with gradients, those that have none."""
+    """No float32 sample, failure on plain tensors too, or sparse inputs."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class SweepTask:
     Attributes:
         lines: file in which rank 0 records each case before it runs, and then its outcome.
         num_done: number of cases already in `lines`.
-        gradients: also compare the gradients of the inputs.
+        gradients: also compare the gradients of the inputs, where an operator has them.
+        names: operators to run; all if empty.
         placements: placements of all inputs.
         timeout_s: timeout of an operator's collectives, after which waiting ranks continue.
     """
@@ -95,6 +96,7 @@ class SweepTask:
     side: Side
     num_done: int = 0
     gradients: bool = False
+    names: tuple[str, ...] = ()
     placements: tuple[InputPlacement, ...] = (InputPlacement.SHARD, InputPlacement.REPLICATED)
     timeout_s: float = 5.0
 

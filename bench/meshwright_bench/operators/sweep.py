@@ -78,7 +78,8 @@ def run_sweep(context: RankContext, task: SweepTask) -> None:
     outcomes = dist.FileStore(f"{context.store_path}-outcomes", context.num_ranks)  # type: ignore[attr-defined]
     group, num_groups = ExitStack(), 0
     mesh = sample = None
-    cases = ((entry, placed) for entry in operators() for placed in task.placements)
+    entries = [entry for entry in operators() if not task.names or name_of(entry) in task.names]
+    cases = ((entry, placed) for entry in entries for placed in task.placements)
     for number, (entry, placed) in enumerate(cases):
         if number < task.num_done:
             continue
@@ -151,10 +152,9 @@ def find_sample(entry: Any, *, gradients: bool = False) -> Sample | str:
 
     Args:
         entry: entry of PyTorch's operator database.
-        gradients: let the operator return the gradients of its inputs too.
+        gradients: let the operator return the gradients of its inputs too, where it has them.
     """
-    if gradients and not entry.supports_autograd:
-        return "no gradients"
+    gradients = gradients and entry.supports_autograd
     try:
         _seed(0)
         # Avoid `sample_inputs`, which searches the whole stack for the calling test and takes 100 ms.
@@ -196,7 +196,7 @@ def _with_gradients(operator: Callable[..., Any], differentiable: Callable[[Any]
 
 def _seed(seed: int) -> None:
     """Seed the three random generators used by samples, equally on all ranks."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 

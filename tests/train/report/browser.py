@@ -23,12 +23,12 @@ OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--n
            "--allow-file-access-from-files", "--window-size=2100,1200")  # fmt: skip
 
 
-def faults(pages: Sequence[str], folder: Path, *, scheme: str) -> list[str]:
-    """Return what is wrong with pages at every width, each with the page's number, counted from 0, and the width."""
+def faults(pages: Sequence[str], folder: Path, *, scheme: str, widths: Sequence[int] = WIDTHS) -> list[str]:
+    """Return what is wrong with pages at each width, each with the page's number, counted from 0, and the width."""
     for number, page in enumerate(pages):
         checked = page.replace("<head>", f"<head><script>{CHECKER}</script>", 1)
         (folder / f"page-{number}.html").write_text(checked, "utf-8")
-    frames = [(number, width) for number in range(len(pages)) for width in WIDTHS]
+    frames = [(number, width) for number in range(len(pages)) for width in widths]
     (folder / "frames.html").write_text(_frames(frames), "utf-8")
     command = [str(BROWSER), *OPTIONS, f"--user-data-dir={folder / 'profile'}",
                f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", "--virtual-time-budget=60000",
