@@ -182,7 +182,7 @@ def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(gang: GangPool
     words = ("model.weights=folder", RANK, "train.validation_samples=0", "train.sample_tokens=0",
              "train.warmup_steps=0", "checkpoint.every=0")  # fmt: skip
     for layout, resume in ((("mesh.pp=2", "train.steps=2"), None), (("mesh.tp=2", "train.steps=3"), "auto")):
-        run(gang, hf_config(str(tmp_path / "base"), *words, *layout, cache=tmp_path), tmp_path / "run", resume=resume)
+        run(gang, hf_config(str(tmp_path / "base"), *words, *layout), tmp_path / "run", resume=resume)
 
     checkpoint = newest_valid(tmp_path / "run" / "checkpoints")[0]
     stored = layout_file.read(checkpoint)
