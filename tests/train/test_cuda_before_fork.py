@@ -36,6 +36,7 @@ def say_cuda_started(sender):
     sender.send(CUDA_MODULE)
 
 
+@pytest.mark.slow
 def test_ranks_are_not_forked_where_an_import_started_cuda(tmp_path, monkeypatch):
     def starts():
         launch(tell_start, tmp_path, num_ranks=2, threads=1)
