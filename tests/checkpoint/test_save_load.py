@@ -85,9 +85,12 @@ def test_fetched_tensors_are_saved_one_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        pytest.param(*pair, marks=() if ALONE in pair else pytest.mark.slow, id="-".join(map(str, pair)))
-        for pair in itertools.product(LAYOUTS, LAYOUTS)
+        *((one, ALONE) for one in LAYOUTS),
+        *((ALONE, one) for one in LAYOUTS[1:]),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in zip(LAYOUTS[1:], LAYOUTS[3:], strict=False)),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in zip(LAYOUTS[3:], LAYOUTS[1:], strict=False)),
     ],
+    ids=str,
 )
 def test_any_layout_loads_onto_any_other(gang, saved, source, target):
     if target == ALONE:
@@ -131,8 +134,9 @@ def test_sharded_modules_are_saved_whole(saved_blocks, degrees):
     "target", [pytest.param(d, marks=() if d == (2, 1, 2) else pytest.mark.slow, id=str(d)) for d in BLOCK_DEGREES]
 )
 def test_sharded_modules_are_filled_in_place_from_any_layout(gang, saved_blocks, target):
+    """From itself and those before it, so that of each two one is loaded from the other."""
     num_ranks = target[0] * target[1] * target[2]
-    for source, path in saved_blocks.items():
+    for source, path in list(saved_blocks.items())[: BLOCK_DEGREES.index(target) + 1]:
         results = gang(num_ranks).run(layouts.load_block, path, target)
         assert results == [([], True)] * num_ranks, source
 

@@ -34,7 +34,6 @@ MUON = "train.optimizer=muon"
 ZB_V = ("mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4", "model.num_layers=4")
 UNEVEN = ("model.dim=28", "model.num_heads=2", "model.ffn_dim=25")
 LAYOUTS = {
-    "dp_shard 4": ("mesh.dp_shard=4",),
     "dp_shard 3, uneven": (
         "mesh.dp_shard=3",
         "model.dim=28",
@@ -42,12 +41,9 @@ LAYOUTS = {
         "model.ffn_dim=25",
         "train.global_batch=6",
     ),
-    "HSDP": ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
     "dp_shard 2 × tp 2": ("mesh.dp_shard=2", "mesh.tp=2"),
     "zb-v × dp_shard 2": (*ZB_V, "mesh.dp_shard=2"),
-    "replicas": ("mesh.dp_replicate=2",),
     "uneven replicas": (*UNEVEN, "mesh.dp_replicate=3", "mesh.dp_shard=2", "train.global_batch=6"),
-    "experts": ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
     "experts on cp": ("moe-tiny", "mesh.dp_shard=2", "mesh.cp=2", "mesh.ep=2"),
 }
 QUICK = [("dp_shard 3, uneven",)]

@@ -103,9 +103,7 @@ def test_other_partial_gradients_are_named_in_the_first_step(gang, corpus, layou
     assert gang(num_ranks).run(first_gradients, words, "", ()) == [""] * num_ranks
     said = f"DTensor's gradient of blocks.0.{NORM} is partial over tp, but the plan says not partial over tp"
     assert gang(num_ranks).run(first_gradients, words, NORM, data) == [said] * num_ranks
-    if layout == BOTH:  # a unit that is kept after its forward, as the root's is
-        kept = [*words, "mesh.reshard_after_forward=false"]
-        assert gang(num_ranks).run(first_gradients, kept, NORM, data) == [said] * num_ranks
+    if layout == BOTH:  # the root's unit is kept after its forward
         said = "DTensor's gradient of norm.weight is partial over tp, but the plan says not partial over tp"
         assert gang(num_ranks).run(first_gradients, words, "norm.weight", data) == [said] * num_ranks
     whole = [*words, "mesh.sequence_parallel=false"]

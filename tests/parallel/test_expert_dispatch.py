@@ -10,7 +10,6 @@ from meshwright.comm.collective_log import group_record
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.forward_cache import ForwardCache
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
-from tests.helpers import quick_and_slow
 from tests.parallel.expert_layers import EXPERTS, NUM_EXPERTS, B, Case, D, T, make, on_rank, reference
 
 LIMIT_S = 20
@@ -60,7 +59,6 @@ def assert_equal(found, expected):
             torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=1e-12, msg=name)
 
 
-ON_RANKS = [(world_size, name) for world_size in (2, 4) for name in cases(2)]
 QUICK = [
     (2, "chosen, shared experts"),
     (2, "chosen, capacity"),
@@ -68,9 +66,20 @@ QUICK = [
     (2, "one rank sends none"),
     (4, "only one rank sends"),
 ]
+SLOW = [
+    (4, "chosen"),
+    (4, "every expert"),
+    (2, "one expert gets none"),
+    (4, "all ranks but one get none"),
+    (4, "one expert gets all"),
+    (2, "nobody gets any"),
+    (4, "nobody gets any, shared experts"),
+]
 
 
-@pytest.mark.parametrize(("world_size", "name"), quick_and_slow(ON_RANKS, QUICK))
+@pytest.mark.parametrize(
+    ("world_size", "name"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)]
+)
 def test_experts_on_several_ranks_compute_what_those_on_one_do(gang, world_size, name):
     case = cases(world_size)[name]
     found = gang(world_size).run(on_rank, case, WAYS, timeout_s=LIMIT_S)

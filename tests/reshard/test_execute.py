@@ -88,14 +88,16 @@ def test_pairs_on_two_axes_by_plans(gang):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planned", [False, True], ids=["direct", "planned"])
-def test_all_pairs_on_two_axes(gang, planned):
-    assert gang(4).run(moved, (2, 2), (4, 6), PAIRS + OTHER_PAIRS, planned, timeout_s=120)[0] > 256
+def test_more_pairs_on_two_axes(gang, planned):
+    """A third of all, another one by plans: each has every change on each axis."""
+    pairs = PAIRS[planned::3] + OTHER_PAIRS[2::3]
+    assert gang(4).run(moved, (2, 2), (4, 6), pairs, planned, timeout_s=120)[0] > 80
 
 
 @pytest.mark.slow
 def test_pairs_on_three_axes(gang):
     words = [" ".join(choice) for choice in product(WORDS, repeat=3)]
-    pairs = list(product(words, words))[::151] + [("S0@2 S0@0 S0@1", "S1 S0 S0"), ("P S1 SS0/3", "S0 SS0/2 R")]
+    pairs = list(product(words, words))[::401] + [("S0@2 S0@0 S0@1", "S1 S0 S0"), ("P S1 SS0/3", "S0 SS0/2 R")]
     assert gang(8).run(moved, (2, 2, 2), (9, 5), pairs, True, timeout_s=120)[0] == len(pairs)
 
 
@@ -142,8 +144,8 @@ def shapes(rank, world_size):
     for shape in ((), (0, 3), (1, 1), (3,)):
         words = ["R", "P", *(f"S{dim}" for dim in range(len(shape)))]
         pairs = [pair for pair in product([f"{a} {b}" for a in words for b in words], repeat=2) if "P" not in pair[1]]
-        moved(rank, world_size, (2, 2), shape, pairs[::2], planned=True)
-        moved(rank, world_size, (2, 2), shape, pairs[::3], planned=False)
+        moved(rank, world_size, (2, 2), shape, pairs[::4], planned=True)
+        moved(rank, world_size, (2, 2), shape, pairs[1::5], planned=False)
     for source, target in (("S0 S1", "S1 S0"), ("S0 R", "R R"), ("R P", "S0 R"), ("R R", "S1 S0"), ("P P", "R R")):
         src, dst = (Layout.parse(text, (2, 2), (4, 6)) for text in (source, target))
         x = before(src, rank)
@@ -282,7 +284,7 @@ MIN_ROUNDS = 2
 """A loaded machine may take all of the time for less."""
 
 
-def threads(rank, world_size, seconds):
+def threads(rank, world_size):
     """How often each thread went round: planning, executing in groups of its own; and forgetting what is cached."""
     meshes = [init_device_mesh("cpu", (2, 2)) for _ in range(3)]
     lanes = [prepare(mesh, own=True) for mesh in meshes]
@@ -312,7 +314,7 @@ def threads(rank, world_size, seconds):
     other = threading.Thread(target=forget)
     for thread in (*workers, other):
         thread.start()
-    time.sleep(seconds)
+    time.sleep(0.3)
     stop.set()
     for thread in (*workers, other):
         thread.join()
@@ -327,9 +329,8 @@ def agreed_to_stop(lane, stop):
     return bool(wishes)
 
 
-@pytest.mark.parametrize("seconds", [0.3, pytest.param(3, marks=pytest.mark.slow)])
-def test_threads_plan_execute_and_forget_at_once(gang, seconds):
-    for counts in gang(4).run(threads, seconds, timeout_s=seconds + 120):
+def test_threads_plan_execute_and_forget_at_once(gang):
+    for counts in gang(4).run(threads, timeout_s=120):
         assert min(counts[:-1]) >= MIN_ROUNDS and counts[-1] >= 1
 
 

@@ -76,11 +76,10 @@ def test_values_and_gradients_of_pairs_on_two_axes(gang):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis_sizes", "every"), [((2, 4), 7), ((2, 2, 2), 151)])
-def test_values_and_gradients_of_pairs_on_eight_ranks(gang, axis_sizes, every):
-    words = [" ".join(choice) for choice in product(WORDS, repeat=len(axis_sizes))]
-    pairs = list(product(words, words))[::every]
-    assert gang(8).run(both_ways, axis_sizes, (9, 7), pairs, timeout_s=120)[0] == len(pairs)
+def test_values_and_gradients_of_pairs_on_eight_ranks(gang):
+    words = [" ".join(choice) for choice in product(WORDS, repeat=3)]
+    pairs = list(product(words, words))[::301]
+    assert gang(8).run(both_ways, (2, 2, 2), (9, 7), pairs, timeout_s=120)[0] == len(pairs)
 
 
 def replicas(rank, world_size, dtype):

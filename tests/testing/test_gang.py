@@ -51,11 +51,6 @@ def raise_on(rank, world_size, bad_rank):
     dist.barrier()
 
 
-def sleep_on(rank, world_size, slow_rank):
-    if rank == slow_rank:
-        time.sleep(60)
-
-
 def wait_for_nobody(rank, world_size):
     if rank == 0:
         dist.barrier()
@@ -177,20 +172,11 @@ def test_workers_that_all_raised_are_kept(gang):
 @pytest.mark.slow
 def test_a_hang_shows_the_stacks(gang):
     assert works(gang(2))  # so that this file's import doesn't count against the limit
-    with pytest.raises(GangError, match=r"rank 1 did not return within 10 s") as caught:
-        gang(2).run(sleep_on, 1, timeout_s=10)  # enough for rank 0 to come back on a busy machine
-    assert "in sleep_on" in str(caught.value)
-    assert "rank 0 returned" in str(caught.value)
-    assert works(gang(2))
-
-
-@pytest.mark.slow
-def test_a_hang_in_a_collective_shows_the_stacks(gang):
-    assert works(gang(2))  # so that this file's import doesn't count against the limit
     with pytest.raises(GangError, match=r"rank 0 did not return within 4 s") as caught:
         gang(2).run(wait_for_nobody, timeout_s=4)  # enough for rank 1 to come back on a busy machine
     assert "in barrier" in str(caught.value)
     assert "in wait_for_nobody" in str(caught.value)
+    assert "rank 1 returned" in str(caught.value)
     assert works(gang(2))
 
 

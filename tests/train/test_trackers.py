@@ -136,7 +136,8 @@ def test_a_stopped_run_closes_its_sinks_on_rank_0_alone(own, tmp_path):
 @pytest.mark.slow
 def test_the_sample_grids_of_a_run_reach_a_sink(forked_meshwright, own, tmp_path):
     words = ["dit-digits", "train.steps=2", "train.validate_every=1", "train.global_batch=8", "model.num_layers=1",
-             "diffusion.sampling_steps=2", "train.trackers=own_sinks:Images"]  # fmt: skip
+             "diffusion.sampling_steps=2", "diffusion.num_samples=2", "train.validation_samples=8",
+             "train.trackers=own_sinks:Images"]  # fmt: skip
     out, env = tmp_path / "run", clean_environment(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
     done = forked_meshwright("run", *words, "--out", out, env=env)
     assert done.returncode == 0, done.stderr

@@ -45,15 +45,12 @@ def collectives():
 
 
 LAYOUTS = [
-    pytest.param(1, [], marks=pytest.mark.slow),
-    pytest.param(2, ["mesh.tp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
     (4, ["mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "model.tie_embeddings=true"]),
-    pytest.param(2, ["dit-digits", "data.source=digits", "mesh.dp_shard=2", "train.global_batch=8"],
-                 marks=pytest.mark.slow),
-    pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "recompute.policy=full"], marks=pytest.mark.slow),
+    pytest.param(2, ["dit-digits", "data.source=digits", "mesh.tp=2", "train.global_batch=8"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_shard=4", "comm.ranks_per_node=2", "comm.gradients=loco4", "comm.weights=int8"],
                  marks=pytest.mark.slow),
-    pytest.param(2, ["moe-tiny", "mesh.cp=2", "model.balance_loss=0.02"], marks=pytest.mark.slow),
+    pytest.param(2, ["moe-tiny", "mesh.cp=2", "model.balance_loss=0.02", "recompute.policy=full"],
+                 marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
