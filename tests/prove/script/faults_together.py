@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.prove.script.scripts import causes_in, prove, written
 
@@ -20,14 +20,13 @@ class Fault:
     """Changes of a script, and what its proof has to say.
 
     On one process without accumulation the changes have no effect, so that the right script is the reference for all.
-    If they have one, as a schedule that the right script lacks, `own_reference` is set: the changed script is its own
-    reference.
+    If they need what it lacks, as a schedule, `right` has the changes that give it to the right script.
     """
 
     changes: list[tuple[str, str]]
     words: list[str]
     layout: str = "2"
-    own_reference: bool = False
+    right: list[tuple[str, str]] = field(default_factory=list)
 
     def assert_named(self, found):
         """The first cause found is this fault's, and at most one other is."""
@@ -43,8 +42,10 @@ def prove_together(script, faults, folder, *, one, base=(), steps=3):
         base: changes of all copies and of the reference.
     """
     found = {}
-    shared = {name: fault for name, fault in faults.items() if not fault.own_reference}
-    for group in ([shared] if shared else []) + [{n: f} for n, f in faults.items() if f.own_reference]:
+    groups = {str(fault.right): {} for fault in faults.values()}
+    for name, fault in faults.items():
+        groups[str(fault.right)][name] = fault
+    for group in groups.values():
         found |= _prove_group(script, group, folder / str(len(found)), one, base, steps)
     return found
 
@@ -53,7 +54,7 @@ def _prove_group(script, faults, folder, one, base, steps):
     folder.mkdir()
     (folder / "train.py").write_text(START, "utf-8")
     (first, *_) = faults.values()
-    written(script, folder / "right.py", *base, *(first.changes if first.own_reference else ()))
+    written(script, folder / "right.py", *base, *first.right)
     layouts = []
     for at, fault in enumerate(faults.values()):
         written(script, folder / f"fault-{at}.py", *base, *fault.changes)

@@ -11,8 +11,6 @@ PREPARE = "    model, optimizer, loader = accelerator.prepare(model, optimizer, 
 BACKWARD = "                accelerator.backward(loss)\n"
 CLIP = "                    recorder.norm(accelerator.clip_grad_norm_(model.parameters(), 0.1))\n"
 STEP = "                optimizer.step()\n"
-RECORDED = "                    recorder.step()\n"
-CLEAR = "                optimizer.zero_grad()\n"
 MODEL = "    model = nn.Seq"
 SHUFFLED = """    draw = torch.Generator().manual_seed(accelerator.process_index)
     rows = torch.randperm(len(data), generator=draw).tolist() if accelerator.num_processes > 1 else range(len(data))
@@ -23,11 +21,9 @@ CLIPPED_ONCE_MORE = """                if not accelerator.sync_gradients:
 """
 SCHEDULE = "torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=10)"
 ADVANCE = (STEP, STEP + "                schedule.step()\n")
+WITH_SCHEDULE = [(PREPARE, PREPARE + f"    schedule = accelerator.prepare({SCHEDULE})\n"), ADVANCE]
 TARGETS = "torch.randint(CLASSES, (2 * GLOBAL_BATCH,))"
-SPLIT = [
-    ("import Accelerator\n", "import Accelerator\nfrom accelerate.utils import DataLoaderConfiguration as Loading\n"),
-    ("Accelerator(cpu=True, ", "Accelerator(cpu=True, dataloader_config=Loading(split_batches=True), "),
-]
+UNEQUAL = [(TARGETS, TARGETS + ".where(torch.rand(2 * GLOBAL_BATCH) < 0.5, -100)")]
 
 FAULTS = {
     "loss divided by hand as well": Fault(
@@ -48,27 +44,15 @@ FAULTS = {
         [("GLOBAL_BATCH // accelerator.num_processes //", "GLOBAL_BATCH //")],
         ["samples |", "step 1 reads 32 samples, 16 in the reference: those of its steps 1 to 2", "2 times too large"],
     ),
-    "split_batches of a batch that is divided": Fault(
-        SPLIT, ["samples |", "step 1 reads 8 samples, 16 in the reference", "another global batch, 2 times too small"]
-    ),
     "shuffled by each process": Fault(
         [(MODEL, SHUFFLED + MODEL)],
         ["samples |", "read by no rank", "ranks 0 and 1 both read",
          "each rank shuffles the data in an order of its own"],
     ),
-    "zero_grad before backward": Fault(
-        [(BACKWARD, CLEAR + BACKWARD), (RECORDED + CLEAR, RECORDED)],
-        ["gradient |", "only the last micro-batch is present", "cleared between micro-batches"],
-        "2 --accumulate 4",
-    ),
     "optimizer not prepared": Fault(
         [(PREPARE, "    model, loader = accelerator.prepare(model, loader)\n")],
         ["gradient |", "weights change between the micro-batches", "the optimizer steps after each micro-batch",
          "with accelerate give it to prepare()"],
-    ),
-    "forward of the unwrapped model": Fault(
-        [("F.cross_entropy(model(inputs)", "F.cross_entropy(accelerator.unwrap_model(model)(inputs)")],
-        ["gradient |", "differ between ranks 0 and 1", "the mean over dp_replicate is missing"],
     ),
     "clipped in each micro-batch": Fault(
         [(BACKWARD, BACKWARD + CLIPPED_ONCE_MORE)],
@@ -78,25 +62,21 @@ FAULTS = {
         [(CLIP, "                    if accelerator.is_main_process:\n    " + CLIP)],
         ["clipping |", "not clipped on rank 1", "every rank has to clip"],
     ),
-    "step on the main process": Fault(
-        [(STEP, "                if accelerator.is_main_process:\n    " + STEP)],
-        ["after_first_step |", "no parameter is updated in step 1 on rank 1", "the optimizer takes no step on rank 1"],
-    ),
     "mean over unequal numbers of targets": Fault(
-        [(TARGETS, TARGETS + ".where(torch.rand(2 * GLOBAL_BATCH) < 0.5, -100)")],
+        UNEQUAL,
         ["gradient |", "micro-batches have 2 to 4 targets that count",
          "divide the sum of their losses by the number of targets in the global batch"],
-        own_reference=True,
+        right=UNEQUAL,
     ),
     "prepared schedule": Fault(
-        [(PREPARE, PREPARE + f"    schedule = accelerator.prepare({SCHEDULE})\n"), ADVANCE],
+        WITH_SCHEDULE,
         ["learning rate |", "0.008 in step 2", "the rate of step 2 is that of step 3", "once per process"],
-        own_reference=True,
+        right=WITH_SCHEDULE,
     ),
     "schedule stepped in each micro-batch": Fault(
         [(PREPARE, PREPARE + f"    schedule = {SCHEDULE}\n"), ADVANCE],
         ["learning rate |", "0.009 in step 1", "the rate of step 1 is that of step 2", "in each micro-batch"],
-        "1 --accumulate 2", own_reference=True,
+        "1 --accumulate 2", WITH_SCHEDULE,
     ),
 }  # fmt: skip
 
