@@ -17,7 +17,8 @@ FSDP_TP = Axes(dp_shard=2, tp=2)
 ODD = Axes(dp_shard=3, tp=2)
 ALL = Axes(dp_replicate=2, dp_shard=2, tp=2)
 LAYOUTS = [HSDP, FSDP, FSDP_TP, ODD, ALL]
-MICRO = [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+WITH_MICRO = [*((axes, 2) for axes in LAYOUTS), pytest.param(FSDP_TP, 1, marks=pytest.mark.slow)]
+"""Layouts with their number of micro-batches."""
 
 
 class Case:

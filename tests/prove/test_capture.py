@@ -21,14 +21,12 @@ SPLIT = ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num
 @pytest.mark.slow
 def test_captured_layouts_are_proved(gang: GangPool) -> None:
     for config in (
-        small_config(LAYER, *SPLIT, "mesh.dp_shard=2"),
-        small_config(
-            LAYER, "mesh.dp_shard=2", "train.num_microbatches=2", "recompute.policy=full", "train.dropout=0.1"
-        ),
+        small_config(LAYER, *SPLIT),
+        small_config(LAYER, "mesh.dp_shard=2", "recompute.policy=full", "train.dropout=0.1"),
         small_expert_config("capture.scope=['attention','moe_router']", "mesh.dp_shard=2", "mesh.ep=2"),
         small_dit_config(LAYER, "mesh.pp=2", "train.num_microbatches=2"),
     ):
-        result = proof(gang, config)
+        result = proof(gang, config, few=True)
         assert result.passed, "\n".join(render(result))
 
 

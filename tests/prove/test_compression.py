@@ -11,15 +11,10 @@ from meshwright.prove.spec import as_proof
 from tests.prove.proofs import prove_with, record_few_steps, small_config
 
 LAYOUTS = {
-    "one node": ("mesh.dp_shard=2", "train.num_microbatches=2"),
     "two nodes": ("mesh.dp_shard=4", "comm.ranks_per_node=2"),
-    "replicas": ("mesh.dp_replicate=2",),
     "replicas of shards": ("mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
-    "stages": ("mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=4", "model.tie_embeddings=true"),
     "stages with put-off gradients": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "mesh.dp_shard=2",
-                                      "train.num_microbatches=4"),
-    "stages of replicas": ("mesh.pp=2", "mesh.dp_replicate=2", "train.num_microbatches=2"),
-    "tensor parallel": ("mesh.tp=2", "mesh.dp_shard=2"),
+                                      "train.num_microbatches=4", "model.tie_embeddings=true"),
     "a rank a node": ("mesh.dp_shard=2", "mesh.tp=2", "comm.ranks_per_node=2"),
     "frozen parts": ("mesh.dp_shard=2", "train.freeze=['blocks.0.*','norm.*']"),
     "secondary shards": ("mesh.dp_shard=4", "comm.secondary_shards=2"),

@@ -32,11 +32,8 @@ def drifts(gang, num_ranks, source, words):
     return gang(num_ranks).run(drift_on_rank, config, open_data(config))
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [pytest.param(*DIT, id="embedders", marks=pytest.mark.slow), pytest.param(*TIED, id="tied embeddings")],
-)
-def test_copies_come_apart_without_the_sum_and_only_then(gang, source, words):
+def test_copies_come_apart_without_the_sum_and_only_then(gang):
+    source, words = TIED
     first, *others = drifts(gang, 2, source, words)
     assert others == [first], "all ranks see the same"
     assert first.synced.distances == (0.0,) * STEPS
@@ -51,7 +48,7 @@ def test_shards_of_copies_are_as_far_apart_as_the_whole(gang):
     source, words = DIT
     [whole, *_] = drifts(gang, 2, source, words)
     [shards, *_] = drifts(gang, 4, source, (*words, "mesh.dp_shard=2"))
-    assert shards.synced.distances == (0.0,) * STEPS
+    assert shards.synced.distances == (0.0,) * STEPS and whole.unsynced.distances[0] > 0
     assert shards.unsynced.distances == pytest.approx(whole.unsynced.distances, rel=1e-3)
 
 

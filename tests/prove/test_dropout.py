@@ -18,19 +18,12 @@ QUICK = {
     "tp with sequence parallel, recomputed": ("mesh.tp=2", "recompute.policy=full"),
 }
 SLOW = {
-    "cp": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=2"),
-    "tp without sequence parallel": ("mesh.tp=2", "mesh.sequence_parallel=false", "mesh.dp_replicate=2"),
-    "cp by heads, with tp": ("mesh.cp=2", "mesh.cp_method=heads", "mesh.tp=2", "model.num_kv_heads=4"),
+    "tp without sequence parallel": ("mesh.tp=2", "mesh.sequence_parallel=false"),
     "cp, packed": ("mesh.cp=2", "data.packing=documents", "train.num_microbatches=2"),
     "zb-v, recomputed": (
         "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4",
         "recompute.policy=full",
     ),
-    "cp, zb-v, selectively recomputed": (
-        "mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4",
-        "recompute.policy=selective",
-    ),
-    "interleaved": ("mesh.pp=2", "pipeline.chunks=2", "model.num_layers=4", "train.num_microbatches=2"),
 }  # fmt: skip
 
 
@@ -80,4 +73,4 @@ FAULTS = {
 )
 def test_other_masks_fail(gang: GangPool, name: str) -> None:
     config = small_config(DROPOUT, *FAULTS[name].layout)
-    assert not proof(gang, config, "tests.prove.test_dropout", "FAULTS", name).passed
+    assert not proof(gang, config, "tests.prove.test_dropout", "FAULTS", name, few=True).passed

@@ -7,12 +7,11 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.result import FaultKind
-from tests.prove.gradient_case import ALL, EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, MICRO, ODD, Case
+from tests.prove.gradient_case import ALL, EVERY, FSDP, FSDP_TP, HSDP, LAYOUTS, ODD, WITH_MICRO, Case
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize(("axes", "micro"), WITH_MICRO, ids=str)
 def test_every_rank_keeps_its_own_part(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts[case.share(rank)].sum(0))
@@ -22,8 +21,7 @@ def test_every_rank_keeps_its_own_part(axes, micro):
     )
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize(("axes", "micro"), WITH_MICRO, ids=str)
 def test_every_rank_keeps_the_mean_of_its_own_share(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts[case.share(rank)].sum(0) * axes.data_parallel())
@@ -32,10 +30,9 @@ def test_every_rank_keeps_the_mean_of_its_own_share(axes, micro):
 
 
 @pytest.mark.parametrize("axes", [HSDP, ALL], ids=str)
-@pytest.mark.parametrize("micro", MICRO)
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
-def test_one_of_two_data_axes_is_not_summed(axes, micro, axis):
-    case = Case(axes, micro)
+def test_one_of_two_data_axes_is_not_summed(axes, axis):
+    case = Case(axes, 2)
 
     def group(rank, parts):
         at = axes.coordinate(rank)[axis]
@@ -46,8 +43,7 @@ def test_one_of_two_data_axes_is_not_summed(axes, micro, axis):
     case.says(f"the sum over {axis} is missing", f"its own {axis} coordinate", kind=FaultKind.SUM_MISSING)
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize(("axes", "micro"), WITH_MICRO, ids=str)
 def test_a_share_is_dropped(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[1].sum(0))
@@ -63,8 +59,7 @@ def test_the_only_share_there_is_names_the_missing_sum():
     )
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize(("axes", "micro"), WITH_MICRO, ids=str)
 def test_a_rank_works_through_another_ranks_samples(axes, micro):
     case = Case(axes, micro)
     case.give(lambda rank, parts: parts.sum((0, 1)) - parts[1].sum(0) + parts[0].sum(0))
