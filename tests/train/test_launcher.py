@@ -218,16 +218,16 @@ if __name__ == "__main__":
     launcher.PRELOAD = {preload}
     body = getattr(importlib.import_module("{module}"), "{name}")
     try:
-        launcher.launch(body, None, num_ranks=2, threads=1)
+        launcher.launch(body, None, num_ranks={num_ranks}, threads=1)
     except RunError as error:
         sys.exit(f"{{error.what}} | {{error.fix}}")
 """
 
 
-def launched(folder, *, preload, body):
+def launched(folder, *, preload, body, num_ranks=2):
     """Stderr of a program that launches a body, `module:name`; modules are found in the folder."""
     module, _, name = body.partition(":")
-    (folder / "main.py").write_text(LAUNCH.format(preload=preload, module=module, name=name))
+    (folder / "main.py").write_text(LAUNCH.format(preload=preload, module=module, name=name, num_ranks=num_ranks))
     path = os.pathsep.join([str(folder), *sys.path])
     command = [sys.executable, str(folder / "main.py")]
     env = clean_environment() | {"PYTHONPATH": path}
