@@ -11,7 +11,8 @@ from tests.fuzz.draw import draw
 from tests.fuzz.judge import judge
 from tests.fuzz.meaning import ALWAYS
 
-SEED = 2026
+SEED = 106
+"""Its first cases are of all families, over each axis, and on few ranks."""
 FAULTS = {"crash": "crashed", "hang": "hung", "other logits": "differs from one process"}
 
 

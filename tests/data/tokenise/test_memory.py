@@ -11,7 +11,7 @@ import pytest
 
 from meshwright_bench.tokenise.corpora import Kind, write_corpus
 
-SIZES = (20_000_000, 40_000_000)
+SIZES = (20_000_000, 32_000_000)
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**18)}
 """Has glibc return memory as soon as it is freed: by default it keeps up to 100 MB or so, more for larger corpora."""
 
