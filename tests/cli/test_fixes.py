@@ -166,18 +166,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def datasets(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records as a table and as saved datasets."""
-    library, folder = pytest.importorskip("datasets"), tmp_path_factory.mktemp("datasets")
-    library.disable_progress_bars()
-    records = library.Dataset.from_list([json.loads(one) for one in (files / "lines.jsonl").read_text().splitlines()])
-    records.to_parquet(folder / "table.parquet")
-    records.save_to_disk(folder / "stored")
-    library.DatasetDict({"train": records}).save_to_disk(folder / "several")
-    return folder
-
-
 @pytest.fixture
 def place(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with these files, as the current one, in which runs end before they start processes."""
@@ -286,27 +274,11 @@ CASES = {
     "a batch that dp does not divide": "data.source='texts/*.txt' mesh.dp_shard=3",
     "a key of another family": "data.source='texts/*.txt' diffusion.schedule=linear",
 }
-OF_DATASETS = {
-    "no column of Parquet": "data.source=table.parquet",
-    "another column of Parquet": "data.source=table.parquet data.text_field=bdy",
-    "a column of numbers": "data.source=table.parquet data.text_field=number",
-    "no column of a saved dataset": "data.source=stored",
-    "another column of a saved dataset": "data.source=stored data.text_field=bdy",
-    "conversations of a saved dataset": "data.source=stored data.chat_field=body",
-    "several saved datasets": "data.source=several data.text_field=body",
-}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_fixes_of_a_run_lead_to_its_start(here: Callable[..., Any], place: Path, name: str) -> None:
     case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *shlex.split(CASES[name])))
-    assert follow(here, case)
-
-
-@pytest.mark.parametrize("name", OF_DATASETS)
-def test_fixes_of_datasets_lead_to_a_start(here: Callable[..., Any], place: Path, datasets: Path, name: str) -> None:
-    shutil.copytree(datasets, place, dirs_exist_ok=True)
-    case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *shlex.split(OF_DATASETS[name])))
     assert follow(here, case)
 
 
