@@ -146,6 +146,31 @@ def test_gradients_are_right_on_uneven_and_empty_shards(gang):
         assert len(found) == 2 * len(BACKWARDS)
 
 
+def group_norms(rank, world_size):
+    """For each input that is sharded: whether a group norm's results and gradients are those of plain tensors."""
+    mesh, found = init_device_mesh("cpu", (world_size,)), {}
+    for sharded, placement in ((0, Shard(0)), (0, Shard(1)), (1, Shard(0)), (2, Shard(0))):
+        plain = [numbers(1, 6, 3, seed=4), numbers(6, seed=5), numbers(6, seed=6)]
+        placed = [place(x, mesh, [placement if n == sharded else Replicate()]) for n, x in enumerate(plain)]
+        outcomes = []
+        with replicate_fallback(warn=False):
+            for inputs in (plain, placed):
+                inputs = [x.detach().requires_grad_() for x in inputs]
+                result = F.group_norm(inputs[0], 2, *inputs[1:])
+                outcomes.append([result, *torch.autograd.grad(result.square().sum(), inputs)])
+            full = [x.full_tensor() for x in outcomes[1]]
+        found[sharded, str(placement)] = [
+            torch.allclose(x, y, atol=1e-4) for x, y in zip(full, outcomes[0], strict=True)
+        ]
+    return found
+
+
+def test_group_norm_has_right_gradients_wherever_it_is_sharded(gang):
+    """Its operator is told sizes, which DTensor passes on as those of the full tensor."""
+    for found in gang(2).run(group_norms, timeout_s=MANY_S):
+        assert len(found) == 4 and all(outcome == [True] * 4 for outcome in found.values()), found
+
+
 class Lines(logging.Handler):
     """A handler that collects log messages."""
 

@@ -121,6 +121,7 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
     "aten._linalg_det.default": _is_non_contiguous,
     "aten._linalg_slogdet.default": _is_non_contiguous,
     "aten._adaptive_avg_pool2d_backward.default": _is_unbatched,
+    "aten.native_group_norm_backward.default": lambda call: any(map(is_sharded, call.dtensors())),  # global sizes
     "aten._to_copy.default": _is_partial_to_float8,
     "aten.view.default": _has_no_elements,
     "aten._unsafe_view.default": _has_no_elements,
