@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright import api
+from meshwright.prove.as_run.configuration import as_configured
+from meshwright.prove.as_run.report import render
 from tests.models.hf.runs import hf_config
+from tests.prove.as_run.proofs import proof
 
 pytest.importorskip("transformers")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["mesh.dp_shard=2", "mesh.tp=2"])
-def test_experts_in_bfloat16_are_proved_as_they_run(layout):
-    proof = api.prove(hf_config("mixtral", layout, "train.precision=bfloat16"), as_run=True)
-    assert proof, "\n".join(proof.lines)
+def test_experts_in_bfloat16_are_proved_as_they_run(gang, layout):
+    config = as_configured(hf_config("mixtral", layout, "train.precision=bfloat16"))
+    result = proof(gang, config)
+    assert result.passed, "\n".join(render(result))
