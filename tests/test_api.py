@@ -70,6 +70,7 @@ def other(plan, **fields):
     return replace(plan, kinds=tuple(changed if kind is block else kind for kind in plan.kinds))
 
 
+@pytest.mark.slow
 def test_a_run_gives_its_losses_and_goes_on(config, tmp_path):
     plan = other(meshwright.plan(config), freed=False)
     done = meshwright.run(config, out=tmp_path / "run", plan=plan)

@@ -30,6 +30,7 @@ def test_an_unknown_part_exits_2():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_unwritable_file_is_an_error_before_measuring(tmp_path):
     for path, words in ((tmp_path / "none" / "x.json", "mkdir"), (tmp_path, "can't write")):
         done = bench("train", "--json", str(path))

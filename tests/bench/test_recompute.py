@@ -34,6 +34,7 @@ def test_live_bytes_are_those_that_the_backward_needs():
     assert found == 3 * 4 * 8 * 4
 
 
+@pytest.mark.slow
 def test_figures(tmp_path):
     words = ("llama-tiny", "model.num_layers=1", "train.seq_len=16", "train.global_batch=2", *small_corpus(tmp_path))
     context = RankContext(0, 1, 0, 1, None, StatusBoard([0] * StatusBoard.length(1)))

@@ -113,7 +113,8 @@ def along_other_dims(rank, world_size, pairs):
     return found
 
 
-@pytest.mark.parametrize("num_layouts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layouts", [1, 2])
 def test_work_along_dims_that_are_not_cut_is_right_and_sends_nothing(gang, num_layouts):
     pairs = in_turn(LAYOUTS, OPERATORS, num_layouts)
     for found in gang(4).run(along_other_dims, pairs, timeout_s=120.0):

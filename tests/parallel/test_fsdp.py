@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed import device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -43,6 +44,7 @@ def secondary(rank, world_size, num_layers):
     return created.call_count, {unit[1] for unit in units if unit is not None}
 
 
+@pytest.mark.slow
 def test_stages_of_more_layers_create_no_more_groups(gang):
     """All ranks of the world must create the same groups, and the stages of a pipeline differ in their units."""
     few, many = (gang(4).run(secondary, num_layers) for num_layers in (1, 3))

@@ -68,9 +68,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(FAULTS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
 def test_other_masks_fail(gang: GangPool, name: str) -> None:
     config = small_config(DROPOUT, *FAULTS[name].layout)
     assert not proof(gang, config, "tests.prove.test_dropout", "FAULTS", name, few=True).passed

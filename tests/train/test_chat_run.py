@@ -23,6 +23,7 @@ def words(tmp_path_factory):
             "model.vocab_size=360"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process(gang, words):
     words = [*words, "train.precision=float64"]
     (alone,) = run_on(gang, 1, trace, words, 3)

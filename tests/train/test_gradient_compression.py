@@ -77,6 +77,7 @@ def resumed(gang, whole, broken, words, edit=None):
     return notes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_as_if_uninterrupted(gang, whole, tmp_path):
     notes = resumed(gang, whole, tmp_path, WORDS)
     assert_bitwise_equal(tmp_path, whole)
@@ -149,18 +150,13 @@ LOCO, INT8 = "comm.gradients=loco4", "comm.weights=int8"
 REPLICAS = ("mesh.dp_replicate=2", "mesh.dp_shard=2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        ("mesh.tp=2", "mesh.dp_replicate=2", LOCO),
-        *(
-            pytest.param(words, marks=pytest.mark.slow)
-            for words in (
-                (*TP, LOCO, INT8, "comm.ranks_per_node=2", "mesh.sequence_parallel=false", "train.precision=bfloat16"),
-                (*REPLICAS, LOCO, INT8, "comm.ranks_per_node=2"),
-                ("mesh.pp=2", "mesh.dp_shard=2", LOCO, "model.tie_embeddings=true", "train.num_microbatches=2"),
-            )
-        ),
+        (*TP, LOCO, INT8, "comm.ranks_per_node=2", "mesh.sequence_parallel=false", "train.precision=bfloat16"),
+        (*REPLICAS, LOCO, INT8, "comm.ranks_per_node=2"),
+        ("mesh.pp=2", "mesh.dp_shard=2", LOCO, "model.tie_embeddings=true", "train.num_microbatches=2"),
     ],
     ids=" ".join,
 )

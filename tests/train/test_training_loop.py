@@ -66,6 +66,7 @@ def options_in(fix):
     return dict(re.findall(r"--(out|resume) (\S+)", " ".join(shlex.split(fix))))
 
 
+@pytest.mark.slow
 def test_a_diverged_run_keeps_its_good_checkpoints_and_goes_on_from_them(run, tmp_path):
     error = fails(run, tmp_path / "a", "checkpoint.every=2", spoilt=range(4, 9))
     assert error.what.startswith("3 steps in a row were not finite") and kept(tmp_path / "a") == [2]

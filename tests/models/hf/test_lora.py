@@ -29,7 +29,7 @@ from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof, overridden
 from meshwright.testing.gang import GangPool
 from meshwright.train.run_folder import check_continues
-from tests.helpers import alternatives
+from tests.helpers import alternatives, quick_and_slow
 from tests.models.hf.faults import proof_of
 from tests.models.hf.runs import hf_config, run
 from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
@@ -61,6 +61,7 @@ def test_targets_are_names_or_globs_and_counted_operations_follow() -> None:
     assert 2 / 3 < lora.flops_per_token / full.flops_per_token < 0.8  # no gradients of frozen matrices
 
 
+@pytest.mark.slow
 def test_adapters_start_as_those_of_peft_and_the_model_as_without_them() -> None:
     config = hf_config("gpt2", RANK)
     f, plain = run_facts(config), run_facts(hf_config("gpt2"))
@@ -152,7 +153,7 @@ SAVED = {
 }
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", quick_and_slow(zip(SAVED), [("other targets",), ("no adapters",)]))
 def test_a_checkpoint_of_another_model_names_keys_that_fit(tmp_path: Path, name: str) -> None:
     before, now, says = SAVED[name]
     config = hf_config("qwen3", *before)

@@ -91,6 +91,7 @@ def packed(folder: Path, *words: str) -> Any:
                      "model.weights=folder", "train.validation_samples=8", *words)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_longrope_is_refused_past_its_limit_and_right_below(longrope: Path) -> None:
     with pytest.raises(ConfigError, match=TOGETHER) as found:
         packed(longrope, "train.seq_len=64")

@@ -58,6 +58,7 @@ def test_a_matrix_as_wide_as_the_vocabulary_is_a_head_only_around_the_layers(str
     assert found.last.styles["lm_head"] == HEAD
 
 
+@pytest.mark.slow
 def test_layers_without_a_fitting_plan_have_sharded_feed_forwards(structure):
     pairs = {"bert": ("intermediate.dense", "output.dense"), "lfm2": ("feed_forward.w1", "feed_forward.w2")}
     for model, (up, down) in pairs.items():
@@ -78,12 +79,14 @@ def test_outputs_that_a_model_writes_to_are_copied(structure):
     assert not any(style.cloned for style in structure("qwen3").blocks[0].styles.values())
 
 
+@pytest.mark.slow
 def test_rotary_keys_of_latent_attention_have_a_partial_tail(structure):
     for block in structure("deepseek_v2").blocks:
         assert block.styles["self_attn.kv_a_proj_with_mqa"].partial_tail == 8
         assert block.styles["self_attn.kv_b_proj"] == COLUMN
 
 
+@pytest.mark.slow
 def test_experts_are_shared_out_and_their_router_is_not(structure):
     (block,) = structure("mixtral").blocks
     assert block.styles["mlp.experts"].kind is StyleKind.EXPERTS and block.styles["mlp.experts"].top_k == 2
@@ -111,6 +114,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_reason():
     hf_config("bitnet", "mesh.dp_shard=2")
 
 
+@pytest.mark.slow
 def test_sizes_of_tp_that_divide_no_matrix_are_refused_with_one_that_does(tmp_path):
     """Keys and values of one head, and a feed-forward of 130."""
     fields = {"num_key_value_heads": 1, "intermediate_size": 130}

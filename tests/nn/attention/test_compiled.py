@@ -14,7 +14,8 @@ from tests.nn.blocks import context, make_block
 MIXES = [((20, 12), (32,)), ((1, 30, 1), (16, 16)), ((32,), (5, 5, 5, 5, 12)), ((8,) * 4, (31, 1))]
 
 
-@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_other_documents_take_the_same_graph(recomputes: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
