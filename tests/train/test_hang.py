@@ -22,7 +22,7 @@ from tests.train.runs import STEPS, choose, is_alive, wait_until
 
 TIMEOUT_S = 600
 """The default of `train.timeout_s`."""
-PATIENCE_S = 2
+PATIENCE_S = 10
 """How long the others wait for a rank that will not come, once it is known that it will not."""
 
 

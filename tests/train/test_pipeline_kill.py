@@ -24,7 +24,7 @@ from tests.helpers import small_corpus
 from tests.train.runs import LIMIT_S, STEPS, choose, is_alive, num_steps, rank_pids, start, wait_until
 from tests.train.test_hang import PATIENCE_S, wait_no_longer_than
 
-SUSPENDED_S = 5
+SUSPENDED_S = 20
 """How long others wait for a rank that is suspended within the step that they are in."""
 ACTION = r"in step \d+, action \d+ \({stage}(F|B|SEND_F|SEND_B|RECV_F|RECV_B|FREE_IN|FREE_OUT|FREE_GRAD|FREE_IN_GRAD)\d"
 
@@ -168,7 +168,7 @@ def test_a_rank_stopped_at_an_action_is_named_with_it(corpus, endings):
 def endings(gang, corpus, tmp_path_factory):
     """What `ended` gives for every moment, by its name. Most of them wait for time-outs, so a few run side by side."""
     runs = MOMENTS | {name: ([], moment) for name, (moment, _) in PHASES.items()}
-    runs["starting"][0].append(f"train.timeout_s={PATIENCE_S}")
+    runs["starting"][0].append(f"train.timeout_s={SUSPENDED_S}")
     with ProcessPoolExecutor(SIDE_BY_SIDE, get_context("forkserver")) as launchers:
         yield {
             name: launchers.submit(ended, [*corpus, *PIPELINED, *more], tmp_path_factory.mktemp("run"), moment)
