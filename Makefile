@@ -9,7 +9,7 @@ READY_DEV := $(READY)-dev
 PY := $(VENV)/bin/python
 TESTERS ?= 2
 # Without .pyc files every process of a test would compile all of src again.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(TESTERS) --dist loadfile
 override DEMO_OUT := runs/demo# removed before each demo, so it is this folder and no other
 
 .PHONY: help demo test test-slow gpu lint docs setup setup-dev clean redo-setup

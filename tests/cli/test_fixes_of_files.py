@@ -31,7 +31,7 @@ def place(here: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = {"config": config.model_dump(), "corpus": "c", "skipped_in_a_row": 0}
     save_load.save(Path("runs/one/checkpoints"), 3, tensors, model=config.model.spec().identity(), run=run, keep=1)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-    for name, config in {"bert": {"model_type": "bert"}, "yarn": {
+    for name, config in {"bert": {"model_type": "bert"}, "scaled": {
         "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "max_position_embeddings": 256, "rope_parameters": yarn,
     }}.items():  # fmt: skip
@@ -57,7 +57,7 @@ CASES = {
     "a missing plan": (f"{RUN} --plan nothing.json", "can't read nothing.json"),
 }
 """Words, and what is wrong with them."""
-IMPORTS = {"an encoder": ("bert", "bert is an encoder"), "YaRN": ("yarn", "the folder has no weights")}
+IMPORTS = {"an encoder": ("bert", "bert is an encoder"), "YaRN": ("scaled", "the folder has no weights")}
 """Folders that an import hands on to runs of transformers' models, and what these say of them."""
 
 

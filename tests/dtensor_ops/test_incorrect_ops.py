@@ -74,6 +74,10 @@ CASES = {
         "_adaptive_avg_pool2d_backward.default", gradient(lambda x: F.adaptive_avg_pool2d(x, (5, 5))),
         (numbers(8, 4, 3), S1),
     ),
+    "group norm, gradient": (
+        "native_group_norm_backward.default", gradient(lambda x, w: F.group_norm(x, 2, w)),
+        (numbers(4, 8, 3), S1), (numbers(8, seed=1), S0),
+    ),
     "to eight bits": ("_to_copy.default", lambda x: x.to(torch.float8_e4m3fn).float(), (numbers(8, 6) / 256, P)),
     "view of nothing": ("view.default", lambda x: x.view(2, 0, 3), (numbers(6, 0), S0)),
     "reshaped nothing": ("_unsafe_view.default", lambda x: aten._unsafe_view(x, (0, 3, 2)), (numbers(6, 0), S0)),
