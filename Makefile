@@ -33,7 +33,7 @@ test: $(READY_DEV)
 	@$(PYTEST)
 
 test-slow: $(READY_DEV)
-	@echo "test-slow: end-to-end tests (about an hour on 2 cores) …"
+	@echo "test-slow: end-to-end tests (half an hour or more on 2 cores) …"
 	@$(PYTEST) -m slow
 
 # One tester: they share the device. The environment needs a CUDA build of PyTorch.
