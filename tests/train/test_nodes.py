@@ -1,7 +1,4 @@
-"""Two nodes on one machine, through the public command: under two torchrun agents, and as these start it.
-
-That two agents train to the end: `tests/cli/test_launch_runs.py`.
-"""
+"""Two nodes on one machine, through the public command: under two torchrun agents, and as these start it."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,14 +29,15 @@ def words(tmp_path_factory):
     return [*STEPS, *small_corpus(tmp_path_factory.mktemp("corpus")), "train.steps=4"]
 
 
-def start_nodes(words, out, **environment):
+def start_nodes(words, out, *more, **environment):
     """The two agents. They meet at a file: a free port that a test finds may be taken when they want it."""
-    meeting = out.with_name(f"{out.name}-meeting")
+    meeting = Path(tempfile.mkdtemp(dir=out.parent)) / "meeting"  # closed once a start failed
     return [
         subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
              "--rdzv-backend", "c10d", "--rdzv-endpoint", str(meeting), "--rdzv-conf", "store_type=file",
-             "--rdzv-id", "test", "--local-addr", "127.0.0.1", "-m", "meshwright", "run", *words, "--out", str(out)],
+             "--rdzv-id", "test", "--local-addr", "127.0.0.1", "-m", "meshwright", "run", *words, "--out", str(out),
+             *more],
             env=clean_environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **environment),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
@@ -53,7 +52,7 @@ def ranks_of(node):
 
 
 def test_a_rank_killed_on_one_node_ends_both(words, tmp_path):
-    """And on one node it goes on from there, to what it would have been."""
+    """And on two nodes it goes on from there, to what it would have been on one."""
     words, out = [*words, "mesh.tp=2"], tmp_path / "run"
     hold = Hold(tmp_path / "hold", rank=1, phase="step", step=4)
     nodes = start_nodes(words, out, **hold.environment())
@@ -68,7 +67,9 @@ def test_a_rank_killed_on_one_node_ends_both(words, tmp_path):
     errors = outputs[0][1] + outputs[1][1]
     assert re.search(r"rank \d lost another rank in (step \d+|saving|validating)", errors), errors
     assert "SIGKILL" in errors or "exitcode  : -9" in errors  # torchrun names the one that was killed
-    train(words, out, resume="auto")
+    nodes = start_nodes(words, out, "--resume", "auto")
+    outputs = [node.communicate(timeout=WAIT_S) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
     (tmp_path / "local").mkdir()
     train(words, tmp_path / "local")
     assert_bitwise_equal(out, tmp_path / "local")
