@@ -44,7 +44,7 @@ KEY = re.compile(r"(?<![\w.}-])([a-z_0-9]+(?:\.[a-z_0-9]+)+)=(?!=)")
 COMMAND = re.compile(r"\bmeshwright ([a-z]+(?: [a-z]+)?)([^`;|]*)")
 NOT_COMMANDS = {"by default", "capture plan", "pipeline table"}
 """What follows our name elsewhere: the first words of our files."""
-SHELL = ("chmod", "cp", "iconv", "mkdir", "mv", "rm")
+SHELL = ("chmod", "cp", "gunzip", "iconv", "mkdir", "mv", "rm")
 
 
 def texts(source: str) -> Iterator[str]:
@@ -159,6 +159,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "utf-16.txt").write_bytes(codecs.BOM_UTF16_LE + TEXT.encode("utf-16-le"))
     (folder / "latin-1.txt").write_text(f"# caf\xe9\n{TEXT}", "latin-1")
     (folder / "latin-1.jsonl").write_text(lines.replace("return", "caf\xe9"), "latin-1")
+    (folder / "packed.txt.gz").write_bytes(gzip.compress((folder / "latin-1.txt").read_bytes()))
     (folder / "links").mkdir()
     (folder / "links/a.txt").write_text(TEXT, "utf-8")
     (folder / "links/b.txt").symlink_to("nowhere")
@@ -232,6 +233,7 @@ OPEN = {
     "UTF-16": ("data.source=utf-16.txt", "iconv -f UTF-16"),
     "Latin-1": ("data.source=latin-1.txt", "iconv -f <its encoding>"),
     "records in Latin-1": ("data.source=latin-1.jsonl data.text_field=body", "iconv -f <its encoding>"),
+    "compressed Latin-1": ("data.source=packed.txt.gz", "gunzip -k packed.txt.gz, then iconv -f <its encoding>"),
     "an entry of a mixture": ("data.mixture=['1:texts/*.txt','1:lines.jsonl#bdy']", "in data.mixture, 1:lines.jsonl#"),
     "an entry without weight": ("data.mixture=['texts/*.txt','1:lines.jsonl#body']", "0.5:texts/*.txt"),
     "documents of a token file": ("data.source=ids.npy data.packing=documents", "data.separator=<"),
@@ -290,12 +292,12 @@ def test_fixes_that_leave_something_open(here: Callable[..., Any], place: Path, 
 
         numpy.save("ids.npy", numpy.arange(5000, dtype=numpy.uint16) % 256)
     case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *words.split(" ")))
-    if last.startswith("iconv"):
+    if "iconv" in last:
         fix = shown_error(here("run", case.preset, *case.words).stderr)["fix"]
         assert fix.startswith(last)
-        suffix = Path(words.split(" ")[0]).suffix
-        [command] = shell_commands(fix.replace("<its encoding>", "LATIN1"))
-        subprocess.run(command.replace("utf-8.txt", f"utf-8{suffix}"), shell=True, check=True)
+        suffix = ".jsonl" if ".jsonl" in words else ".txt"
+        for command in shell_commands(fix.replace("<its encoding>", "LATIN1")):
+            subprocess.run(command.replace("utf-8.txt", f"utf-8{suffix}"), shell=True, check=True)
         case = case.with_words([f"data.source=utf-8{suffix}"])
         assert here("run", case.preset, *case.words).returncode == 0
     else:

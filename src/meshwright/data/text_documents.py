@@ -24,7 +24,7 @@ from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 
-from meshwright.data.sources.compressed_files import DAMAGE, UNPACK, contents_name, open_contents, suffix_of_compression
+from meshwright.data.sources.compressed_files import DAMAGE, contents_name, open_contents, recode, suffix_of_compression
 from meshwright.errors import DataError
 
 STDLIB = "stdlib"
@@ -144,7 +144,12 @@ def opened(path: str, source: str) -> Iterator[BufferedReader]:
         with open_contents(path) as file:
             start = file.peek(4)
             if name := next((name for mark, name in _OTHER_UNICODE.items() if start.startswith(mark)), None):
-                raise _other_unicode(path, name)
+                raise DataError(
+                    f"{path} is in {name}, by its first bytes",
+                    where=f"data.source, {path}",
+                    rule="text is in UTF-8",
+                    fix=recode(path, name),
+                )
             if start.startswith(codecs.BOM_UTF8):
                 file.read(len(codecs.BOM_UTF8))
             yield file
@@ -157,17 +162,6 @@ def opened(path: str, source: str) -> Iterator[BufferedReader]:
             rule="compressed files are whole, and compressed as their suffix says",
             fix="fetch the file again, or a data.source without it",
         ) from None
-
-
-def _other_unicode(path: str, name: str) -> DataError:
-    suffix = suffix_of_compression(path)
-    first = f"{UNPACK[suffix]} {shlex.quote(path)}, then " if suffix else ""
-    return DataError(
-        f"{path} is in {name}, by its first bytes",
-        where=f"data.source, {path}",
-        rule="text is in UTF-8",
-        fix=f"{first}iconv -f {name} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>",
-    )
 
 
 def damage(text: str) -> str:

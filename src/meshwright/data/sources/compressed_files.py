@@ -11,6 +11,7 @@ import importlib.util
 import io
 import lzma
 import os
+import shlex
 import zlib
 from collections.abc import Callable
 from typing import Any, cast
@@ -32,6 +33,13 @@ def suffix_of_compression(path: str) -> str:
 def contents_name(path: str) -> str:
     """Return the path of a file without the suffix by which it is compressed."""
     return path[: len(path) - len(suffix_of_compression(path))]
+
+
+def recode(path: str, encoding: str = "<its encoding>") -> str:
+    """Return the commands that write a file of text in UTF-8 to another, which unpack it first if it is compressed."""
+    suffix = suffix_of_compression(path)
+    first = f"{UNPACK[suffix]} {shlex.quote(path)}, then " if suffix else ""
+    return f"{first}iconv -f {encoding} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>"
 
 
 def open_contents(path: str) -> io.BufferedReader:

@@ -6,12 +6,11 @@ A line that can't be read is an error with its file and number. Blank lines are 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from meshwright.data.chats.messages import kind_of, likely_chat_field
-from meshwright.data.sources.compressed_files import contents_name
+from meshwright.data.sources.compressed_files import contents_name, recode
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import RecordText
@@ -81,10 +80,8 @@ def _object(line: bytes, path: str, number: int) -> dict[str, Any]:
     try:
         value = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{place} is not UTF-8 from its byte {error.start + 1} on", where=f"data.source, {place}", rule=rule,
-            fix=f"iconv -f <its encoding> -t UTF-8 {shlex.quote(path)} > <another file>",
-        ) from None  # fmt: skip
+        what = f"{place} is not UTF-8 from its byte {error.start + 1} on"
+        raise DataError(what, where=f"data.source, {place}", rule=rule, fix=recode(path)) from None
     except (ValueError, RecursionError) as error:
         at = f" at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
         what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)

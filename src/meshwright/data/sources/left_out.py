@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
+
+from meshwright.data.sources.compressed_files import recode
 
 
 @dataclass
@@ -31,5 +32,4 @@ class LeftOut:
 
     def fix(self, other: str) -> str:
         """Return the ways out of a lack of text: files in UTF-8, if some are not, and another way."""
-        path = shlex.quote(min(self.files, default=""))
-        return f"iconv -f <its encoding> -t UTF-8 {path} > <another file>, or {other}" if self.files else other
+        return f"{recode(min(self.files))}, or {other}" if self.files else other
