@@ -97,6 +97,10 @@ def threads(rank, world_size):
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]
 
 
+def directory(rank, world_size):
+    return os.getcwd()
+
+
 def listening_addresses(rank, world_size):
     """Local addresses of this process's listening TCP sockets, as /proc writes them."""
     sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)}
@@ -138,6 +142,12 @@ def test_tensors_survive_after_the_worker_moved_on(gang):
     for rank, (large, small) in enumerate(results):
         assert large.sum().item() == rank * 1_000_000
         assert small.tolist() == [rank] * 3
+
+
+def test_a_body_runs_in_the_directory_of_its_caller(gang, tmp_path, monkeypatch):
+    gang(2).run(total)
+    monkeypatch.chdir(tmp_path)
+    assert gang(2).run(directory) == [str(tmp_path)] * 2
 
 
 def test_one_thread_and_loopback_only(gang):

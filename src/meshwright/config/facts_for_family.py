@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 
 from meshwright.config.schema import RunConfig
@@ -31,11 +32,16 @@ def run_facts(config: RunConfig) -> RunFacts:
     )
 
 
+def model_version(config: RunConfig) -> Hashable:
+    """Return what tells apart models of equal configurations: keys of caches have it."""
+    return config.family.version(run_facts(config))
+
+
 def model_facts(config: RunConfig) -> ModelFacts:
     """Return the description of a run's model."""
-    return _cached_model_facts(config)
+    return _cached_model_facts(config, model_version(config))
 
 
 @lru_cache(maxsize=16)
-def _cached_model_facts(config: RunConfig) -> ModelFacts:
+def _cached_model_facts(config: RunConfig, version: Hashable) -> ModelFacts:
     return config.family.describe(run_facts(config))

@@ -7,11 +7,12 @@ makes stages and units, and `pipeline_table` makes the schedule.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
 
 from meshwright.comm.compression.catalogue import EXACT, is_lossy
-from meshwright.config.facts_for_family import model_facts
+from meshwright.config.facts_for_family import model_facts, model_version
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.optim.planned import planned_optimizer
@@ -47,11 +48,11 @@ def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) 
         nodes: number of consecutive ranks per node, or the node of each rank; None for a single node. Ignored if
             `comm.ranks_per_node` is set.
     """
-    return _make_plan(config, config.comm.ranks_per_node or nodes)
+    return _make_plan(config, model_version(config), config.comm.ranks_per_node or nodes)
 
 
 @lru_cache(maxsize=8)
-def _make_plan(config: RunConfig, nodes: int | tuple[int, ...] | None) -> RunPlan:
+def _make_plan(config: RunConfig, version: Hashable, nodes: int | tuple[int, ...] | None) -> RunPlan:
     facts, axes, train = model_facts(config), config.mesh.axes(), config.train
     mesh, table = Mesh.of(axes, ep=config.mesh.ep, nodes=nodes), lowered_table(config)
     kind_maker = KindMaker(config, facts, mesh)

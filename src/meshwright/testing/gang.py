@@ -120,7 +120,7 @@ class Gang:
             GangError: a rank raised (its exception is the cause), died, or did not return in time.
         """
         __tracebackhide__ = True  # hide this frame in pytest tracebacks
-        call = Call(_pickle_call(fn, args, kwargs))
+        call = Call(_pickle_call(fn, args, kwargs), os.getcwd())
         try:
             self._make_ready()
             replies = self._ask(call, timeout_s)

@@ -61,9 +61,10 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Call:
-    """Request to run a body; `payload` is the pickled `(fn, args, kwargs)`."""
+    """Request to run a body in the caller's working directory; `payload` is the pickled `(fn, args, kwargs)`."""
 
     payload: bytes
+    directory: str
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def _answer(
             _regroup(rank, world_size, request.name, store, names)
             return Returned()
         _reseed(environment)
+        os.chdir(request.directory)
         fn, args, kwargs = pickle.loads(request.payload)
         return Returned(pickle.dumps(fn(rank, world_size, *args, **kwargs)))
     except BaseException as error:  # workers survive any exception, including SystemExit

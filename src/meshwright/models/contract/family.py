@@ -10,7 +10,7 @@ import difflib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -81,6 +81,10 @@ class Family(ABC):
     foreign_names: ClassVar[Mapping[str, str]] = {}
     """Names that other frameworks give to the family's own keys, by dotted key, separated by spaces: they are suggested
     to users of these names."""
+
+    def version(self, f: RunFacts) -> Hashable:
+        """Return what tells apart models of equal sections: the content of files that they name. It must be fast."""
+        return None
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         """Yield violations of the family's rules, for its sections and for tensor parallelism."""

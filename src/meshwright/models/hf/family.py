@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from math import prod, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import OtherWeights
@@ -24,7 +24,7 @@ from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig
 from meshwright.models.hf.lora_names import SECOND, check_peft, is_adapter, original_name
-from meshwright.models.hf.source import Source, find_source, transformers_version
+from meshwright.models.hf.source import Source, file_state, find_source, transformers_version
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
@@ -55,7 +55,11 @@ class HfFamily(ForeignFamily):
 
     def origin(self, f: RunFacts) -> TransformersModel:
         """Return how the model is built and called."""
-        return _origin(_section(f), _lora(f))
+        return _origin(_key(f))
+
+    def version(self, f: RunFacts) -> Source:
+        """Return what config.json says now."""
+        return _source(_section(f))
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
         """Check the layout, the weights and the adapters against what the model allows."""
@@ -135,7 +139,7 @@ class HfFamily(ForeignFamily):
         """Return initial values as the model's own rules compute them."""
         from meshwright.models.hf.initial_values import compute
 
-        return compute(lambda small: _without_values(_section(f), small), name, f.seed)
+        return compute(lambda small: _without_values(_key(f), small), name, f.seed)
 
     def proof(self, f: RunFacts) -> Mapping[str, Any]:
         """Return overrides for proofs: the first gradients of adapters that start at zero are zero."""
@@ -151,20 +155,19 @@ class HfFamily(ForeignFamily):
 
 def pretrained(f: RunFacts) -> Pretrained | None:
     """Return the weights of a run's folder, the same each time in a process; None if it starts without."""
-    if _section(f).weights != "folder" or _source(_section(f)).folder is None:
+    folder = _source(_section(f)).folder
+    if _section(f).weights != "folder" or folder is None:
         return None
-    return _pretrained(_section(f), _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+    return _pretrained(folder, folder.absolute(), _key(f), _section(f).unused_weights)
 
 
 @lru_cache(maxsize=4)
-def _pretrained(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None) -> Pretrained:
+def _pretrained(folder: Path, absolute: Path, key: _Key, unused: tuple[str, ...]) -> Pretrained:
     from meshwright.models.hf.pretrained import Pretrained
 
-    found = saved_tensors(_structure(section, lora, seq_len, tp, cache_dir))
+    found = saved_tensors(_structure(key))
     own = {original_name(name): shape for name, shape in found.shapes.items() if not is_adapter(name)}
-    source, wanted = _source(section), replace(found, shapes=own)
-    assert source.folder is not None
-    return Pretrained(source.folder, source, wanted, section.unused_weights, cache_dir)
+    return Pretrained(folder, key.source, replace(found, shapes=own), unused, key.cache_dir)
 
 
 def _section(f: RunFacts) -> HfConfig:
@@ -201,51 +204,68 @@ def _has_only_tokens(data: DataFacts) -> bool:
     return all(is_token_file(one.source) for one in all_sources(data))
 
 
-@lru_cache(maxsize=64)
 def _source(section: HfConfig) -> Source:
-    return find_source(section.config)
+    return _found(section.config, file_state(section.config))
 
 
 @lru_cache(maxsize=64)
-def _origin(section: HfConfig, lora: LoraConfig | None = None) -> TransformersModel:
-    from meshwright.models.hf.origin import TransformersModel
+def _found(text: str, state: Any) -> Source:
+    return find_source(text)
 
-    return TransformersModel(_source(section), section.attention, lora)
+
+class _Key(NamedTuple):
+    """What determines a model's structure."""
+
+    source: Source
+    attention: str
+    lora: LoraConfig | None
+    seq_len: int
+    tp: int
+    cache_dir: str | None
+
+
+def _key(f: RunFacts) -> _Key:
+    return _Key(_source(_section(f)), _section(f).attention, _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
 
 
 def structure_of(f: RunFacts) -> Structure:
     """Return the structure of a run's model, from the cache if it was derived before."""
-    return _structure(_section(f), _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+    return _structure(_key(f))
 
 
 @lru_cache(maxsize=64)
-def _structure(section: HfConfig, lora: LoraConfig | None, seq_len: int, tp: int, cache_dir: str | None) -> Structure:
-    source = _source(section)
+def _origin(key: _Key) -> TransformersModel:
+    from meshwright.models.hf.origin import TransformersModel
 
+    return TransformersModel(key.source, key.attention, key.lora)
+
+
+@lru_cache(maxsize=64)
+def _structure(key: _Key) -> Structure:
     def derive() -> Structure:
         from meshwright.models.foreign.derive import derive_structure
         from meshwright.models.hf.build_model import whole_config
 
-        if source.fields:
-            whole_config(source, aloud=True)  # here alone, or each rank would repeat it
-        return derive_structure(_origin(section, lora), seq_len=seq_len, tp=tp)
+        if key.source.fields:
+            whole_config(key.source, aloud=True)  # here alone, or each rank would repeat it
+        return derive_structure(_origin(key), seq_len=key.seq_len, tp=key.tp)
 
-    versions = {"transformers": transformers_version(), "torch": version("torch")}
-    key = {**source.identity(), "attention": section.attention, "seq_len": seq_len, "tp": tp, **versions}
-    if lora is not None:
-        key |= {"lora": lora.identity(), "peft": version("peft")}
-    return cached_structure(key, derive, cache_dir=cache_dir)
+    decides = {**key.source.identity(), "attention": key.attention, "seq_len": key.seq_len, "tp": key.tp}
+    decides |= {"transformers": transformers_version(), "torch": version("torch")}
+    if key.lora is not None:
+        decides |= {"lora": key.lora.identity(), "peft": version("peft")}
+    return cached_structure(decides, derive, cache_dir=key.cache_dir)
 
 
 @lru_cache(maxsize=4)
-def _without_values(section: HfConfig, small: bool) -> nn.Module:
-    """Build the model on the meta device; with `small`, small tensors on the CPU."""
+def _without_values(key: _Key, small: bool) -> nn.Module:
+    """Build the model on the meta device, without adapters; with `small`, small tensors on the CPU."""
     import torch
 
     from meshwright.models.foreign.private import small_on_cpu
 
     with small_on_cpu() if small else torch.device("meta"):
-        return _origin(section).build()
+        return _origin(key._replace(lora=None)).build()
 
 
 FAMILY = HfFamily()

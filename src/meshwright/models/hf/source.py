@@ -56,6 +56,13 @@ def find_source(text: str) -> Source:
     return Source(text)
 
 
+def file_state(text: str) -> tuple[Path, int] | None:
+    """Return which config.json `model.config` names from here, and when it was written; None for a model type."""
+    path = Path(text).expanduser()
+    path = path / CONFIG_FILE if path.is_dir() else path
+    return (path.absolute(), path.stat().st_mtime_ns) if path.is_file() else None
+
+
 def _read(path: Path) -> Source:
     try:
         fields = json.loads(path.read_text("utf-8"))
