@@ -15,9 +15,8 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import plan
 from meshwright.reshard.planner.steps import ReshardPlan, Step
-from meshwright.reshard.verify import step_values
 from meshwright.reshard.verify.exchange_counts import count_exchange
-from meshwright.reshard.verify.verify_plan import verify
+from meshwright.reshard.verify.verify_plan import check_values, verify
 from tests.reshard.by_hand import plan_of
 from tests.reshard.plan_faults import EXCHANGE, FAULTS, GATHER_SLICE_SWAP, MADE, MAKE, MIXED, REDUCE, ROUNDS
 
@@ -89,7 +88,7 @@ def values_after(*plans: ReshardPlan) -> list[str]:
     found = []
     for one in plans:
         with pytest.raises(LayoutError) as caught:
-            step_values.check_values(one)
+            check_values(one)
         found.append(caught.value.what)
     return found
 

@@ -15,8 +15,7 @@ from meshwright.models.foreign import stage as stage_module
 from meshwright.models.foreign.recorded_fills import COMPUTED, build_recorded
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.module.family import FAMILY
-from meshwright.prove.record.initial_tensors import fill_tensors
-from meshwright.prove.record.reference_run import build_reference
+from meshwright.prove.record.reference_run import build_reference, fill_tensors
 from meshwright.prove.spec import as_proof
 from tests.models.module import modules
 from tests.models.module.test_family import module_config

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients, undeferred_parameters
 from meshwright.nn.float8 import linear as float8_linear
 from meshwright.nn.float8.amax import AmaxHistory
-from meshwright.nn.float8.linear import Float8Linear, product
+from meshwright.nn.float8.linear import E4M3, E5M2, Float8Linear, product, scaled_cast
 from meshwright.nn.float8.reference import rounding_error
-from meshwright.nn.float8.scaling import E4M3, E5M2, scaled_cast
 from meshwright.nn.linear import Linear
 from meshwright.nn.private import scaled_mm
 from meshwright.nn.recompute import recompute

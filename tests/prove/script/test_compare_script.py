@@ -11,10 +11,9 @@ import torch
 
 from meshwright.errors import InputError, RunError
 from meshwright.prove.script.conclude import compare_script
-from meshwright.prove.script.evidence import ScriptEvidence
+from meshwright.prove.script.evidence import ScriptEvidence, ranks_on_mesh
 from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
 from meshwright.prove.script.rank_record import RankRecord
-from meshwright.prove.script.ranks_on_mesh import ranks_on_mesh
 from meshwright.prove.script.samples import SET_EPOCH, diagnose_epochs
 from meshwright.prove.script.tolerances import measure_tolerances
 

@@ -6,12 +6,12 @@ Doesn't import torch or transformers: what it needs to know of a model is cached
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import version
 from itertools import chain
 from math import prod, sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import OtherWeights
@@ -213,7 +213,8 @@ def _found(text: str, state: Any) -> Source:
     return find_source(text)
 
 
-class _Key(NamedTuple):
+@dataclass(frozen=True)
+class _Key:
     """What determines a model's structure."""
 
     source: Source
@@ -265,7 +266,7 @@ def _without_values(key: _Key, small: bool) -> nn.Module:
     from meshwright.models.foreign.private import small_on_cpu
 
     with small_on_cpu() if small else torch.device("meta"):
-        return _origin(key._replace(lora=None)).build()
+        return _origin(replace(key, lora=None)).build()
 
 
 FAMILY = HfFamily()

@@ -6,14 +6,15 @@ slowest rank has at most 5 % more work than the mean, the one with the fewest re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from meshwright.errors import ConfigError
 from meshwright.nn.attention.mask_spec import Interval, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
-from meshwright.plan.context.balanced_arcs import balanced_arcs
 from meshwright.plan.context.intervals import Intervals, union
 from meshwright.plan.context.layer_costs import LayerCosts
 
@@ -23,6 +24,8 @@ TOLERANCE = 0.04
 """Imbalance to which arcs are searched; the rest is for rounding to tokens."""
 SIMPLICITY = 0.05
 """Fraction of the received keys that an order must save over a simpler one to be preferred."""
+PRECISION = 0.003
+"""Deviation from its share at which the search for an arc stops, as a fraction of the share."""
 
 
 def context_shards(masks: Sequence[MaskSpec], seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
@@ -94,3 +97,125 @@ def _order(masks: tuple[MaskSpec, ...], seq_len: int, num_ranks: int) -> tuple[I
 
 def _imbalance(costs: LayerCosts, order: tuple[Intervals, ...]) -> float:
     return max(map(costs.pairs_of, order)) * len(order) / costs.num_pairs
+
+
+@dataclass(frozen=True)
+class _Circle:
+    """Tokens that no rank has yet, joined in order, the last with the first. Places on it count these tokens."""
+
+    costs: LayerCosts
+    segments: Intervals
+    places: list[int]
+    """Place of each segment's first token, and the number of tokens."""
+    pairs: list[int]
+    """Pairs of the queries before each segment, and of all."""
+
+    @staticmethod
+    def make(costs: LayerCosts, segments: Intervals) -> _Circle:
+        places = accumulate((stop - start for start, stop in segments), initial=0)
+        pairs = accumulate((costs.pairs_of((one,)) for one in segments), initial=0)
+        return _Circle(costs, segments, list(places), list(pairs))
+
+    def pairs_of_arc(self, place: int, size: int) -> int:
+        """Return the pairs of the queries of an arc."""
+        last = place + size - self.places[-1]
+        wrapped = self.pairs[-1] + self._before(last) if last > 0 else self._before(place + size)
+        return wrapped - self._before(place)
+
+    def _before(self, place: int) -> int:
+        segment = bisect_right(self.places, place) - 1
+        if segment == len(self.segments):
+            return self.pairs[-1]
+        start = self.segments[segment][0]
+        before = self.costs.pairs_before(start + place - self.places[segment])
+        return self.pairs[segment] + before - self.costs.pairs_before(start)
+
+    def split(self, place: int, size: int) -> tuple[Intervals, Intervals]:
+        """Return the tokens of an arc, and the others."""
+        last = place + size - self.places[-1]
+        if last <= 0:
+            return union(self._between(place, place + size)), union(
+                [*self._between(0, place), *self._between(place + size, self.places[-1])]
+            )
+        arc = [*self._between(0, last), *self._between(place, self.places[-1])]
+        return union(arc), union(self._between(last, place))
+
+    def _between(self, place: int, end: int) -> Iterator[tuple[int, int]]:
+        for (start, _), first, stop in zip(self.segments, self.places, self.places[1:], strict=False):
+            if max(first, place) < min(stop, end):
+                yield start + max(first, place) - first, start + min(stop, end) - first
+
+    def starts(self, landmarks: list[int], size: int) -> list[int]:
+        """Return the places from which an arc has an end at a landmark or where segments were joined."""
+        places = set(self.places[:-1])
+        for (start, stop), first in zip(self.segments, self.places, strict=False):
+            among = landmarks[bisect_left(landmarks, start) : bisect_left(landmarks, stop)]
+            places.update(first + one - start for one in among)
+        return sorted(places | {(place - size) % self.places[-1] for place in places})
+
+
+def balanced_arcs(costs: LayerCosts, num_ranks: int, *, tolerance: float) -> tuple[Intervals, ...]:
+    """Divide a sample's tokens and attention work equally among ranks, with few intervals.
+
+    Close the sample to a circle. An arc of a given number of tokens has, on average over all starts, its share of the
+    work, so by continuity some arc has exactly that share (Stromquist and Woodall 1985, Sets on which several measures
+    agree). It goes to one rank; the rest is joined to a circle again, and divided among the others in the same way. `n`
+    ranks get at most `2 n - 1` intervals in all, whatever the mask and the documents; for one causal document, they are
+    a zigzag. Often several arcs will do; those within a tolerance that start or end at a document's border are
+    candidates too. The one with the fewest keys to receive is taken, on its rank and, as if they were one rank, on the
+    others.
+
+    Args:
+        costs: the sample.
+        num_ranks: number of ranks; it divides the tokens.
+        tolerance: fraction by which a rank's pairs may exceed the mean, if it has enough tokens for that.
+    """
+    size, mean = costs.seq_len // num_ranks, costs.num_pairs / num_ranks
+    landmarks, parts = costs.landmarks(), []
+    rest: Intervals = ((0, costs.seq_len),)
+    for others in range(num_ranks - 1, 0, -1):
+        circle = _Circle.make(costs, rest)
+        share = circle.pairs[-1] / (others + 1)
+        # Enough of the tolerance is left to the others for rounding.
+        least = min(share, circle.pairs[-1] - others * mean * (1 + 0.9 * tolerance))
+        places = _candidates(circle, size, landmarks, (least, share, max(share, mean * (1 + tolerance))))
+        splits = [circle.split(place, size) for place in places]
+        # What the others need from this rank counts too.
+        part, rest = min(splits, key=lambda one: sum(map(costs.num_received, one)))
+        parts.append(part)
+    return (*parts, rest)
+
+
+def _candidates(circle: _Circle, size: int, landmarks: list[int], bounds: tuple[float, float, float]) -> list[int]:
+    """Return places from which an arc has its share of the pairs, or is within the bounds and ends at a landmark; the
+    best one if there is none. `bounds` are the least, the share and the most."""
+    least, share, most = bounds
+    places, length = circle.starts(landmarks, size), circle.places[-1]
+
+    def excess(place: int) -> float:
+        return circle.pairs_of_arc(place % length, size) - share
+
+    found = [excess(place) for place in places]
+    good = [place for place, one in zip(places, found, strict=True) if least <= one + share <= most]
+    followers = zip([*places[1:], places[0] + length], [*found[1:], found[0]], strict=True)
+    for place, one, (next_place, next_one) in zip(places, found, followers, strict=True):
+        if one * next_one < 0:
+            good.append(_root(excess, (place, one), (next_place, next_one), PRECISION * share) % length)
+    return good or [min(places, key=lambda place: abs(excess(place)))]
+
+
+def _root(excess: Callable[[int], float], low: tuple[int, float], high: tuple[int, float], precision: float) -> int:
+    """Return a place between two where the excess changes sign, by the Illinois variant of false position."""
+    (a, at_a), (b, at_b) = low, high
+    weight_a = weight_b = 1.0
+    while b - a > 1:
+        fraction = at_a * weight_a / (at_a * weight_a - at_b * weight_b)
+        middle = min(max(int(a + (b - a) * fraction), a + 1), b - 1)
+        found = excess(middle)
+        if abs(found) <= precision:
+            return middle
+        if found * at_a > 0:
+            a, at_a, weight_a, weight_b = middle, found, 1.0, weight_b / 2
+        else:
+            b, at_b, weight_b, weight_a = middle, found, 1.0, weight_a / 2
+    return a if abs(at_a) <= abs(at_b) else b

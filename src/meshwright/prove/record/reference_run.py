@@ -8,7 +8,7 @@ Gradients by stage are used only to diagnose which stages contribute to a wrong 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,12 +22,14 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family, TrainingData
+from meshwright.models.contract.initial_values import Computed, Constant, Stored, Uniform
 from meshwright.models.contract.model_facts import Part
+from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Reference, SimpleBatch
 from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
+from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
-from meshwright.prove.record.initial_tensors import fill_tensors
 from meshwright.prove.record.plain_optimizer import RIGHT, PlainOptimizer
 from meshwright.prove.record.plain_updates import States
 from meshwright.prove.record.recording_task import sample_contents
@@ -296,3 +298,20 @@ def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights:
             parameter.copy_(weights[keys.get(name, name)])
     fill_tensors(model.named_buffers(), config.family, run_facts(config))
     return model
+
+
+@torch.no_grad()
+def fill_tensors(tensors: Iterable[tuple[str, Tensor]], family: Family, f: RunFacts) -> None:
+    """Give each parameter or buffer the initial values of its name in the full model, not as ranks fill shards."""
+    for name, tensor in tensors:
+        fill = family.initial(f, name)
+        if isinstance(fill, Constant):
+            tensor.fill_(fill.value)
+        elif isinstance(fill, Computed):
+            tensor.copy_(fill.compute())
+        elif isinstance(fill, Stored):
+            tensor.copy_(fill.read(None))
+        elif isinstance(fill, Uniform):
+            tensor.copy_(uniform_shard(f.seed, name, tensor.shape, bound=fill.bound))
+        else:
+            tensor.copy_(normal_shard(f.seed, name, tensor.shape, std=fill.std))
