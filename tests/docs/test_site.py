@@ -17,7 +17,7 @@ from meshwright_docs import PAGES
 from meshwright_docs.links import Links
 from meshwright_docs.notebook import notebook_page
 from meshwright_docs.prose import as_markdown, first_sentence, split_attributes
-from meshwright_docs.reference import Reference
+from meshwright_docs.reference import FOR_MODELS, MORE_PARTS, SHARED, Reference
 from meshwright_docs.source import Source
 from tests.docs.notebook import QUICKSTART
 
@@ -255,18 +255,27 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
 def test_the_build_fails_where_a_link_is_broken(tmp_path):
-    for name in ("README.md", "CHANGELOG.md", "docs"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    for name in ("src", "bench"):
-        (tmp_path / name).symlink_to(ROOT / name)
+    """A small site: `make docs` builds the project's own, where every warning is an error too."""
+    docs, package = tmp_path / "docs", tmp_path / "src" / "meshwright"
+    for part in (".", *(one.replace(".", "/") for one in ("models", *MORE_PARTS, *FOR_MODELS, *SHARED))):
+        (package / part).mkdir(parents=True, exist_ok=True)
+        (package / part / "__init__.py").write_text(f'"""The part {part}."""\n')
+    (package / "__init__.py").write_text('"""A package."""\n\n\nclass Thing:\n    """A thing."""\n')
+    for name in ("conf.py", "_ext", "digits.png", "examples/quickstart.ipynb"):
+        copy = shutil.copytree if (ROOT / "docs" / name).is_dir() else shutil.copy
+        (docs / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / "docs" / name, docs / name)
+    (tmp_path / "README.md").write_text("# Small\n\n[a](docs/planning.md)\n")
+    (tmp_path / "CHANGELOG.md").write_text("# Changes\n")
+    right = "[a](#a-heading) ![b](digits.png) [c](../README.md) [d](../src/meshwright/__init__.py)"
+    for name in (own := ("planning", "running", "proving")):  # the notebook has links to the last two
+        (docs / f"{name}.md").write_text(f"# A page\n\n## A heading\n\n{right} {{py:obj}}`meshwright.Thing`\n")
     for name, (text, _) in FAULTS.items():
-        (tmp_path / "docs" / f"fault-{name}.md").write_text(f"# {name}\n\n{text}\n")
-    listed = "\n".join(f"fault-{name}" for name in FAULTS if name != "alone")
-    index = tmp_path / "docs" / "index.md"
-    index.write_text(index.read_text("utf-8") + f"\n```{{toctree}}\n{listed}\n```\n")
+        (docs / f"fault-{name}.md").write_text(f"# {name}\n\n{text}\n")
+    pages = [f"fault-{name}" for name in FAULTS if name != "alone"]
+    pages += [*own, *PAGES.values(), "reference/index"]
+    (docs / "index.md").write_text("\n".join(["# Small", "", "```{toctree}", *pages, "```", ""]))
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "dummy", "docs", "build"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0
