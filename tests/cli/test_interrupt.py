@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import clean_environment
+from tests.helpers import clean_environment, quick_and_slow
 
 # Python imports it before anything else: the signal is sent when the import of INTERRUPTED_MODULE begins.
 SITECUSTOMIZE = """
@@ -33,7 +33,12 @@ COMMANDS = {"module": [sys.executable, "-m", "meshwright"], "script": [Path(sys.
 MODULES = ["meshwright.cli.main", "typer", "meshwright.pipeline.serialize", "pydantic", "numpy"]
 
 
-@pytest.mark.parametrize(("module", "command"), list(zip(MODULES, cycle(COMMANDS), strict=False)))
+@pytest.mark.parametrize(
+    ("module", "command"),
+    quick_and_slow(
+        zip(MODULES, cycle(COMMANDS), strict=False), [("meshwright.cli.main", "module"), ("pydantic", "script")]
+    ),
+)
 def test_an_interrupt_amid_imports_is_quiet(command, module, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     ended = subprocess.run(

@@ -35,6 +35,7 @@ from meshwright.comm.kernels import cpu_kernels
 from meshwright.comm.kernels.cpu_kernels import CpuKernels, Isa
 from meshwright.comm.p2p import open_channels
 from tests.comm.ticks import Ticker, Ticks, hold_the_gil, release_the_gil
+from tests.helpers import quick_and_slow
 
 NUM_TICKS, LIMIT_S = 80, 5.0
 """Ticks of a wait, and how long the peer waits for them."""
@@ -100,7 +101,10 @@ def ticks_while_waiting(rank, world_size, name, address):
             return ticker.during(wait)
 
 
-@pytest.mark.parametrize("name", [*WAITS, "receive"])
+QUICK = [("all-gather",), ("all-to-all in flight",), ("receive",)]
+
+
+@pytest.mark.parametrize("name", quick_and_slow(zip([*WAITS, "receive"]), QUICK))
 def test_a_thread_ticks_while_a_rank_waits_for_a_late_peer(gang, name, tmp_path):
     """At the required rate, and as often as the peer waited for, unless it gave up after its limit."""
     found, _ = gang(2).run(ticks_while_waiting, name, str(tmp_path / "pipe"))
@@ -144,7 +148,9 @@ def ticks_of_kernel(library, name: str) -> Ticks:
     return ticks_of(calls[name])
 
 
-@pytest.mark.parametrize("name", ["encode", "decode_sum", "loco_quantise"])
+@pytest.mark.parametrize(
+    "name", ["encode", *(pytest.param(n, marks=pytest.mark.slow) for n in ("decode_sum", "loco_quantise"))]
+)
 def test_a_thread_ticks_while_a_kernel_runs(library, name):
     found = ticks_of_kernel(library, name)
     assert found.is_free, found

@@ -139,6 +139,7 @@ def backwards(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_gradients_are_right_on_uneven_and_empty_shards(gang):
     """All operators of PyTorch: `tests/bench/test_operators.py`, slow."""
     for found in gang(4).run(backwards, timeout_s=MANY_S):

@@ -104,6 +104,7 @@ def views_in_turn():
         yield pytest.param(name, layout, views, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "views"), list(views_in_turn()))
 def test_all_names_of_a_memory_see_a_write(gang, name, layout, views):
     views = sorted(views - ONLY_GATHERED[name])
@@ -133,9 +134,8 @@ def gradients(rank, world_size, layout):
     return found
 
 
-@pytest.mark.parametrize(
-    "layout", ["both dims", *(pytest.param(one, marks=pytest.mark.slow) for one in ("strided", "in another order"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["both dims", "strided", "in another order"])
 def test_gradients_flow_through_writes_to_views(gang, layout):
     for found in gang(4).run(gradients, layout, timeout_s=120.0):
         assert set(found.values()) == {True}, found

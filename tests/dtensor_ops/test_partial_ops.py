@@ -120,6 +120,7 @@ def looked_up(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_what_was_looked_up_can_be_used_again(gang):
     for found in gang(4).run(looked_up, timeout_s=120.0):
         assert {key for key, same in found.items() if not same} == set()

@@ -13,7 +13,6 @@ from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.reshard.dtensor.placements import layout_of
 from meshwright.reshard.dtensor.redistribute import redistribute
-from tests.helpers import quick_and_slow
 from tests.reshard.placing import numbers
 
 MANY_S = 120
@@ -93,10 +92,8 @@ def all_found(rank, world_size, name, where):
     return found_by(CONTEXTS[name], init_device_mesh("cpu", mesh_shape), placements, order)
 
 
-@pytest.mark.parametrize(("name", "where"), quick_and_slow(
-    product(CONTEXTS, ORDERS),
-    {("for_dtensor", "both axes cut rows")},
-))  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "where"), list(product(CONTEXTS, ORDERS)))
 def test_operators_keep_to_the_order(gang, name, where):
     for found in gang(4).run(all_found, name, where, timeout_s=MANY_S):
         assert found == dict.fromkeys(found, (True, True))

@@ -165,7 +165,8 @@ def along_the_cut_dim(rank, world_size, pairs):
     return found
 
 
-@pytest.mark.parametrize("num_layouts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layouts", [1, 2])
 def test_work_along_the_dim_that_is_cut_is_right_without_the_fallback(gang, num_layouts):
     pairs = in_turn(CUT, ALONG_THE_CUT_DIM, num_layouts)
     for found in gang(4).run(along_the_cut_dim, pairs, timeout_s=120.0):

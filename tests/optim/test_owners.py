@@ -228,12 +228,10 @@ def updated_in_buckets(rank, world_size, words, elements):
         whole_matrices.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(("llama-tiny", "mesh.dp_shard=2"), marks=pytest.mark.slow),
-        ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2"),
-    ],
+    [("llama-tiny", "mesh.dp_shard=2"), ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2")],
 )
 def test_buckets_change_nothing(gang, tmp_path, words):
     words = [*words, MUON, *small_corpus(tmp_path)]
@@ -275,6 +273,7 @@ def row_states(rank, world_size, words, folder):
     return {name: (local_box(tensors[name]).slices(), to_local(tensors[name]).clone()) for name in rows}
 
 
+@pytest.mark.slow
 def test_a_state_per_row_is_sharded_as_its_rows(gang, tmp_path):
     corpus, folder = small_corpus(tmp_path), tmp_path / "saved"
     optimizer = "train.optimizer=tests.optim.own:Rows"

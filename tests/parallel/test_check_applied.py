@@ -94,9 +94,8 @@ def first_gradients(rank, world_size, words, name, work):
     return "" if stage._first is None else "never checked"
 
 
-@pytest.mark.parametrize(
-    "layout", [TP, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["DTensor alone", "FSDP2 over tp"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TP, BOTH], ids=["DTensor alone", "FSDP2 over tp"])
 def test_other_partial_gradients_are_named_in_the_first_step(gang, corpus, layout):
     words, num_ranks = ["model.num_layers=1", *layout, "train.num_microbatches=2", *corpus], 2 * len(layout)
     data = ("dp_shard",) if layout == BOTH else ()

@@ -70,12 +70,12 @@ CASES = {
     "cp, heads": ("mesh.cp=2", "mesh.cp_method=heads"),
     "ep over cp": ("moe-tiny", "mesh.cp=2", "mesh.ep=2"),
 }  # fmt: skip
-QUICK = {"tp"}
 REPEATED = {"tp", "cp"}
 """Words of cases whose blocks communicate through operators that full recomputation repeats."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_communicated_twice(gang, corpus, name):
     words = [*CASES[name], *(() if "dit" in name else corpus)]
     for calls, gradients in gang(2).run(count_on_rank, words):

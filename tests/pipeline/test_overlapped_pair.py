@@ -259,6 +259,7 @@ def fsdp2_stages(rank, world_size, recomputes):
     return all(map(torch.equal, *found)), all(gradient.abs().sum() > 0 for gradient in found[0])
 
 
-@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_fsdp2_stages_give_bitwise_the_gradients_without_overlap(gang, recomputes):
     assert gang(2).run(fsdp2_stages, recomputes) == [(True, True)] * 2

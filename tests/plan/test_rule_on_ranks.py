@@ -35,7 +35,7 @@ MODELS = {
     "biases": (ROWS, (*RUN, *TEXT)),
     "biases, whole stream": (ROWS, (*RUN, *TEXT, "mesh.sequence_parallel=false")),
 }
-QUICK = ("llama, whole stream", "own", "biases")
+QUICK = ("llama, whole stream",)
 AXES = ("tp", "dp_shard", "dp_replicate")
 
 

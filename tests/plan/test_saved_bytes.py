@@ -33,13 +33,10 @@ UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
 SCORES = ("model.score=sigmoid", "model.normalize=false", "model.z_loss=0.1", "model.top_k=3")
 DROPOUT = "train.dropout=0.1"
-QUICK = [
-    (2, ("mesh.tp=2",)),
-    (1, (*DIT, BF16)),
+QUICK = [(2, ("mesh.tp=2",)), (1, (*DIT, BF16))]
+SLOW = [
     (1, (BF16, "float8.recipe=current")),
     (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", UNIFORM)),
-]
-SLOW = [
     (1, (F64, "model.dim=64", "model.ffn_dim=100", "model.num_kv_heads=4", "train.seq_len=32")),
     (1, (BF16, "float8.recipe=delayed", "float8.modules=['*.ffn.*','*.wq']")),
     (2, (BF16, "mesh.tp=2", "float8.recipe=current")),

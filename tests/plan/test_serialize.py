@@ -119,6 +119,7 @@ def test_an_action_that_cannot_be_read():
     assert error.value.fix
 
 
+@pytest.mark.slow
 def test_nothing_else_escapes():
     """Any value in a field is either read as the same plan, or rejected with its path."""
     tree = json.loads(to_json(plan_of(PLAIN)))

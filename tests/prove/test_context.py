@@ -100,11 +100,11 @@ RUNS = {
     "frozen": ('train.freeze=["embed.*", "blocks.0.*"]',),
 }
 QUICK = [
-    ("ring 2", "documents, window", "alone", "no pipeline", "recomputed, kept gathered", 4),
     ("heads 2", "window", "alone", "no pipeline", "frozen", 1),
 ]
 CASES = [
     *QUICK,
+    ("ring 2", "documents, window", "alone", "no pipeline", "recomputed, kept gathered", 4),
     ("ring 4", "causal", "alone", "no pipeline", "selectively recomputed", 1),
     ("ring 2", "window", "replicas", "no pipeline", "frozen", 1),
     ("ring 2", "documents", "alone", "zb-v", "selectively recomputed", 2),

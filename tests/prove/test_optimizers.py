@@ -35,10 +35,8 @@ def test_muon_of_experts_is_proved(gang: GangPool) -> None:
     assert_proved(gang, small_expert_config(MUON, "mesh.dp_shard=2", "mesh.ep=2"))
 
 
-QUICK_FAULT = "each rank makes its own rows orthogonal"
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == QUICK_FAULT else SLOW) for n in MUON_FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUON_FAULTS)
 def test_a_fault_of_muon_is_named(gang: GangPool, name: str) -> None:
     fault = MUON_FAULTS[name]
     config = small_config(*fault.layout)

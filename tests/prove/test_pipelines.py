@@ -100,10 +100,8 @@ MORE = {
 }
 
 
-QUICK_OPTIONS = {"kept gathered, split backward"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK_OPTIONS else pytest.mark.slow) for n in MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
 def test_options_are_proved(gang, name):
     words = ["mesh.pp=2", "train.num_microbatches=4", "train.global_batch=8", "model.num_layers=2", *MORE[name]]
     result = proof(gang, *words)

@@ -18,7 +18,7 @@ TABLES = {
     "data_faults.IMAGE_FAULTS": IMAGE_FAULTS,
     "branch_faults.BRANCH_FAULTS": BRANCH_FAULTS,
 }
-QUICK = {"the epsilon of a norm on one rank", "a rank is given its neighbour's samples"}
+QUICK = {"a rank is given its neighbour's samples"}
 MORE_STEPS = {"weights are gathered once", "a cache of the first step"}
 """Told from other faults by the third step; those of branches by steps that must be skipped."""
 CASES = [

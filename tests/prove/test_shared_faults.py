@@ -9,13 +9,9 @@ from meshwright.testing.gang import GangPool
 from tests.prove.proofs import proof, small_config, small_dit_config
 from tests.prove.shared_faults import SHARED_FAULTS
 
-QUICK = {
-    "the second chunk does not get the sum",
-    "the norm counts copies",
-}
 
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SHARED_FAULTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED_FAULTS)
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = SHARED_FAULTS[name]
     preset, *words = fault.layout
@@ -30,7 +26,3 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     if fault.at:
         (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
         assert entry["verdict"] == "wrong" and entry["cause"]
-
-
-def test_the_quick_ones_are_there() -> None:
-    assert set(SHARED_FAULTS) >= QUICK

@@ -131,7 +131,8 @@ def types(rank, world_size, num_targets):
     return count
 
 
-@pytest.mark.parametrize("num_targets", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_targets", [1, 2])
 def test_every_type_of_elements(gang, num_targets):
     """The types take turns at one target, or have both."""
     assert gang(4).run(types, num_targets, timeout_s=120)[0] > 50 * num_targets

@@ -44,6 +44,7 @@ def test_each_step_goes_along_one_axis(pair: tuple[Layout, Layout], uniform: boo
     check(plan(*pair, topology=topology, one_axis=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(pairs(), st.floats(0, 1))
 def test_a_cap_is_kept_or_the_smallest_one_is_named(pair: tuple[Layout, Layout], share: float) -> None:

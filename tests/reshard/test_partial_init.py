@@ -46,6 +46,7 @@ def check(src, dst, how, dtype=torch.float64):
         assert torch.equal(found.to(dtype), part(whole, dst, rank)), f"{src} → {dst}, rank {rank}"
 
 
+@pytest.mark.slow
 def test_plans_make_any_reductions_beside_any_others():
     """Those that reduce nothing first, for want of ranks to do it on."""
     count = 0

@@ -76,6 +76,7 @@ def moved_there_and_back(rank, world_size, names):
     return found
 
 
+@pytest.mark.slow
 def test_dtensors_and_their_gradients(gang):
     for rank, found in enumerate(gang(8).run(moved_there_and_back, list(CASES))):
         wrong = {name: one for name, one in found.items() if one != (True, True)}

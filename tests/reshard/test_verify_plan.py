@@ -76,6 +76,7 @@ def test_faults_have_their_own_messages():
     assert len(said) >= len(FAULTS) + len(MADE) - 1 and len(set(said.values())) >= 20
 
 
+@pytest.mark.slow
 def test_large_plans_are_judged_by_their_counts():
     """A thousand ranks, beyond what is carried out on paper."""
     right = large()

@@ -79,6 +79,7 @@ def sent_in_steps(rank, world_size, words, num_steps):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -110,11 +110,12 @@ def assert_same(found, expected):
         assert all(torch.equal(state[name], wanted_state[name]) for name in state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "recipe"),
     [
         ("zb-h1", (DELAYED,)),
-        pytest.param("zb-h1", (CURRENT, CACHED), marks=pytest.mark.slow),
+        ("zb-h1", (CURRENT, CACHED)),
     ],
 )
 def test_split_backwards_are_bitwise_1f1b(gang, corpus, schedule, recipe):

@@ -68,7 +68,7 @@ def test_the_history_is_restored_on_another_layout(gang, corpus, whole, world_si
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([DELAYED, "float8.amax_history=4"], "is of other layers or steps"),
+        pytest.param([DELAYED, "float8.amax_history=4"], "is of other layers or steps", marks=pytest.mark.slow),
         ([DELAYED, "float8.keep_first=1"], "is of other layers or steps"),
         (["float8.recipe=current"], ""),
     ],

@@ -104,13 +104,14 @@ def test_a_run_goes_on_without_the_feedback_it_had(gang, whole, tmp_path):
     assert not [note for note in notes if "error feedback" in note]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ("comm.gradients=loco4", "gradients = loco2, and this run has loco4"),
-        pytest.param("train.freeze=norm.*", "freeze = [], and this run has ['norm.*']", marks=pytest.mark.slow),
-        pytest.param("comm.ranks_per_node=1", "nodes = [0, 0], and this run has [0, 1]", marks=pytest.mark.slow),
-        pytest.param("mesh.dp_shard=4", "mesh = [1, 1, 2, 1, 1], and this run has", marks=pytest.mark.slow),
+        ("train.freeze=norm.*", "freeze = [], and this run has ['norm.*']"),
+        ("comm.ranks_per_node=1", "nodes = [0, 0], and this run has [0, 1]"),
+        ("mesh.dp_shard=4", "mesh = [1, 1, 2, 1, 1], and this run has"),
     ],
 )
 def test_errors_of_another_layout_start_from_zero_and_it_says_so(gang, whole, tmp_path, change, words):

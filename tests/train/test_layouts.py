@@ -39,10 +39,7 @@ LAYOUTS = {
 """Ranks, the layout's words, and words that change the model or the batch. Proofs have more layouts."""
 
 IN_FLOAT32 = "tp 2, dp_shard 2"
-QUICK = {
-    ("float64", "pp 2"),
-    ("float64", "dp_shard 2, in 4 parts"),
-}
+QUICK = {("float64", "pp 2")}
 
 STEPS = 3
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}

@@ -16,7 +16,7 @@ from meshwright.plan.load_plan import load_plan
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
-from tests.helpers import SMALL, quick_and_slow, small_corpus
+from tests.helpers import SMALL, small_corpus
 from tests.train.jobs import job_of, load_words
 
 WORDS = ("model.num_layers=4",)
@@ -108,7 +108,8 @@ def train(rank, world_size, words, change, folder):
     }
 
 
-@pytest.mark.parametrize("change", quick_and_slow([(c,) for c in CHANGES], [("units",)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_is_what_runs(gang, corpus, tmp_path, change):
     words = [*WORDS, *CHANGES[change], *corpus]
     words += ["train.precision=float64"] if change not in ("codec", "reduce") else []

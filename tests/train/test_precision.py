@@ -14,7 +14,7 @@ from meshwright.mesh.process_groups import process_group
 from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.plan.make_plan import make_plan
-from tests.helpers import SMALL, quick_and_slow, small_corpus
+from tests.helpers import SMALL, small_corpus
 from tests.train.jobs import make_job, make_task, pieces, run_on, trace
 from tests.train.runs import metrics
 
@@ -117,7 +117,6 @@ LAYOUTS = {
 ALL_SCHEDULES = ("pp 2", "pp 2, dp_shard 2")
 """Layouts that are tried with all of them, the others with those that defer weight gradients."""
 EXACT, TOLERANCES = 1e-5, {"pp 2, tp 2": 2e-2}
-QUICK = {("pp 2", 2)}
 
 
 def scheduled_gradients(rank, world_size, words, schedules):
@@ -159,9 +158,10 @@ def plain_gradients(words, num_microbatches, data_parallel):
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "num_microbatches"),
-    quick_and_slow(zip(LAYOUTS, (2, 4, 1, 2, 4), strict=True), QUICK),
+    list(zip(LAYOUTS, (2, 4, 1, 2, 4), strict=True)),
 )
 def test_every_schedule_accumulates_in_float32(gang, corpus, layout, num_microbatches):
     """Weight gradients that a schedule defers are summed as those are that it doesn't defer."""

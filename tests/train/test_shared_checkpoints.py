@@ -51,7 +51,7 @@ PAIRS = {
     "from a pipeline to one process": (CHUNKED, CHUNKS),
     "from sharded to V-shaped": ((*CHUNKED, "mesh.dp_shard=2"), ("mesh.pp=2", "pipeline.schedule=zb-v", *CHUNKS[1:])),
 }
-QUICK = {"the same chunks", "from a pipeline to one process"}
+QUICK = {"from a pipeline to one process"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PAIRS])

@@ -82,9 +82,10 @@ def largest_difference(results, at):
     return most, min(map(len, copies.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "tolerance", "axes"),
-    [pytest.param("float32", 1e-4, ("mesh.dp_shard=2",), marks=pytest.mark.slow), ("float32", 1e-4, ())],
+    [("float32", 1e-4, ("mesh.dp_shard=2",)), ("float32", 1e-4, ())],
 )
 def test_copies_stay_bitwise_equal_and_losses_are_those_of_one_process(gang, precision, tolerance, axes):
     words = [*SMALL, f"train.precision={precision}"]

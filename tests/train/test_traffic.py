@@ -139,10 +139,10 @@ ALL_KINDS = [
     pytest.param(2, [*DIT, "mesh.tp=2", RECOMPUTE, "model.num_layers=1"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v"], marks=pytest.mark.slow),
-    (2, ["mesh.cp=2", RECOMPUTE, "model.window=24", "model.global_every=2"]),
+    pytest.param(2, ["mesh.cp=2", RECOMPUTE, "model.window=24", "model.global_every=2"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4", WHOLE,
                      "model.num_layers=4"], marks=pytest.mark.slow),
-    (2, [*COUNTED, "mesh.cp=2", "model.balance_scope=global-batch"]),
+    pytest.param(2, [*COUNTED, "mesh.cp=2", "model.balance_scope=global-batch"], marks=pytest.mark.slow),
     pytest.param(4, [*COUNTED, "mesh.cp=2", "mesh.tp=2", RECOMPUTE], marks=pytest.mark.slow),
 ]  # fmt: skip
 

@@ -63,7 +63,7 @@ def steps_with_a_spoilt_one(rank, world_size, words, bad_rank, kind, value):
     [
         (TP, "loss", math.nan),
         pytest.param(BOTH, "loss", math.nan, marks=pytest.mark.slow),
-        (ONE, "gradient", math.nan),
+        pytest.param(ONE, "gradient", math.nan, marks=pytest.mark.slow),
         pytest.param(TP, "gradient", math.nan, marks=pytest.mark.slow),
         (SHARD, "gradient", math.inf),
     ],

@@ -54,14 +54,14 @@ def trained(rank, world_size, words, ahead):
     return results, weights, len(workers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "preset", "layout"),
     [
-        pytest.param(2, TEXT, ["mesh.dp_shard=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
+        (2, TEXT, ["mesh.dp_shard=2", "train.num_microbatches=2"]),
         (2, TEXT, ["mesh.pp=2", "train.num_microbatches=4"]),
-        pytest.param(2, PICTURES, ["mesh.pp=2", "train.num_microbatches=2"], marks=pytest.mark.slow),
-        pytest.param(2, TEXT, ["mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=dualpipe-v",
-                               "model.num_layers=4"], marks=pytest.mark.slow),
+        (2, PICTURES, ["mesh.pp=2", "train.num_microbatches=2"]),
+        (2, TEXT, ["mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=dualpipe-v", "model.num_layers=4"]),
     ],
 )  # fmt: skip
 def test_training_is_bitwise_the_same(gang, corpus, world_size, preset, layout):

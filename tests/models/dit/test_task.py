@@ -37,6 +37,7 @@ def size(path):
         return image.size
 
 
+@pytest.mark.slow
 def test_a_grid_is_written_of_every_class_with_the_part_that_is_recognised(after_validation):
     """Real digits, class after class, three of each, but for the last two classes, which are not what they should be.
 

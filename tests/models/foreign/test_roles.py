@@ -15,7 +15,7 @@ from meshwright.models.foreign.roles import parameter_roles
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
 from meshwright.testing.gang import GangPool
-from tests.helpers import open_data
+from tests.helpers import open_data, quick_and_slow
 from tests.models.hf.folders import open_folder, write_model
 from tests.models.hf.runs import hf_config, run, saved
 
@@ -36,7 +36,7 @@ ROLES = {
 """Roles by type and by the end of parameters' names."""
 
 
-@pytest.mark.parametrize("model_type", ROLES)
+@pytest.mark.parametrize("model_type", quick_and_slow(zip(ROLES), [("gpt2",), ("gpt_oss",), ("deepseek_v3",)]))
 def test_roles_of_types(model_type: str) -> None:
     origin = TransformersModel(Source(model_type))
     with torch.device("cpu" if model_type == "xlnet" else "meta"):  # whose forward looks at values
@@ -81,7 +81,8 @@ def one_step(folder: Path, words: tuple[str, ...]) -> tuple[dict[str, torch.Tens
     return before, {name: p.detach() for name, p in named.items()}
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_mamba_is_updated_as_a_plain_loop_does(gang: GangPool, optimizer: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "mamba", tokenizer=False)
     words = (

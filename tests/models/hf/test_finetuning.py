@@ -100,6 +100,7 @@ def expected(tokenizer: Tokenizer) -> dict[tuple[int, ...], list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_only_tokens_of_the_assistant_count(tokenizer: Tokenizer) -> None:
     batch, right = batch_of(tuning(tokenizer)), expected(tokenizer)
     read = documents(batch)

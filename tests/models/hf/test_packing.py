@@ -17,7 +17,7 @@ from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
-from tests.helpers import alternatives, open_data
+from tests.helpers import alternatives, open_data, quick_and_slow
 from tests.models.hf.folders import open_folder, write_model
 from tests.models.hf.runs import hf_config
 
@@ -54,7 +54,7 @@ CASES = {
 """Fields of config.json, and the length up to which documents are apart; None if at all."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_and_slow(zip(CASES), [("dynamic NTK",), ("windows",)]))
 def test_a_configuration_is_tried_below_and_above_its_limits(name: str) -> None:
     fields, limit = CASES[name]
     model = TransformersModel(Source(fields["model_type"], fields=json.dumps({**SIZES, **fields})))

@@ -48,6 +48,7 @@ def test_the_text_model_of_one_with_images(tmp_path: Path) -> None:
         assert (own - theirs(input_ids=tokens, token_type_ids=torch.zeros_like(tokens)).logits).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_converted_weights_are_those_of_the_configuration(tmp_path: Path) -> None:
     """Experts are converted into the cache; with another configuration, what is there doesn't fit."""
     folder = write_model(tmp_path / "model", "mixtral", tokenizer=False)

@@ -135,6 +135,7 @@ def open_weights(folder: Path, here: Path) -> Pretrained:
     return found
 
 
+@pytest.mark.slow
 def test_experts_in_float8_are_multiplied_before_they_are_stacked(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "mixtral", tokenizer=False)
     plain = quantise(folder, ".experts.")
@@ -147,6 +148,7 @@ def test_experts_in_float8_are_multiplied_before_they_are_stacked(tmp_path: Path
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+@pytest.mark.slow
 def test_mxfp4_experts_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "gpt_oss", tokenizer=False)
     tensors = load_file(folder / "model.safetensors")

@@ -50,6 +50,7 @@ def test_another_folder_of_the_same_relative_name(tmp_path: Path, monkeypatch: p
     assert_narrower(*found)
 
 
+@pytest.mark.slow
 def test_other_weights_under_the_same_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for name in ("llama", "other"):

@@ -23,7 +23,7 @@ from meshwright.models.hf.source import Source
 from meshwright.nn.deferred_weight_gradients import undeferred_parameters
 from meshwright.prove.record.reference_run import build_reference, fill_tensors
 from meshwright.prove.spec import as_proof
-from tests.helpers import clean_environment
+from tests.helpers import clean_environment, quick_and_slow
 from tests.models.hf.runs import hf_config, hf_structure
 from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
 
@@ -38,7 +38,7 @@ def theirs(model_type):
     return build_tiny(model_type, torch.float64)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", quick_and_slow(zip(TYPES), [("gpt2",), ("mixtral",)]))
 def test_parameters_are_those_of_the_module(model_type):
     config = hf_config(model_type)
     aliases = hf_structure(model_type).aliases
@@ -113,6 +113,7 @@ def test_a_model_without_a_list_of_layers_is_refused():
         TransformersModel(Source("qwen3")).largest_list(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
 
 
+@pytest.mark.slow
 def test_learned_positions_bound_the_length():
     with pytest.raises(MeshwrightError, match="128 positions"):
         hf_config("gpt2", "train.seq_len=256")

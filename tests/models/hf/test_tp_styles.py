@@ -34,6 +34,7 @@ def structure():
     return lambda model: hf_structure(model, "mesh.tp=2")
 
 
+@pytest.mark.slow
 def test_norms_of_sharded_heads_are_divided(structure):
     found = structure("qwen3")
     for block in found.blocks:
@@ -45,6 +46,7 @@ def test_norms_of_sharded_heads_are_divided(structure):
     assert found.last.styles == {"model.norm": REPLICATED, "lm_head": HEAD}
 
 
+@pytest.mark.slow
 def test_norms_over_all_heads_gather(structure):
     (block,) = structure("olmo2").blocks
     assert block.styles["self_attn.q_proj"] == block.styles["self_attn.k_proj"] == GATHERED_COLUMN
@@ -52,6 +54,7 @@ def test_norms_over_all_heads_gather(structure):
     assert block.styles["self_attn.q_norm"] == block.styles["self_attn.k_norm"] == REPLICATED
 
 
+@pytest.mark.slow
 def test_a_matrix_as_wide_as_the_vocabulary_is_a_head_only_around_the_layers(structure):
     found = structure("phi3")
     assert found.blocks[0].styles["mlp.gate_up_proj"] == GATHERED_COLUMN and found.vocab_size == 256
@@ -107,6 +110,7 @@ def test_tied_tables_lie_alike(structure):
     assert found.first.styles["transformer.wte"] == found.last.styles["lm_head"] == REPLICATED
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_refused_with_the_reason():
     with pytest.raises(LayoutError, match="a forward with shards of the matrices fails") as caught:
         hf_config("bitnet", "mesh.tp=2")

@@ -72,6 +72,7 @@ def test_a_loss_that_is_a_mean_is_refused() -> None:
         loss.sum(torch.randn(2, 5, 7), torch.zeros(2, 5, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_documents_are_packed_where_positions_keep_them_apart() -> None:
     for length, name in ((32, "ApartModel"), (64, "ApartModel"), (32, "RescaledModel")):
         module_config(name, "data.packing=documents", f"train.seq_len={length}")

@@ -17,6 +17,7 @@ from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.module.family import FAMILY
 from meshwright.prove.record.reference_run import build_reference, fill_tensors
 from meshwright.prove.spec import as_proof
+from tests.helpers import quick_and_slow
 from tests.models.module import modules
 from tests.models.module.test_family import module_config
 
@@ -40,7 +41,7 @@ def two_stages(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return stream, plain(tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick_and_slow(zip(KINDS), [("Model",), ("TimeFirst",), ("Chunked",)]))
 def test_two_stages_compute_what_the_module_does(kind: str) -> None:
     found, expected = two_stages(kind)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

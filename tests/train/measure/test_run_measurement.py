@@ -54,6 +54,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "words"), LAYOUTS)
 def test_a_measured_step_is_the_same_step_and_sends_what_is_predicted(gang, corpus, world_size, words):
     words = words if "data.source=digits" in words else [*words, *corpus]
