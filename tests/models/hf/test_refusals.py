@@ -21,7 +21,7 @@ from meshwright.models.hf import source
 from meshwright.models.huggingface.weights import import_safetensors
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.plan.load_config import load
-from tests.helpers import alternatives, shown_error
+from tests.helpers import alternatives, quick_and_slow, shown_error
 from tests.models.hf.folders import change_config, write_model
 
 pytest.importorskip("transformers")
@@ -155,7 +155,10 @@ def started(*args: Any, **kwargs: Any) -> None:
     raise AssertionError("it started processes")
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"weights of another width", "weights of fewer layers", "experts of another width", "a head of its own"}
+
+
+@pytest.mark.parametrize("name", quick_and_slow(zip(CASES), [(name,) for name in CASES if name not in SLOW]))
 def test_refused_before_processes_start(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -48,6 +48,7 @@ def test_parameters_are_those_of_the_module(model_type):
     assert found | {name: real[name] for name in ties} == {n: s for n, s in real.items() if n not in aliases}
 
 
+@pytest.mark.slow
 def test_what_is_particular_to_each():
     tied = {p.name: p.tied_to for p in hf_structure("gpt2").last.parameters}
     assert tied["lm_head.weight"] == "transformer.wte.weight" and tied["transformer.ln_f.weight"] is None
