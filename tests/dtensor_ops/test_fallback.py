@@ -258,6 +258,32 @@ def test_operators_that_cannot_fall_back_are_rejected(gang):
         assert {name: what for name, what in found.items() if REFUSALS[name] not in what} == {}
 
 
+def differing_after_alike(rank, world_size):
+    """Mix in plain tensors of one shape: the same on all ranks, replicated, and other ones."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = numbers(8, 6)
+    d, found = place(x, mesh, [Shard(0)]), []
+    with replicate_fallback(warn=False):
+        for before in (x, place(x, mesh, [Replicate()])):
+            assert torch.equal((d + before).full_tensor(), x + x)
+            try:
+                d + torch.full((8, 6), float(rank))
+                found.append("")
+            except OperatorError as error:
+                found.append(error.what)
+    try:
+        d + x
+    except RuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def test_a_plan_of_replicated_tensors_hides_no_plain_one_that_differs(gang):
+    for *refused, outside in gang(2).run(differing_after_alike):
+        assert len(refused) == 2 and all("differ between ranks" in what for what in refused), refused
+        assert "mixed torch.Tensor and DTensor" in outside
+
+
 def mixed(rank, world_size):
     """Check plain tensors that are the same on all ranks, indices read on the host, dims smaller than the mesh."""
     mesh = init_device_mesh("cpu", (world_size,))

@@ -13,7 +13,7 @@ hanging. The ranks then first agree on whether any of them failed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -43,12 +43,12 @@ from meshwright.dtensor_ops.refused_ops import (
     plain_tensor_error,
     storage_error,
 )
-from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, gather_bytes, run_replicated
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, gather_bytes, run_replicated, tensors_in
 from meshwright.dtensor_ops.shard_order_ops import is_elementwise
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.dtensor_ops.torch_functions import torch_functions
 from meshwright.log import get_logger
-from meshwright.reshard.dtensor import active_interceptor, spec_of
+from meshwright.reshard.dtensor import active_interceptor, run_torch_function, spec_of
 from meshwright.reshard.dtensor.placements import layout_ignoring_partial
 from meshwright.units import format_bytes
 
@@ -97,7 +97,7 @@ def replicate_fallback(warn: Warn = True) -> Iterator[FallbackCounts]:
         on_gather=fallback.record,
         recovers=lambda error: True,  # the layer raises what it cannot recover from
         replicates_plain_tensors=warn != "error",
-        intercepts_functions=True,
+        run_function=fallback.run_function,
         outer=active_interceptor(),
     )
     with torch_functions(), operator_context(context):
@@ -110,6 +110,34 @@ class _FallbackLayer:
     def __init__(self, warn: Warn) -> None:
         self.fallbacks = FallbackCounts()
         self._warn = warn
+        self._compared: frozenset[int] = frozenset()
+        """Plain tensors among the arguments of the torch functions that run."""
+
+    def run_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function on DTensors. Plain tensors are compared here: PyTorch takes the plans of their operators
+        from its cache, unseen by a context, after the same ones of replicated DTensors."""
+        tensors = tensors_in(args, kwargs)
+        plain, before = self._plain(tensors), self._compared
+        meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+        if not plain or not meshes:
+            return run_torch_function(function, args, kwargs)
+        self._compare(plain, meshes[0], getattr(function, "__name__", str(function)))
+        self._compared = before | {id(tensor) for tensor in plain}
+        try:
+            return run_torch_function(function, args, kwargs)
+        finally:
+            self._compared = before
+
+    def _plain(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return the plain tensors to be replicated: not scalars, which DTensor handles itself."""
+        plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and tensor.numel() != 1]
+        is_left = self._warn == "error" or any(tensor.layout is not torch.strided for tensor in plain)
+        return [] if is_left else plain
+
+    def _compare(self, plain: Iterable[Tensor], mesh: DeviceMesh, name: str) -> None:
+        for tensor in plain:
+            if id(tensor) not in self._compared and not _is_same_on_all_ranks(tensor, mesh):
+                raise plain_tensor_error(name, tuple(tensor.shape))
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
         """Compute `call` with `run`, or from gathered inputs if that fails."""
@@ -128,14 +156,11 @@ class _FallbackLayer:
         return self._from_copies(call)
 
     def _replicate_plain_tensors(self, call: OpCall) -> OpCall:
-        """Convert plain tensors to replicated DTensors, except scalars, which DTensor handles itself."""
-        plain = [t for t in call.tensors() if not isinstance(t, DTensor) and t.numel() != 1]
-        if not plain or self._warn == "error" or any(tensor.layout is not torch.strided for tensor in plain):
+        """Convert plain tensors to replicated DTensors."""
+        if not (plain := self._plain(call.tensors())):
             return call
         mesh = call.mesh()
-        for tensor in plain:
-            if not _is_same_on_all_ranks(tensor, mesh):
-                raise plain_tensor_error(call.operator, tuple(tensor.shape))
+        self._compare(plain, mesh, name_of(call.operator))
         replicated = {id(tensor): as_replicated(tensor, mesh) for tensor in plain}
         args, kwargs = tree_map_only(Tensor, lambda t: replicated.get(id(t), t), (call.args, call.kwargs))
         return OpCall(call.operator, args, kwargs)

@@ -29,6 +29,8 @@ _log = get_logger(__name__)
 
 OpLayer = Callable[[OpCall, RunOp], Any]
 """Function that computes the result of an operator call, given the next layer."""
+RunFunction = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Function that runs a torch function with its arguments."""
 
 
 class OperatorContext:
@@ -40,7 +42,7 @@ class OperatorContext:
         on_gather: callback before a write to a gathered view (see `GatheredViews`).
         recovers: function that tells whether the layers can run a call after this error in planning.
         replicates_plain_tensors: True if the layers run calls that mix plain tensors with DTensors.
-        intercepts_functions: True if torch functions on DTensors are intercepted too (see `torch_functions`).
+        run_function: what runs torch functions on DTensors (see `torch_functions`); None leaves them to PyTorch.
         outer: the enclosing context.
 
     Attributes:
@@ -57,14 +59,14 @@ class OperatorContext:
         on_gather: OnGather | None = None,
         recovers: Callable[[Exception], bool] = lambda error: False,
         replicates_plain_tensors: bool = False,
-        intercepts_functions: bool = False,
+        run_function: RunFunction | None = None,
         outer: OperatorContext | None = None,
     ) -> None:
         self.mover = Redistributor(self)
         self.views = GatheredViews(self.mover, on_gather, None if outer is None else outer.views.registry)
         self.recovers = recovers
         self.replicates_plain_tensors = replicates_plain_tensors
-        self.intercepts_functions = intercepts_functions
+        self.run_function = run_function
         self._operators = (*MEAN_LOSSES, *CORRECTIONS, *inplace_views(), *operators)
         self._handlers: dict[bool, Handlers] = {}
         self._run: RunOp = OpCall.run

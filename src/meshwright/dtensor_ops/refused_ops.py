@@ -104,10 +104,10 @@ def mesh_error(operator: OpOverload) -> MeshwrightError:
     )
 
 
-def plain_tensor_error(operator: OpOverload, shape: tuple[int, ...]) -> MeshwrightError:
+def plain_tensor_error(name: str, shape: tuple[int, ...]) -> MeshwrightError:
     """Return the error for a plain tensor that differs between ranks."""
     return _operator_error(
-        f"{name_of(operator)} mixes DTensors and a plain tensor of shape {shape} whose values differ between ranks",
+        f"{name} mixes DTensors and a plain tensor of shape {shape} whose values differ between ranks",
         rule="a plain tensor is treated as replicated, so all ranks must have the same values",
         fix="DTensor.from_local(x, mesh, placements), which declares how it is sharded",
     )

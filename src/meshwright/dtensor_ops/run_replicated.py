@@ -50,13 +50,7 @@ class OpCall:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensor arguments, including those inside lists."""
-        tensors: list[Tensor] = []
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor):
-                tensors.append(value)
-            elif isinstance(value, list | tuple):
-                tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        return tensors
+        return tensors_in(self.args, self.kwargs)
 
     def dtensors(self) -> list[DTensor]:
         """Return all DTensor arguments."""
@@ -87,6 +81,17 @@ class OpCall:
     def run(self) -> Any:
         """Run the operator and return its result."""
         return self.operator(*self.args, **self.kwargs)
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return all tensors among arguments, including those inside lists."""
+    tensors: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, list | tuple):
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 RunOp = Callable[[OpCall], Any]

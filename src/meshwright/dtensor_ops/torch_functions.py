@@ -62,12 +62,10 @@ FUNCTIONS = {
 def _torch_function(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    handler = FUNCTIONS.get(func)
-    if handler is not None:
-        context = active_interceptor()
-        if context is not None and context.intercepts_functions:
-            return handler(func, args, kwargs or {})
-    return run_torch_function(func, args, kwargs)
+    context = active_interceptor()
+    if context is None or context.run_function is None:
+        return run_torch_function(func, args, kwargs)
+    return FUNCTIONS.get(func, context.run_function)(func, args, kwargs or {})
 
 
 @cache
