@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+CONTINUE = "meshwright run FOLDER"
+"""Command in a fix that continues the run; a run puts its folder in the place of FOLDER."""
+
 
 class MeshwrightError(Exception):
     """Base class of all errors that Meshwright raises on purpose.
@@ -85,7 +88,7 @@ class RunError(MeshwrightError):
 
 
 class StoppedError(RunError):
-    """A run that stopped because it was asked to; `--resume auto` continues it.
+    """A run that stopped because it was asked to; `meshwright run FOLDER` continues it.
 
     The exit code is its own, so that a scheduler's script can tell this run, to be queued again, from one that failed.
     """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.errors import InputError, RunError
+from meshwright.errors import CONTINUE, InputError, RunError
 
 
 def check_output(path: Path, *, where: str) -> None:
@@ -61,7 +61,7 @@ def writing(path: Path) -> Iterator[Path]:
             f"can't write {path.name}: {error.strerror or error}",
             where=str(path),
             rule="a run writes its metrics to its folder; earlier checkpoints are intact",
-            fix="free some space there, then --resume auto",
+            fix=f"free some space there, then {CONTINUE}",
         ) from error
 
 

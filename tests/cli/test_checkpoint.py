@@ -156,7 +156,7 @@ def test_an_import_writes_a_configuration_that_loads_as_it_stands(here, run_fold
     assert (
         context == 64 == config.train.seq_len and "for at most 64 tokens" in (tmp_path / "new/config.toml").read_text()
     )
-    assert "meshwright run new/config.toml --out new --resume auto" in done.stdout
+    assert "meshwright run new data.source=…" in done.stdout
     done = here("checkpoint", "export", "new", "back", torch=True)
     assert done.returncode == 0 and "no tokenizer to export" in done.stdout
 

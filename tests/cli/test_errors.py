@@ -238,7 +238,7 @@ def test_damaged_checkpoint_by_its_path(fails, corpus, tmp_path):
     (path / "data").write_bytes(b"x" * 999 + b"y")
     error = fails("run", *corpus, "--out", "old", "--resume", path)
     assert error["error"].startswith("data has changed content") and error["where"] == str(path / "data")
-    assert "--resume auto" in error["fix"]
+    assert f"(meshwright run {tmp_path}/old takes the newest valid one)" in error["fix"]
 
 
 def test_no_checkpoint_at_the_path(fails_here, corpus):
@@ -262,7 +262,7 @@ def test_folder_that_already_holds_a_run(fails_here, corpus, tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old/metrics.jsonl").write_text('{"step": 1}\n')
     error = fails_here("run", *corpus, "--out", "old")
-    assert error["error"] == "old already holds a run" and "--resume auto" in error["fix"]
+    assert error["error"] == "old already holds a run" and "meshwright run old," in error["fix"]
     assert (tmp_path / "old/metrics.jsonl").read_text() == '{"step": 1}\n'
 
 

@@ -132,4 +132,5 @@ def test_weights_to_resume_from_are_imported(fails, tmp_path):
     words = ("run", "data.source=a.txt", "data.cache_dir=cache", "--out", "new", "--resume", "weights")
     assert "manifest.json is missing" in fails(*words)["error"]
     (folder / "model.safetensors").touch()
-    assert fails(*words)["fix"].startswith("meshwright checkpoint import weights runs/imported, then --out runs/")
+    fix = fails(*words)["fix"]
+    assert fix == "meshwright checkpoint import weights runs/imported, then meshwright run runs/imported"

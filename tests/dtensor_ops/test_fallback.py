@@ -271,6 +271,8 @@ def differing_after_alike(rank, world_size):
                 found.append("")
             except OperatorError as error:
                 found.append(error.what)
+        own = torch.full((8, 6), float(rank))
+        assert torch.is_same_size(d, own) and torch.full((6,), float(rank)).expand_as(d)[3, 3] == rank, "shapes alone"
     try:
         d + x
     except RuntimeError as error:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
+from pathlib import Path
 
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.errors import RunError
 from meshwright.plan.load_config import load
+from meshwright.train.continued_run import find_start
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.rank_run import run_rank
@@ -62,8 +63,12 @@ def fails(run, *args, **options):
 
 
 def options_in(fix):
-    """The --out and --resume that a fix names."""
-    return dict(re.findall(r"--(out|resume) (\S+)", " ".join(shlex.split(fix))))
+    """The folder and the checkpoint of the command that a fix begins with."""
+    words = shlex.split(fix.partition(",")[0])
+    assert words[:2] == ["meshwright", "run"] and words[3::2] in ([], ["--resume", "--out"])
+    given = dict(zip(words[3::2], words[4::2], strict=True))
+    start = find_start(words[2], Path(given["--out"]) if given else None, given.get("--resume"))
+    return {"out": str(start.out), "resume": start.resume}
 
 
 @pytest.mark.slow
@@ -83,7 +88,7 @@ def test_what_no_later_loss_has_proven_is_not_called_good(run, tmp_path):
     error = fails(run, tmp_path / "a", spoilt=range(4, 9))
     assert kept(tmp_path / "a") == [2, 3] and "00000002" in error.what
     found = options_in(error.fix)
-    assert found["resume"].endswith("a/checkpoints/00000002") and "another --out" in error.fix
+    assert found["resume"].endswith("a/checkpoints/00000002") and not Path(found["out"]).exists()
     run(tmp_path / "b", "train.lr=1e-4", resume=found["resume"])
     assert kept(tmp_path / "b") == [7, 8]
 
@@ -126,7 +131,7 @@ def test_a_stop_in_a_skipped_step_saves_nothing(run, tmp_path):
     assert kept(tmp_path / "a") == [7, 8]
     error = fails(run, tmp_path / "b", spoilt=(1,), stop=(1,))
     assert "there is no checkpoint" in error.what
-    run(tmp_path / "b", resume=options_in(error.fix)["resume"].rstrip(","))
+    run(tmp_path / "b", resume=options_in(error.fix)["resume"])
     assert kept(tmp_path / "b") == [7, 8]
 
 

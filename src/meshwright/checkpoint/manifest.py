@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.durable_files import FileEntry, hash_file
-from meshwright.errors import CheckpointError
+from meshwright.errors import CONTINUE, CheckpointError
 from meshwright.settings.violation import format_fix
 from meshwright.units import counted
 
@@ -40,7 +41,6 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASH_THREADS = 8
-FIX_DAMAGED = "use another checkpoint (`run --resume auto` takes the newest valid one) or restore a copy"
 
 _COMMITTED = re.compile(r"(\d{8,})(\.old)?")
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
@@ -107,7 +107,7 @@ def read_manifest(path: Path) -> Manifest:
             f"{MANIFEST} {state}",
             where=str(path),
             rule="a directory without a valid manifest is not a checkpoint; it may be an interrupted copy",
-            fix=FIX_DAMAGED,
+            fix=_another(path),
         ) from None
     body, seal = raw[:-_SEAL_BYTES], _SEAL.fullmatch(raw[-_SEAL_BYTES:])
     if seal is None or hashlib.sha256(body).hexdigest() != seal[1].decode():
@@ -288,10 +288,17 @@ def _check_hash(path: Path, name: str, entry: FileEntry) -> None:
         raise _damaged(path, name, "has changed content: its SHA-256 is not the one in the manifest")
 
 
+def _another(path: Path) -> str:
+    """Return the fix for a damaged checkpoint; one that stands in no run folder has no other beside it."""
+    in_run = path.parent.name == "checkpoints" and path.parent.parent.name
+    command = CONTINUE.replace("FOLDER", shlex.quote(str(path.parent.parent))) if in_run else CONTINUE
+    return f"use another checkpoint ({command} takes the newest valid one) or restore a copy"
+
+
 def _damaged(path: Path, name: str, state: str) -> CheckpointError:
     return CheckpointError(
         f"{name} {state}",
         where=str(path / name),
         rule="every file of a checkpoint has the size and hash recorded in its manifest",
-        fix=FIX_DAMAGED,
+        fix=_another(path),
     )

@@ -29,7 +29,7 @@ from meshwright.checkpoint.durable_files import DurableFile, FileEntry, sync_dir
 from meshwright.checkpoint.layout_file import LAYOUT, StoredShard, TensorEntry, shard_key
 from meshwright.checkpoint.safetensors_file import TensorToWrite, dtype_name, write_tensors
 from meshwright.checkpoint.sidecars import sidecar_path
-from meshwright.errors import RunError
+from meshwright.errors import CONTINUE, RunError
 from meshwright.log import get_logger
 from meshwright.units import format_bytes
 
@@ -175,7 +175,7 @@ class SafetensorsWriter(StorageWriter):
             raise RunError(
                 f"rank {self._rank} can't write {path.name}: {error.strerror or error}",
                 where=str(path),
-                fix="make the directory writable, and continue with `--resume auto`",
+                fix=f"make the directory writable, and continue with {CONTINUE}",
             ) from error
 
     def _disk_full(self, path: Path, *, needed: int, total: int) -> RunError:
@@ -190,7 +190,7 @@ class SafetensorsWriter(StorageWriter):
             f" of the checkpoint of step {self._request.step}",
             where=str(path),
             rule=f"the newest earlier checkpoint, {earlier}, is intact" if earlier else "no earlier checkpoint exists",
-            fix=f"free {room} and continue with `--resume auto`; a smaller checkpoint.keep needs less",
+            fix=f"free {room} and continue with {CONTINUE}; a smaller checkpoint.keep needs less",
         )
 
 

@@ -95,9 +95,10 @@ def import_(
     out: Annotated[Path, typer.Argument(help="A new run folder, which gets the checkpoint and a config.toml.")],
 ) -> None:
     """Make a checkpoint of step 0 and a configuration from Hugging Face weights, and keep their tokenizer."""
-    from meshwright.cli.imported_run import CONFIG_FILE, check_unused, own_keys, write_run
+    from meshwright.cli.imported_run import check_unused, own_keys, write_run
     from meshwright.data.tokenizer_files import TOKENIZER
     from meshwright.models.huggingface.source_folder import check_source
+    from meshwright.train.continued_run import continue_command
 
     check_source(source, out)
     check_unused(out)
@@ -111,8 +112,7 @@ def import_(
             "file written by AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     show(f"model  {model_arguments(own_keys(manifest.model))}")
-    start = f"meshwright run {quote(str(out / CONFIG_FILE))} --out {quote(str(out))} --resume auto data.source=…"
-    show(f"train  {start}", more=" " * 7)
+    show(f"train  {continue_command(out)} data.source=…", more=" " * 7)
 
 
 def _weights_of(checkpoint: Path) -> OtherWeights:

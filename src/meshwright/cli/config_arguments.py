@@ -10,7 +10,7 @@ import typer
 
 from meshwright.errors import InputError
 
-WORDS_HELP = "A preset or a TOML file (default: llama-tiny), then section.key=value …"
+WORDS_HELP = "A preset, a TOML file or a run folder (default: llama-tiny), then section.key=value …"
 
 
 def complete_words(incomplete: str) -> list[str]:
@@ -36,7 +36,7 @@ def _choices(annotation: Any) -> list[str]:
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[PRESET|FILE.toml] [KEY=VALUE]...", help=WORDS_HELP, autocompletion=complete_words),
+    typer.Argument(metavar="[PRESET|FILE.toml|RUN] [KEY=VALUE]...", help=WORDS_HELP, autocompletion=complete_words),
 ]
 """Arguments of a command that takes a configuration."""
 

@@ -12,13 +12,13 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.config.dump import values_to_toml
 from meshwright.config.schema import TrainConfig
+from meshwright.config.source import CONFIG_FILE
 from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.contract.family import find_family
 from meshwright.train.run_folder import IMPORTED
 from meshwright.units import counted
 
-CONFIG_FILE = "config.toml"
 FINE_TUNING_LR = 2e-5
 """Peak learning rate; the default is for new weights, and would destroy trained ones."""
 

@@ -10,6 +10,7 @@ from meshwright import __version__
 from meshwright.cli import bench, checkpoint, doctor, launch, plan, presets, prove, prove_script, report, run
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.cli.draw import pipeline
+from meshwright.cli.lasting_output import lasting_output, unwritten
 from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.cli.usage_errors import Command
 from meshwright.cli.wrapping import show
@@ -52,11 +53,26 @@ def _options(
 def main() -> None:
     """Run the command line; exit with 1 if a run or proof failed, 2 on bad input, 3 after a requested stop."""
     tolerate(sys.stdout, sys.stderr)
-    try:
-        app()
-    except MeshwrightError as error:
-        show_error(error)
-        sys.exit(error.exit_code)
+    with lasting_output():
+        try:
+            app()
+        except MeshwrightError as error:
+            show_error(error)
+            sys.exit(error.exit_code)
+        except SystemExit:
+            if (lost := unwritten()) is not None and sys.argv[1:2] != ["run"]:  # a run's files have it all
+                show_error(_not_written(lost))
+                sys.exit(1)
+            raise
+
+
+def _not_written(error: OSError) -> MeshwrightError:
+    return MeshwrightError(
+        f"stdout can't be written: {error.strerror}",
+        where="stdout",
+        rule="what a command prints is its result",
+        fix="free some space there, or write to another file",
+    )
 
 
 def show_error(error: MeshwrightError) -> None:

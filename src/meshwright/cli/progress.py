@@ -9,6 +9,7 @@ import sys
 import time
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
+from meshwright.cli.lasting_output import lasting
 from meshwright.cli.wrapping import show
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
@@ -33,6 +34,7 @@ class TerminalReporter(Reporter):
         self._last_shown = 0.0
         self._line_is_open = self._is_terminal  # the launcher may have left its waiting message on the line
         tolerate(sys.stdout)
+        self._out = lasting(sys.stdout, warns=True)
         self._steps = 0
         self._unit = LossUnit("nats/token")
 
@@ -76,7 +78,7 @@ class TerminalReporter(Reporter):
             if time.monotonic() - self._last_shown >= REFRESH_S or is_last:
                 self._show(self._text(progress))
         elif progress.step % self._log_every == 0 or is_last or progress.step == 1:
-            print(self._text(progress), flush=True)
+            print(self._text(progress), file=self._out, flush=True)
 
     def validated(self, step: int, validation: Validation) -> None:
         """Print the validation loss, except for the last one, which is part of the result."""
@@ -137,8 +139,8 @@ class TerminalReporter(Reporter):
 
     def _show(self, text: str) -> None:
         width = shutil.get_terminal_size().columns
-        sys.stdout.write(CLEAR_LINE + text[: width - 1])
-        sys.stdout.flush()
+        self._out.write(CLEAR_LINE + text[: width - 1])
+        self._out.flush()
         self._line_is_open = True
         self._last_shown = time.monotonic()
 
@@ -146,10 +148,10 @@ class TerminalReporter(Reporter):
         if self._quiet:
             return
         if self._line_is_open:
-            sys.stdout.write(CLEAR_LINE)
+            self._out.write(CLEAR_LINE)
             self._line_is_open = False
-        show(text)
-        sys.stdout.flush()
+        show(text, self._out)
+        self._out.flush()
 
 
 def _amount(traffic: Traffic, unit: str) -> str:

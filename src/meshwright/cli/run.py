@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,18 +26,25 @@ def run(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
-    """Train: start the processes of the mesh on this machine, or join those that a launcher started."""
+    """Train: start the processes of the mesh on this machine, or join those that a launcher started.
+
+    A run folder (runs/llama-tiny-1) continues its run.
+    """
     from meshwright import api
     from meshwright.config.facts_for_family import run_facts
     from meshwright.plan.load_config import load
     from meshwright.plan.load_plan import load_plan
+    from meshwright.train.continued_run import check_source, find_start
     from meshwright.train.launch.launcher import context_from_environment, run_as_rank
 
-    path = path_of("--out", out)
     path_of("--resume", resume)
     source, overrides = split_words(words)
+    start = find_start(source, path_of("--out", out), resume)
     context = context_from_environment()
-    config = load(source, overrides, num_ranks=context.num_ranks if context else None)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal ends no run; ranks inherit this
+    config = load(start.source, overrides, num_ranks=context.num_ranks if context else None)
+    check_source(start, config, overrides)
 
     # The configuration is valid, so the cost of importing numpy is acceptable from here on.
     from meshwright.cli.progress import TerminalReporter
@@ -45,12 +53,13 @@ def run(
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     say = partial(_say_waiting, quiet=quiet)
     if context is None:
-        api.run(config, out=path, resume=resume, plan=plan_path, reporter=reporter, on_interrupt=_say_stopping, say=say)
+        where = {"out": start.out, "resume": start.resume}
+        api.run(config, **where, plan=plan_path, reporter=reporter, on_interrupt=_say_stopping, say=say)
         return
     plan = None if plan_path is None else load_plan(plan_path, config)
     say("reading the data")
     config.family.open_data(run_facts(config))
-    run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=path, resume=resume))
+    run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=start.out, resume=start.resume))
 
 
 def _say_waiting(text: str, *, quiet: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.private import last_collective
-from meshwright.errors import RunError
+from meshwright.errors import CONTINUE, RunError
 
 LOST_RANK_PHRASES = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
 """Lower-case phrases in a backend's error when another rank is late, lost or in a different collective."""
@@ -78,7 +78,7 @@ def collective_error(
         rule="all ranks of a group enter its collectives in the same order, within the group's timeout "
         "(train.timeout_s)",
         fix="find out why the other rank did not enter it; MESHWRIGHT_DEBUG_COLLECTIVES=1 compares ranks before "
-        "each collective; if a rank was only stopped or slow, run again with --resume auto",
+        f"each collective; if a rank was only stopped or slow, continue with {CONTINUE}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Sources of a configuration: the presets that ship with the package, and TOML files."""
+"""Sources of a configuration: the presets that ship with the package, TOML files, and folders of runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from meshwright.config.translate import nearest_preset
 from meshwright.errors import ConfigError
 
 DEFAULT_PRESET = "llama-tiny"
+CONFIG_FILE = "config.toml"
+"""File of a run folder with the run's configuration."""
 OTHER_FORMATS = (".yaml", ".yml", ".json", ".py", ".ini", ".cfg", ".sh")
 """Suffixes of other frameworks' configuration files."""
 
@@ -25,8 +27,13 @@ def preset_names() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
+def is_run_folder(path: Path) -> bool:
+    """Return whether a path is a folder with the configuration of a run."""
+    return (path / CONFIG_FILE).is_file()
+
+
 def read_source(source: str) -> tuple[str, dict[str, Any]]:
-    """Return the label, for errors, and the values of a preset or a TOML file.
+    """Return the label, for errors, and the values of a preset, a TOML file or a run folder.
 
     Raises:
         ConfigError: there is no such preset or file, or it is not TOML.
@@ -35,8 +42,9 @@ def read_source(source: str) -> tuple[str, dict[str, Any]]:
     if source in preset_names():
         text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
         label = f"preset {source}"
-    elif path.suffix == ".toml" and path.is_file():
-        text, label = path.read_bytes(), source
+    elif (path.suffix == ".toml" and path.is_file()) or is_run_folder(path):
+        path = path / CONFIG_FILE if path.is_dir() else path
+        text, label = path.read_bytes(), str(path)
     else:
         raise _unknown_source(source)
     try:

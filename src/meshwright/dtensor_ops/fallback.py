@@ -48,7 +48,7 @@ from meshwright.dtensor_ops.shard_order_ops import is_elementwise
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.dtensor_ops.torch_functions import torch_functions
 from meshwright.log import get_logger
-from meshwright.reshard.dtensor import active_interceptor, run_torch_function, spec_of
+from meshwright.reshard.dtensor import active_interceptor, is_mixing, mixing_refused, run_torch_function, spec_of
 from meshwright.reshard.dtensor.placements import layout_ignoring_partial
 from meshwright.units import format_bytes
 
@@ -114,13 +114,19 @@ class _FallbackLayer:
         """Plain tensors among the arguments of the torch functions that run."""
 
     def run_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function on DTensors. Plain tensors are compared here: PyTorch takes the plans of their operators
-        from its cache, unseen by a context, after the same ones of replicated DTensors."""
+        """Run a torch function on DTensors. Plain tensors that it mixes with them are compared here: PyTorch takes the
+        plans of such operators from its cache, unseen by a context, after the same ones of replicated DTensors."""
         tensors = tensors_in(args, kwargs)
         plain, before = self._plain(tensors), self._compared
         meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
         if not plain or not meshes:
             return run_torch_function(function, args, kwargs)
+        try:
+            with mixing_refused():
+                return run_torch_function(function, args, kwargs)
+        except RuntimeError as error:
+            if not is_mixing(error):
+                raise
         self._compare(plain, meshes[0], getattr(function, "__name__", str(function)))
         self._compared = before | {id(tensor) for tensor in plain}
         try:

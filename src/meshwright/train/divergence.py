@@ -7,13 +7,13 @@ validation has produced a finite loss with its weights.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
 from meshwright.errors import CheckpointError, RunError, StoppedError
+from meshwright.train.continued_run import continue_command
 from meshwright.train.run_folder import RunFolder
 
 GENTLER = "a lower train.lr or a longer train.warmup_steps"
@@ -37,9 +37,9 @@ def not_finite(what: str, *, where: str, rule: str, folder: RunFolder, finite: F
         fix = f"a new run with another --out, {GENTLER if finite.started else _without_a_finite_step(folder)}"
         return RunError(f"{what}; no checkpoint is good", where=where, rule=rule, fix=fix)
     if good[-1] == checkpoints[-1][1] and good[-1].parent == folder.checkpoints:
-        fix = f"--out {_quoted(folder.path)} --resume auto with {GENTLER}"
+        fix = f"{continue_command(folder.path)}, with {GENTLER}"
     else:
-        fix = f"--resume {_quoted(good[-1])} with another --out and {GENTLER}"
+        fix = f"{_from(good[-1], folder)}, with {GENTLER}"
     return RunError(f"{what}; the last good checkpoint is {good[-1]}", where=where, rule=rule, fix=fix)
 
 
@@ -47,12 +47,12 @@ def stopped_unsaved(step: int, folder: RunFolder) -> StoppedError:
     """Return the error for a run that was stopped after a skipped step, naming the checkpoint to resume from."""
     ours = [path for _, path in sorted(_steps(folder)) if path.parent == folder.checkpoints]
     if ours:
-        what, fix = f"the newest checkpoint is {ours[-1]}", f"--out {_quoted(folder.path)} --resume auto"
+        what, fix = f"the newest checkpoint is {ours[-1]}", continue_command(folder.path)
     elif folder.checkpoint is not None:
         what = f"the newest checkpoint is {folder.checkpoint}"
-        fix = f"--resume {_quoted(folder.checkpoint)} with another --out"
+        fix = _from(folder.checkpoint, folder)
     else:
-        what, fix = "there is no checkpoint", f"--out {_quoted(folder.path)} --resume auto, which starts over"
+        what, fix = "there is no checkpoint", f"{continue_command(folder.path)}, which starts over"
     return StoppedError(
         f"stopped after step {step}, as requested; that step was not finite, so it was not saved: {what}",
         where=f"step {step}",
@@ -79,5 +79,8 @@ def _steps(folder: RunFolder) -> Iterator[tuple[int, Path]]:
             continue
 
 
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+def _from(checkpoint: Path, folder: RunFolder) -> str:
+    """Return the command that goes on from a checkpoint in a new folder."""
+    names = (folder.path.with_name(f"{folder.path.name}-from-{checkpoint.name}{end}") for end in ("", *range(2, 99)))
+    new = next(path for path in names if not path.exists())
+    return continue_command(folder.path, ["--resume", str(checkpoint), "--out", str(new)])

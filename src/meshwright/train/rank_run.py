@@ -29,6 +29,7 @@ from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
 from meshwright.train.build_job import build_job, choose_device
+from meshwright.train.continued_run import naming
 from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec
@@ -78,8 +79,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
             check_optimizer(plan)  # the launcher has done it, if it is ours
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         open_log_file(folder.log(context.rank))
-        if spec.folder is None and context.rank == 0:
-            hold.enter_context(reporting(folder.path))  # by the launcher, if it chose the folder
+        if spec.folder is None:  # or the launcher does it, which chose the folder
+            hold.enter_context(reporting(folder.path) if context.rank == 0 else naming(folder.path))
         reporter = Reporter()
         if context.rank == 0:
             reporter = RecordingReporter(spec.make_reporter(), EventLog(folder.path), done=folder.done())

@@ -6,7 +6,6 @@ Torch-free, so that a folder in use or another model's checkpoint is rejected be
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +28,8 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.config.facts_for_family import model_facts, run_facts
-from meshwright.config.schema import RunConfig
+from meshwright.config.schema import MeshConfig, RunConfig
+from meshwright.config.source import CONFIG_FILE
 from meshwright.data.mixtures.changes import KEYS, changes
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenise.special_tokens import NONE
@@ -42,14 +42,13 @@ from meshwright.optim.catalogue import OTHERS
 from meshwright.plan.compare import differences
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
-from meshwright.settings.violation import format_fix
+from meshwright.settings.violation import format_fix, format_value
+from meshwright.train.continued_run import AUTO, RUNS, changed_keys, continue_command, folder_numbers, last_folder
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.run_folder_lock import hold_folder
 from meshwright.units import counted
 
-AUTO = "auto"
-RUNS = Path("runs")
-FILES = ("config.toml", "metrics.jsonl", "plan.json", "loss.png", "events.jsonl", "report.html")
+FILES = (CONFIG_FILE, "metrics.jsonl", "plan.json", "loss.png", "events.jsonl", "report.html")
 """Files that every run writes into its folder, beside the folder of checkpoints."""
 
 IMPORTED = "huggingface"
@@ -117,15 +116,16 @@ def choose_folder(
         return RunFolder(path, None)
     if resume != AUTO:
         return _from_checkpoint(config, Path(resume), out=out, corpus=corpus, hold=hold)
-    path = _take(out or _last_folder(config.name) or _new_folder(config.name), hold)
+    path = _take(out or last_folder(config.name) or _new_folder(config.name), hold)
     _check_record(path)
     newest, skipped = newest_valid(path / "checkpoints")
     notes = [f"skipped {bad}: {reason}" for bad, reason in skipped]
     if newest is None:
         _check_none_lost(path, skipped)
         return RunFolder(path, None, (f"no checkpoint in {path / 'checkpoints'}: starting at step 0",))
-    check_continues(read_manifest(newest), config, newest, corpus)
-    return RunFolder(path, newest, (*notes, f"resuming from {newest}"))
+    manifest = read_manifest(newest)
+    check_continues(manifest, config, newest, corpus)
+    return RunFolder(path, newest, (*notes, f"resuming from {newest}", *_changed(manifest, config)))
 
 
 def _from_checkpoint(
@@ -136,8 +136,8 @@ def _from_checkpoint(
             f"{checkpoint} holds weights in Hugging Face's format, not a checkpoint of a run",
             where="--resume",
             rule="--resume takes auto, which searches --out, or the path of one checkpoint",
-            fix=f"meshwright checkpoint import {quote(str(checkpoint))} runs/imported, "
-            "then --out runs/imported --resume auto",
+            fix=f"meshwright checkpoint import {quote(str(checkpoint))} runs/imported, then "
+            f"{continue_command(Path('runs/imported'))}",
         )
     inside = list_checkpoints(checkpoint / "checkpoints")
     if inside and not (checkpoint / "manifest.json").exists():
@@ -145,9 +145,10 @@ def _from_checkpoint(
             f"{checkpoint} is a run folder, not a checkpoint",
             where="--resume",
             rule="--resume takes auto, which searches --out, or the path of one checkpoint",
-            fix=f"--out {quote(str(checkpoint))} --resume auto, or --resume {quote(str(inside[-1]))}",
+            fix=f"{continue_command(checkpoint)}, or --resume {quote(str(inside[-1]))}",
         )
-    check_continues(verify(checkpoint), config, checkpoint, corpus)
+    manifest = verify(checkpoint)
+    check_continues(manifest, config, checkpoint, corpus)
     home = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     path = _take(out or home or _new_folder(config.name), hold)
     if home is None or path.resolve() != home.resolve():
@@ -157,10 +158,21 @@ def _from_checkpoint(
             f"{path} already has {newest.name}, which is newer than {checkpoint.name}",
             where="--resume",
             rule="a run folder holds one run: later checkpoints are not overwritten",
-            fix=f"a new --out, or --out {quote(str(path))} --resume auto",
+            fix=f"a new --out; or {continue_command(path)}, from its newest checkpoint",
         )
     _check_record(path)
-    return RunFolder(path, checkpoint, (f"resuming from {checkpoint}",))
+    return RunFolder(path, checkpoint, (f"resuming from {checkpoint}", *_changed(manifest, config)))
+
+
+def _changed(manifest: Manifest, config: RunConfig) -> list[str]:
+    """Return notes of the layout and the keys that are others than in the run so far."""
+    saved = manifest.run.get("config", {})
+    found = changed_keys(saved, config)
+    listed = [f"{k} {format_value(before)} → {format_value(now)}" for k, before, now in found if "mesh." not in k]
+    notes = [f"changed since step {manifest.step}: {', '.join(listed)}"] if listed else []
+    if len(listed) < len(found):
+        notes.append(f"layout: {MeshConfig.model_validate(saved['mesh']).layout()} → {config.mesh.layout()}")
+    return notes
 
 
 def files_to_carry(config: RunConfig, checkpoint: Path | None) -> dict[str, bytes]:
@@ -196,15 +208,22 @@ def keep_other_plan(path: Path, plan: RunPlan, done: int) -> list[str]:
     except (MeshwrightError, UnicodeDecodeError) as error:
         what = f"which this version can't read ({error})"
     else:
-        changes = differences(earlier, plan)
-        if not changes:
+        found = differences(earlier, plan)
+        if not found:
             return []
-        what = f"which has {changes[0].first} for {changes[0].path}, where this one has {changes[0].second}"
-        what += f", and {counted(len(changes) - 1, 'more difference')}" if changes[1:] else ""
+        if earlier.mesh != plan.mesh:
+            return [f"{_keep(path, done)} keeps the plan of the earlier steps, which had another layout"]
+        what = f"which has {found[0].first} for {found[0].path}, where this one has {found[0].second}"
+        what += f", and {counted(len(found) - 1, 'more difference')}" if found[1:] else ""
+    return [f"the plan differs from that of the earlier steps, {what}; {_keep(path, done)} keeps that one, for --plan"]
+
+
+def _keep(path: Path, done: int) -> str:
+    """Rename the plan of the first `done` steps, and return its name."""
     names = (f"plan-to-{done:08d}{suffix}.json" for suffix in chain([""], (f"-{number}" for number in count(2))))
     kept = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(kept)
-    return [f"the plan differs from that of the earlier steps, {what}; {kept.name} keeps that one, for --plan"]
+    return kept.name
 
 
 def _check_unused(path: Path) -> None:
@@ -213,7 +232,7 @@ def _check_unused(path: Path) -> None:
             f"{path} already holds a run",
             where="--out",
             rule="a run never overwrites another",
-            fix=f"--out {quote(str(path))} --resume auto to continue it, or another --out",
+            fix=f"{continue_command(path)}, which continues it; or another --out",
         )
 
 
@@ -361,17 +380,10 @@ def _check_frozen(before: Sequence[str], config: RunConfig, path: Path) -> None:
         )
 
 
-def _numbers(name: str) -> list[int]:
-    """Return the numbers `n` of the existing folders `runs/<name>-<n>`."""
-    pattern = re.compile(re.escape(name) + r"-(\d+)")
-    matches = (pattern.fullmatch(path.name) for path in RUNS.iterdir()) if RUNS.is_dir() else iter(())
-    return [int(match.group(1)) for match in matches if match]
-
-
 def _new_folder(name: str) -> Path:
     """Create the next free folder; runs started at the same time get different ones."""
     while True:
-        path = RUNS / f"{name}-{max(_numbers(name), default=0) + 1}"
+        path = RUNS / f"{name}-{max(folder_numbers(name), default=0) + 1}"
         try:
             path.mkdir(parents=True)
         except FileExistsError:
@@ -381,8 +393,3 @@ def _new_folder(name: str) -> Path:
             raise _not_writable(path, error) from None
         else:
             return path
-
-
-def _last_folder(name: str) -> Path | None:
-    numbers = _numbers(name)
-    return RUNS / f"{name}-{max(numbers)}" if numbers else None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshwright.errors import InputError
 from meshwright.log import get_logger
+from meshwright.train.continued_run import continue_command
 
 LOCK = "run.lock"
 
@@ -35,7 +36,7 @@ def hold_folder(folder: Path, hold: ExitStack) -> None:
             f"{folder} is being written by another run: {_holder(path)}",
             where=str(path),
             rule="one run at a time writes to a run folder",
-            fix="another --out; or --resume auto, once that run has ended",
+            fix=f"another --out; or {continue_command(folder)}, once that run has ended",
         ) from None
     except OSError as error:
         _log.warning("can't lock %s (%s): another run could write to the same folder", folder, error)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from shlex import quote
 from typing import NoReturn
 
 from meshwright.checkpoint import save_load
@@ -29,6 +28,7 @@ from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
+from meshwright.train.continued_run import continue_command
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps
@@ -288,9 +288,10 @@ class Trainer:
         elif result.stop and result.skipped and result.step < train.steps:
             error = stopped_unsaved(result.step, self._folder)
         elif result.stop and result.step < train.steps:
+            plan = ["--plan", str(self._folder.plan)] if self._plan_given() else []
             error = StoppedError(
                 f"stopped after step {result.step}, as requested; saved {self._saved}",
-                fix=f"--out {quote(str(self._folder.path))} --resume auto continues from there",
+                fix=f"{continue_command(self._folder.path, plan)}, which continues from there",
             )
         else:
             return
@@ -353,10 +354,14 @@ class Trainer:
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
-                plan_given=self._job.plan != make_plan(self._job.config, nodes=self._job.plan.mesh.nodes),
+                plan_given=self._plan_given(),
                 figures=self._draw(),
             )
         )
+
+    def _plan_given(self) -> bool:
+        """Return whether the plan is another than that of the configuration."""
+        return self._job.plan != make_plan(self._job.config, nodes=self._job.plan.mesh.nodes)
 
     def _draw(self) -> tuple[str, ...]:
         """Draw the run's metrics, and return the names of the files."""

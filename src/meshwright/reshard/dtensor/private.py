@@ -269,7 +269,7 @@ def _clean_cache(thread: DispatchState) -> None:
 def run_below(interceptor: Interceptor, run: Callable[[Any], Any], call: Any) -> Any:
     """Return `run(call)`, in which DTensor runs operators by itself."""
     thread, dispatcher, own = _interception().thread, DTensor._op_dispatcher, own_handlers()
-    is_known = thread.handlers is not None
+    is_known, allowed = thread.handlers is not None, dispatcher._allow_implicit_replication
     thread.num_running += 1
     thread.handlers = own
     if interceptor.replicates_plain_tensors:
@@ -279,8 +279,8 @@ def run_below(interceptor: Interceptor, run: Callable[[Any], Any], call: Any) ->
     finally:
         thread.num_running -= 1
         thread.handlers = own if thread.num_running else interceptor.handlers(own) if is_known else None
-        if interceptor.replicates_plain_tensors and not thread.num_running:
-            dispatcher._allow_implicit_replication = True
+        if interceptor.replicates_plain_tensors:
+            dispatcher._allow_implicit_replication = allowed
 
 
 class _ObservedDispatcher(OpDispatcher):
@@ -372,12 +372,25 @@ def _is_gathered_view(operator: OpOverload, op_info: OpInfo, plan: OutputShardin
 def _changes_placements(operator: OpOverload, args: tuple[Any, ...], plan: OutputSharding) -> bool:
     """Return True if an in-place operator would redistribute its tensor; 2.11 finds that out only after computing."""
     spec: Any = plan.output_spec
-    return (
-        operator._schema.name.endswith("_")
-        and isinstance(spec, DTensorSpec)
-        and isinstance(args[0], DTensor)
-        and args[0]._spec.placements != spec.placements
-    )
+    if not operator._schema.name.endswith("_") or not isinstance(spec, DTensorSpec) or not isinstance(args[0], DTensor):
+        return False
+    return bool(args[0]._spec.placements != spec.placements)
+
+
+@contextmanager
+def mixing_refused() -> Iterator[None]:
+    """Let DTensor refuse operators on plain tensors and DTensors within the block; `is_mixing` tells this error."""
+    dispatcher = DTensor._op_dispatcher
+    before, dispatcher._allow_implicit_replication = dispatcher._allow_implicit_replication, False
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
+def is_mixing(error: RuntimeError) -> bool:
+    """Return whether DTensor refused an operator on plain tensors and DTensors."""
+    return "mixed torch.Tensor and DTensor" in str(error)
 
 
 def run_torch_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:

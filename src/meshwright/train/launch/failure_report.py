@@ -13,14 +13,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import InputError, MeshwrightError, RunError, StoppedError
+from meshwright.errors import CONTINUE, InputError, MeshwrightError, RunError, StoppedError
 from meshwright.train.launch.rank_context import StatusBoard
 
 UNKNOWN_EXIT = 255
 """Exit status of a process whose fork server is gone, which would have reported it (`multiprocessing`)."""
 OUT_OF_MEMORY = (
-    "run again with --resume auto; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or "
-    "a smaller batch"
+    f"continue with {CONTINUE}; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or a "
+    "smaller batch"
 )
 
 
@@ -81,7 +81,7 @@ def explain_stopped(
         + _everyone(num_ranks, board)
         + details,
         rule="no rank may wait longer than train.timeout_s",
-        fix="run again with --resume auto",
+        fix=f"continue with {CONTINUE}",
     )
 
 
@@ -129,7 +129,7 @@ def _explain(end: RankExit, num_ranks: int) -> MeshwrightError:
     if end.exit_code < 0:
         name = signal.Signals(-end.exit_code).name
         what = f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were killed"
-        fix = OUT_OF_MEMORY if name == "SIGKILL" else "run again with --resume auto"
+        fix = OUT_OF_MEMORY if name == "SIGKILL" else f"continue with {CONTINUE}"
         if name == "SIGBUS":
             return _bus_error(what, where)
         return RunError(what, where=where, fix=fix)
@@ -151,7 +151,7 @@ def _bus_error(what: str, where: str) -> RunError:
         f"{what}: {cause}",
         where=where,
         rule="token files and caches are memory-mapped, so they must not be written while a run reads them",
-        fix="restore the file, and run again with --resume auto; write changed data under another name",
+        fix=f"restore the file, and continue with {CONTINUE}; write changed data under another name",
     )
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from meshwright.errors import InputError, RunError
+from meshwright.errors import CONTINUE, InputError, RunError
 from meshwright.train.launch.failure_report import explain, explain_stopped, server_died, stopped_ranks
 from meshwright.train.launch.machine_limits import check_ranks
 from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
@@ -277,7 +277,7 @@ def _interrupt(heard: int, board: StatusBoard, on_interrupt: Callable[[], None] 
         raise RunError(
             "killed by a second interrupt, without saving",
             where=f"launcher, host {socket.gethostname()}",
-            fix="--resume auto continues from the last checkpoint",
+            fix=f"{CONTINUE}, which continues from the last checkpoint",
         )
     board.request_stop()
     on_interrupt()

@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 
 from meshwright.comm.collective_timeout import CollectiveError, is_lost_rank_error
-from meshwright.errors import MeshwrightError, RunError, StoppedError
+from meshwright.errors import CONTINUE, MeshwrightError, RunError, StoppedError
 from meshwright.log import configure, log_failure
 from meshwright.train.launch.private import release_semaphores
 from meshwright.train.launch.rank_context import STOPPING, Body, RankContext
@@ -74,7 +74,7 @@ def run_here(body: Body[T], argument: T, context: RankContext) -> None:
         raise RunError(
             f"rank {context.rank} lost another rank in {context.place()}: {str(error).splitlines()[0]}",
             where=f"rank {context.rank} of {context.num_ranks}, host {socket.gethostname()}",
-            fix="the launcher's report names the rank that failed first; run again with --resume auto",
+            fix=f"the launcher's report names the rank that failed first; continue with {CONTINUE}",
         ) from None
 
 

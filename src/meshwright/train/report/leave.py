@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshwright.log import get_logger
 from meshwright.output_files import write_output
+from meshwright.train.continued_run import naming
 from meshwright.train.record.events import EVENTS, recording_end
 
 REPORT = "report.html"
@@ -22,7 +23,7 @@ def reporting(folder: Path) -> Iterator[None]:
     For the process that outlives the ranks: the launcher or, under another one, rank 0.
     """
     try:
-        with recording_end(folder):
+        with recording_end(folder), naming(folder):
             yield
     except BaseException:
         _leave(folder)  # what keeps a report from being made now is likely what the error says
