@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.layout_suggest import suggest_layouts
+from meshwright.mesh.layout_text import suggest_layouts
 from tests.mesh.test_layout import layouts
 
 

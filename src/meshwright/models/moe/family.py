@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.family import OtherWeights
 from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
 from meshwright.models.contract.model_facts import ModelFacts, Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import DIVIDED, FINAL_REGION, Style, local
 from meshwright.models.decoder.decoder_family import BLOCK_STYLES, INIT_STD, STYLES, DecoderFamily
+from meshwright.models.decoder.rules import violations as decoder_violations
 from meshwright.models.moe.config import FOREIGN_NAMES, MoeConfig
 from meshwright.models.moe.description import BLOCK, WINDOW_BLOCK, describe
-from meshwright.models.moe.rules import violations
+from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Violation
+from meshwright.units import counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,3 +81,109 @@ class MoeFamily(DecoderFamily):
 
 
 FAMILY = MoeFamily()
+
+
+def violations(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
+    """Yield the rules that a run violates."""
+    yield from decoder_violations(model, f, has_dense=model.num_dense_layers > 0)
+    yield from _layers(model)
+    yield from _routing(model)
+    yield from _capacity(model)
+    yield from _balance(model, f)
+    yield from _tensor_parallel(model, f)
+
+
+def _layers(model: MoeConfig) -> Iterator[Violation]:
+    if model.num_dense_layers >= model.num_layers:
+        yield Violation(
+            ConfigError,
+            f"model.num_dense_layers = {model.num_dense_layers} of model.num_layers = {model.num_layers} layers",
+            "model.num_dense_layers",
+            "at least one layer has experts",
+            [{"model.num_dense_layers": model.num_layers - 1}, {"model.num_layers": model.num_dense_layers + 1}],
+        )
+
+
+def _routing(model: MoeConfig) -> Iterator[Violation]:
+    experts, groups, top_groups, top_k = model.num_experts, model.num_groups, model.top_groups, model.top_k
+    if top_k > experts:
+        yield Violation(
+            ConfigError,
+            f"model.top_k = {top_k} is more than model.num_experts = {experts}",
+            "model.top_k",
+            "a token goes to different experts",
+            [{"model.top_k": experts}, {"model.num_experts": top_k}],
+        )
+    if experts % groups:
+        yield Violation(
+            ConfigError,
+            f"model.num_groups = {groups} does not divide model.num_experts = {experts}",
+            "model.num_groups",
+            "groups have the same number of experts",
+            [
+                *({"model.num_groups": size} for size in by_distance(divisors(experts), groups)),
+                {"model.num_experts": round_up(experts, groups)},
+            ],
+        )
+    if top_groups > groups:
+        yield Violation(
+            ConfigError,
+            f"model.top_groups = {top_groups} is more than model.num_groups = {groups}",
+            "model.top_groups",
+            "a token's experts come from different groups",
+            [{"model.top_groups": groups}, {"model.num_groups": top_groups}],
+        )
+    elif top_k > top_groups * (experts // groups):
+        reach = top_groups * (experts // groups)
+        enough = -(-top_k * groups // experts)
+        yield Violation(
+            ConfigError,
+            f"model.top_k = {top_k} is more than the {counted(reach, 'expert')} of model.top_groups = {top_groups}",
+            "model.top_k",
+            "a token's experts come from its groups",
+            [{"model.top_k": reach}, {"model.top_groups": enough}],
+        )
+
+
+def _capacity(model: MoeConfig) -> Iterator[Violation]:
+    if model.drop == "over-capacity" and model.capacity_factor is None:
+        yield Violation(
+            ConfigError,
+            "model.drop = over-capacity without model.capacity_factor",
+            "model.drop",
+            "the capacity of an expert is capacity_factor × its share of a sample's tokens",
+            [{"model.capacity_factor": 1.25}, {"model.drop": "none"}],
+        )
+    if model.drop == "none" and model.capacity_factor is not None:
+        yield Violation(
+            ConfigError,
+            f"model.capacity_factor = {model.capacity_factor} has no effect with model.drop = none",
+            "model.capacity_factor",
+            "experts have a capacity only if tokens over it are dropped",
+            [{"model.drop": "over-capacity"}, {"model.capacity_factor": None}],
+        )
+
+
+def _balance(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
+    if model.balance_scope == "global-batch" and model.balance_loss and f.num_microbatches > 1:
+        yield Violation(
+            ConfigError,
+            f"model.balance_scope = global-batch with train.num_microbatches = {f.num_microbatches}",
+            "model.balance_scope",
+            "the load of the global batch is known before a backward only with one micro-batch per step",
+            [{"model.balance_scope": "sample"}, {"train.num_microbatches": 1}],
+        )
+
+
+def _tensor_parallel(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
+    if model.expert_dim % f.axes.tp:
+        yield Violation(
+            LayoutError,
+            f"mesh.tp = {f.axes.tp} does not divide model.expert_dim = {model.expert_dim}",
+            "mesh.tp",
+            "tensor parallelism shards the columns of every expert",
+            [
+                *({"mesh.tp": size} for size in by_distance(divisors(model.expert_dim), f.axes.tp)),
+                {"model.expert_dim": round_up(model.expert_dim, f.axes.tp)},
+            ],
+        )
