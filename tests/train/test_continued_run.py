@@ -96,6 +96,14 @@ def test_a_source_that_contradicts_its_run_is_refused_with_commands_that_work(he
         assert (config.train.steps, config.train.lr, config.model) == (steps, 0.1, load(None, WORDS).model)
 
 
+def test_the_layout_is_changed_as_a_whole(here: Path) -> None:
+    (here / "old/config.toml").write_text(to_toml(load(None, [*WORDS, "mesh.dp_shard=2"])), "utf-8")
+    words = [*WORDS, "mesh.tp=2"]
+    assert loaded("llama-tiny", words, OLD, "auto") == load(None, words)
+    with pytest.raises(InputError, match="mesh.dp_shard=1"):
+        loaded("llama-tiny", WORDS, OLD, "auto")
+
+
 def test_one_key_is_not_taken_for_another_that_begins_like_it(here: Path) -> None:
     (here / "own.toml").write_text('[train]\nlr_schedule = "linear"\n')
     with pytest.raises(InputError, match="lr_schedule"):

@@ -37,7 +37,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint_and_says_so(forked_meshwrigh
     assert done.returncode == 1, done.stdout
     error = shown_error(done.stderr)
     assert f"the disk at {out}/checkpoints is full" in error["error"] and "step 4" in error["error"]
-    assert f"{out}/checkpoints/00000002, is intact" in error["rule"] and "--resume auto" in error["fix"]
+    assert f"{out}/checkpoints/00000002, is intact" in error["rule"] and "meshwright run " in error["fix"]
     newest, passed_over = newest_valid(out / "checkpoints")
     assert newest == out / "checkpoints/00000002" and not passed_over
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["00000002"]

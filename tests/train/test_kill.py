@@ -45,7 +45,7 @@ def killed(words, out, fault, *, resume=None):
         train(words, out, fault=fault, resume=resume)
     error = caught.value
     assert f"rank {fault.rank} was killed by SIGKILL" in error.what
-    assert error.where.startswith(f"rank {fault.rank} of ") and "--resume auto" in error.fix
+    assert error.where.startswith(f"rank {fault.rank} of ") and "meshwright run " in error.fix
     return error
 
 
@@ -129,7 +129,7 @@ def test_asked_to_stop_it_stops_after_the_step_saved(words, uninterrupted, tmp_p
     words = [*words, "mesh.dp_shard=2"]
     with pytest.raises(RunError, match="stopped after step 3, as requested; saved .*00000003") as caught:
         train(words, tmp_path, fault=Fault(rank=1, step=3, action="stop"))
-    assert caught.value.exit_code == 3 and f"--out {tmp_path} --resume auto" in caught.value.fix
+    assert caught.value.exit_code == 3 and f"meshwright run {tmp_path}," in caught.value.fix
     assert num_steps(tmp_path) == 3
     train(words, tmp_path, resume="auto")
     # One checkpoint more was saved, so that other ones are kept; the last is the same.
@@ -155,6 +155,6 @@ def test_it_stops_when_steps_stay_not_finite(words, uninterrupted, tmp_path):
     assert [line["skipped"] for line in lines] == [False] * 3 + [True] * 4
     assert lines[3]["loss"] is None and lines[3]["samples"] == [24, 31]
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["00000002"]
-    assert "--resume auto" in caught.value.fix
+    assert "meshwright run " in caught.value.fix
     train(words, tmp_path, resume="auto")
     assert_bitwise_equal(tmp_path, uninterrupted("mesh.dp_shard=2"))

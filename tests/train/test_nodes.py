@@ -112,4 +112,4 @@ def test_bad_input_on_nodes_is_said_and_ends_it(run_on_nodes, words, tmp_path):
     ranks = run_on_nodes([*words, "mesh.tp=2"], tmp_path, ranks_each=1)
     assert all(rank.returncode != 0 for rank in ranks)
     errors = "".join(rank.stderr for rank in ranks)
-    assert "already holds a run" in errors and errors.count("--resume auto to continue it") == 1
+    assert "already holds a run" in errors and errors.count(", which continues it; or another --out") == 1

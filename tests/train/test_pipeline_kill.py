@@ -41,7 +41,7 @@ def test_a_lost_rank_is_named_with_its_action(tmp_path):
     assert process.returncode == 1 and not any(map(is_alive, pids))
     assert stderr.startswith("error  rank 1 was killed by SIGKILL") and "of micro-batch" in stderr
     assert re.search(ACTION.format(stage=1), stderr), stderr
-    assert "--resume auto" in stderr
+    assert "meshwright run " in stderr
 
 
 # A moment that the rank reaches by itself, so the same each time
@@ -141,7 +141,7 @@ def ended(words, out, moment):
                describe_action=make_plan(config).describe_action)  # fmt: skip
     assert time.monotonic() - float((out / "at").read_text()) < LIMIT_S
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
-    assert caught.value.exit_code == 1 and "--resume auto" in caught.value.fix
+    assert caught.value.exit_code == 1 and "meshwright run " in caught.value.fix
     return caught.value
 
 

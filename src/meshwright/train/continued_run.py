@@ -98,6 +98,7 @@ def check_source(start: Start, config: RunConfig, words: Sequence[str]) -> None:
     if folder is None or start.source is None or Path(start.source).resolve() in _own_sources(folder):
         return
     given = {word.partition("=")[0] for word in words}
+    given |= {"mesh"} if any(_is_in(key, "mesh") for key in given) else set()  # sizes of axes are one layout
     differing = [one for one in changed_keys(_saved(folder), config) if not any(_is_in(one.key, key) for key in given)]
     if not differing:
         return

@@ -112,8 +112,8 @@ def test_the_command_imports_trains_and_exports(forked_meshwright, tmp_path):
     done = forked_meshwright("checkpoint", "import", "theirs", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     told = next(line for line in done.stdout.splitlines() if line.startswith("model  ")).split()[1:]
-    words = ["moe-tiny", *told, *small_corpus(tmp_path / "corpus"), *WORDS, "mesh.dp_shard=2", "mesh.ep=2"]
-    done = forked_meshwright("run", *words, "--out", "run", "--resume", "auto", cwd=tmp_path)
+    words = ["run", *told, *small_corpus(tmp_path / "corpus"), *WORDS, "mesh.dp_shard=2", "mesh.ep=2"]
+    done = forked_meshwright("run", *words, cwd=tmp_path)
     assert done.returncode == 0 and "holds weights only" in done.stdout + done.stderr, done.stderr
     done = forked_meshwright("checkpoint", "export", "run", "back", cwd=tmp_path)
     assert done.returncode == 0 and "00000001" in done.stdout, done.stderr
