@@ -115,6 +115,15 @@ def test_an_earlier_versions_configuration_lacks_keys(here: Path) -> None:
     assert changed_keys({"train": {"steps": 30}}, load(None, WORDS)) == [("train.steps", 30, 40)]
 
 
+LISTS = ["data.mixture=['1:a.txt','2:b.jsonl#body']", "train.parameter_groups=embedding:lr=0.01", "train.freeze=embed*"]
+
+
+@pytest.mark.parametrize("words", [[], *([one] for one in LISTS)])
+def test_a_saved_configuration_differs_in_nothing(words: list[str]) -> None:
+    config = load(None, words)
+    assert changed_keys(config.model_dump(mode="json"), config) == []
+
+
 def test_errors_of_a_run_name_its_folder() -> None:
     with pytest.raises(RunError) as caught, naming(Path("a run")):
         raise RunError("a rank was killed", fix=f"continue with {CONTINUE}")

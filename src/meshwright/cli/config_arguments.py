@@ -24,7 +24,8 @@ def complete_words(incomplete: str) -> list[str]:
     if equals:
         words = [f"{key}={value}" for value in _choices(known[key].annotation)] if key in known else []
     else:
-        words = [*preset_names(), *map(str, Path().glob("*.toml")), *(f"{key}=" for key in known)]
+        runs = (str(file.parent) for file in Path().glob("runs/*/config.toml"))
+        words = [*preset_names(), *map(str, Path().glob("*.toml")), *runs, *(f"{key}=" for key in known)]
     return [word for word in words if word.startswith(incomplete)]
 
 

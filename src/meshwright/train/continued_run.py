@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import join, quote
 from typing import Any, NamedTuple
 
-from meshwright.config.dump import to_toml
+from meshwright.config.dump import to_toml, values_to_toml
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import CONFIG_FILE, DEFAULT_PRESET, is_run_folder
@@ -126,7 +126,7 @@ class Change(NamedTuple):
 
 def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """Return the keys that have other values than in a saved configuration, of those that both have."""
-    before, now = flatten(saved), flatten(tomllib.loads(to_toml(config)))
+    before, now = (flatten(tomllib.loads(text)) for text in (values_to_toml(saved), to_toml(config)))
     return [Change(key, before[key], now[key]) for key in now if before.get(key, now[key]) != now[key]]
 
 

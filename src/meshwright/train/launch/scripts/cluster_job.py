@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.config.rules import repair
 from meshwright.config.schema import RunConfig
+from meshwright.config.source import is_run_folder
 from meshwright.errors import InputError, LayoutError
 from meshwright.plan.rules import violations
 from meshwright.settings.violation import format_fix
@@ -46,6 +48,8 @@ class ClusterJob:
 
     def arguments(self) -> list[str]:
         """Return the arguments of `meshwright`, which start the run or continue it from its newest checkpoint."""
+        if any(is_run_folder(Path(word)) for word in self.words[:1]):
+            return ["run", *self.words]  # it continues in its own folder
         return ["run", *self.words, "--out", f"runs/{self.name}", "--resume", "auto"]
 
     def summary(self) -> str:
