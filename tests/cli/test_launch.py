@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshwright.config.dump import to_toml
 from meshwright.errors import MeshwrightError
 from meshwright.plan.load_config import load
 from tests.cli.cluster_stand_ins import directives, expand
@@ -92,6 +93,13 @@ def test_words_arrive_as_they_were_given(here, words):
 def test_the_preset_may_be_left_out_as_in_run(here):
     done = here("launch", "slurm", "mesh.dp_shard=4", *SIZE)
     assert line_of(done.stdout, "srun")[3:6] == ["meshwright", "run", "mesh.dp_shard=4"]
+
+
+def test_a_run_folder_goes_on_in_itself(here, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/config.toml").write_text(to_toml(load(None, ["mesh.dp_shard=2"])), "utf-8")
+    done = here("launch", "slurm", "old", "mesh.dp_shard=4", *SIZE)
+    assert line_of(done.stdout, "srun")[3:] == ["meshwright", "run", "old", "mesh.dp_shard=4"]
 
 
 def test_torchrun_lines(here):
