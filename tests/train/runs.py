@@ -215,7 +215,7 @@ class Hold:
 
     def wait(self) -> None:
         """Until the rank is there."""
-        wait_until((self.folder / "held").exists, timeout_s=120)
+        wait_until((self.folder / "held").exists, timeout_s=300)
 
     def release(self) -> None:
         """Let it go on."""
