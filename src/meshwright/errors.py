@@ -7,9 +7,18 @@ if a run stopped as requested.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import join
 from typing import Any
 
-CONTINUE = "meshwright run FOLDER"
+
+def continue_command(folder: Path, words: Sequence[str] = ()) -> str:
+    """Return the command that continues the run of a folder."""
+    return join(["meshwright", "run", str(folder), *words])
+
+
+CONTINUE = continue_command(Path("FOLDER"))
 """Command in a fix that continues the run; a run puts its folder in the place of FOLDER."""
 
 

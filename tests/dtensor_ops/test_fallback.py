@@ -264,13 +264,14 @@ def differing_after_alike(rank, world_size):
     x = numbers(8, 6)
     d, found = place(x, mesh, [Shard(0)]), []
     with replicate_fallback(warn=False):
-        for before in (x, place(x, mesh, [Replicate()])):
-            assert torch.equal((d + before).full_tensor(), x + x)
-            try:
-                d + torch.full((8, 6), float(rank))
-                found.append("")
-            except OperatorError as error:
-                found.append(error.what)
+        for mix in (torch.add, lambda a, b: torch.einsum("ij,ij->ij", a, b)):
+            for before in (x, place(x, mesh, [Replicate()])):
+                assert torch.equal(mix(d, before).full_tensor(), mix(x, x))
+                try:
+                    mix(d, torch.full((8, 6), float(rank)))
+                    found.append("")
+                except OperatorError as error:
+                    found.append(error.what)
         own = torch.full((8, 6), float(rank))
         assert torch.is_same_size(d, own) and torch.full((6,), float(rank)).expand_as(d)[3, 3] == rank, "shapes alone"
     try:
@@ -282,7 +283,7 @@ def differing_after_alike(rank, world_size):
 
 def test_a_plan_of_replicated_tensors_hides_no_plain_one_that_differs(gang):
     for *refused, outside in gang(2).run(differing_after_alike):
-        assert len(refused) == 2 and all("differ between ranks" in what for what in refused), refused
+        assert len(refused) == 4 and all("differ between ranks" in what for what in refused), refused
         assert "mixed torch.Tensor and DTensor" in outside
 
 

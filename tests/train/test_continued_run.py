@@ -11,9 +11,9 @@ import pytest
 
 from meshwright.config.dump import to_toml
 from meshwright.config.schema import RunConfig
-from meshwright.errors import CONTINUE, InputError, RunError, StoppedError
+from meshwright.errors import CONTINUE, InputError, RunError, StoppedError, continue_command
 from meshwright.plan.load_config import load
-from meshwright.train.continued_run import Start, changed_keys, check_source, continue_command, find_start, naming
+from meshwright.train.continued_run import Start, changed_keys, check_source, find_start, naming
 from tests.helpers import SMALL, small_corpus
 from tests.train.runs import Fault, assert_bitwise_equal, metrics, train
 
@@ -37,7 +37,7 @@ STARTS = {
     "a folder, twice": (("old", OLD, None), Start("old", OLD, "auto")),
     "a folder, from one of its checkpoints": (("old", None, SAVED), Start("old", None, SAVED)),
     "a folder, from one of its checkpoints in another": (("old", Path("new"), SAVED), Start("old", Path("new"), SAVED)),
-    "its file begins anew": (("old/config.toml", None, None), Start("old/config.toml", None, None)),
+    "its file, a new run": (("old/config.toml", None, None), Start("old/config.toml", None, None)),
     "its file": (("old/config.toml", None, "auto"), Start("old/config.toml", OLD, "auto")),
     "no source": ((None, OLD, "auto"), Start("old", OLD, "auto")),
     "no source, from a checkpoint": ((None, None, SAVED), Start("old", None, SAVED)),
@@ -62,13 +62,13 @@ def test_a_folder_and_another_one_is_refused_with_both_ways(here: Path) -> None:
 
 
 def commands_in(fix: str) -> list[list[str]]:
-    """The words after `meshwright run` of each command in a fix."""
+    """Return the words after `meshwright run` of each command in a fix."""
     words = [part.partition(",")[0].removesuffix(" starts a run like it") for part in fix.split("meshwright run ")[1:]]
     return [shlex.split(one.partition(";")[0]) for one in words]
 
 
 def loaded(source: str | None, words: list[str], out: Path | None, resume: str | None) -> RunConfig:
-    """The configuration of a command."""
+    """Return the configuration of a command."""
     start = find_start(source, out, resume)
     config = load(start.source, words)
     check_source(start, config, words)
@@ -105,9 +105,10 @@ def test_the_layout_is_changed_as_a_whole(here: Path) -> None:
 
 
 def test_one_key_is_not_taken_for_another_that_begins_like_it(here: Path) -> None:
-    (here / "own.toml").write_text('[train]\nlr_schedule = "linear"\n')
-    with pytest.raises(InputError, match="lr_schedule"):
-        loaded("own.toml", [*WORDS, "train.lr=0.1"], OLD, "auto")
+    words = ["train.lr_schedule=wsd", "train.decay_steps=0"]
+    (here / "own.toml").write_text(to_toml(load(None, [*WORDS, *words])), "utf-8")
+    with pytest.raises(InputError, match=r"own.toml has train.lr_schedule=wsd, but the run in old was .* cosine\n"):
+        loaded("own.toml", ["train.lr=0.1", "train.decay_steps=0"], OLD, "auto")
 
 
 def test_an_earlier_versions_configuration_lacks_keys(here: Path) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.durable_files import FileEntry, hash_file
-from meshwright.errors import CONTINUE, CheckpointError
+from meshwright.errors import CONTINUE, CheckpointError, continue_command
 from meshwright.settings.violation import format_fix
 from meshwright.units import counted
 
@@ -291,7 +290,7 @@ def _check_hash(path: Path, name: str, entry: FileEntry) -> None:
 def _another(path: Path) -> str:
     """Return the fix for a damaged checkpoint; one that stands in no run folder has no other beside it."""
     in_run = path.parent.name == "checkpoints" and path.parent.parent.name
-    command = CONTINUE.replace("FOLDER", shlex.quote(str(path.parent.parent))) if in_run else CONTINUE
+    command = continue_command(path.parent.parent) if in_run else CONTINUE
     return f"use another checkpoint ({command} takes the newest valid one) or restore a copy"
 
 

@@ -16,7 +16,7 @@ from meshwright.cli.colors import paint
 from meshwright.cli.unknown_words import Commands
 from meshwright.cli.usage_errors import Command
 from meshwright.cli.wrapping import show
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, continue_command
 from meshwright.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ def import_(
     from meshwright.cli.imported_run import check_unused, own_keys, write_run
     from meshwright.data.tokenizer_files import TOKENIZER
     from meshwright.models.huggingface.source_folder import check_source
-    from meshwright.train.continued_run import continue_command
 
     check_source(source, out)
     check_unused(out)

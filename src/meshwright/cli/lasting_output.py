@@ -6,16 +6,15 @@ What can't be written is dropped. A run says so once, on stderr and in its log.
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 from meshwright.log import get_logger
 
 GONE = (errno.EPIPE, errno.EIO)
-"""Errors of streams that nobody reads any more; of others, such as a full disk, what is written later may arrive."""
+"""Errors of streams that nobody reads any more, so that nothing is missed."""
 
 _log = get_logger(__name__)
 
@@ -57,15 +56,6 @@ class LastingStream:
             if self._warns and self.error is None:
                 _log.warning("the output can't be written (%s): the run goes on without it", error.strerror)
             self.error = self.error or error
-            if error.errno in GONE:
-                self.discard()  # or Python would try to write its buffer when it exits
-
-    def discard(self) -> None:
-        """Let everything that is still written vanish."""
-        with suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
 
 
 def lasting(stream: TextIO, *, warns: bool = False) -> TextIO:
@@ -88,8 +78,5 @@ def lasting_output() -> Iterator[None]:
 
 def unwritten() -> OSError | None:
     """Return why stdout lacks something that someone may read; None for a pipe whose reader has ended."""
-    stream: Any = sys.stdout
-    if not isinstance(stream, LastingStream) or stream.error is None or stream.error.errno in GONE:
-        return None
-    stream.discard()
-    return stream.error
+    error: OSError | None = getattr(sys.stdout, "error", None)
+    return None if error is None or error.errno in GONE else error

@@ -45,7 +45,7 @@ def _split_at_full_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_dtensor = any(isinstance(x, DTensor) for x in tree_leaves(args))
     result = einsum_on_shards(*args, **kwargs) if has_dtensor else None
-    return run_torch_function(func, args, kwargs) if result is None else result
+    return active_interceptor().run_function(func, args, kwargs) if result is None else result
 
 
 FUNCTIONS = {

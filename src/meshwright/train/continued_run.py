@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 from typing import Any, NamedTuple
 
 from meshwright.config.dump import to_toml, values_to_toml
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import CONFIG_FILE, DEFAULT_PRESET, is_run_folder
-from meshwright.errors import CONTINUE, InputError, MeshwrightError
+from meshwright.errors import CONTINUE, InputError, MeshwrightError, continue_command
 from meshwright.settings.violation import format_fix, format_value
 from meshwright.units import counted
 
@@ -31,7 +31,7 @@ MAX_LISTED = 3
 
 @dataclass(frozen=True)
 class Start:
-    """What `meshwright run` starts from."""
+    """Source, run folder and checkpoint of a command."""
 
     source: str | None
     """Preset or file; None for the default preset."""
@@ -117,7 +117,7 @@ def check_source(start: Start, config: RunConfig, words: Sequence[str]) -> None:
 
 
 class Change(NamedTuple):
-    """A key whose value differs from that of the run so far."""
+    """Key with a value that differs from the one of the run so far."""
 
     key: str
     before: Any
@@ -128,11 +128,6 @@ def changed_keys(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """Return the keys that have other values than in a saved configuration, of those that both have."""
     before, now = (flatten(tomllib.loads(text)) for text in (values_to_toml(saved), to_toml(config)))
     return [Change(key, before[key], now[key]) for key in now if before.get(key, now[key]) != now[key]]
-
-
-def continue_command(folder: Path, words: Sequence[str] = ()) -> str:
-    """Return the command that continues the run of a folder."""
-    return join(["meshwright", "run", str(folder), *words])
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
-from meshwright.errors import CheckpointError, RunError, StoppedError
-from meshwright.train.continued_run import continue_command
+from meshwright.errors import CheckpointError, RunError, StoppedError, continue_command
 from meshwright.train.run_folder import RunFolder
 
 GENTLER = "a lower train.lr or a longer train.warmup_steps"

@@ -35,7 +35,7 @@ from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenise.special_tokens import NONE
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_files
-from meshwright.errors import CheckpointError, InputError, MeshwrightError
+from meshwright.errors import CheckpointError, InputError, MeshwrightError, continue_command
 from meshwright.models.tasks.text_sources import all_sources
 from meshwright.optim.catalogue import KEY as OPTIMIZER
 from meshwright.optim.catalogue import OTHERS
@@ -43,7 +43,7 @@ from meshwright.plan.compare import differences
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
 from meshwright.settings.violation import format_fix, format_value
-from meshwright.train.continued_run import AUTO, RUNS, changed_keys, continue_command, folder_numbers, last_folder
+from meshwright.train.continued_run import AUTO, RUNS, changed_keys, folder_numbers, last_folder
 from meshwright.train.record.loss_curves import read_metrics
 from meshwright.train.run_folder_lock import hold_folder
 from meshwright.units import counted
@@ -168,7 +168,9 @@ def _changed(manifest: Manifest, config: RunConfig) -> list[str]:
     """Return notes of the layout and the keys that are others than in the run so far."""
     saved = manifest.run.get("config", {})
     found = changed_keys(saved, config)
-    listed = [f"{k} {format_value(before)} → {format_value(now)}" for k, before, now in found if "mesh." not in k]
+    listed = [
+        f"{k} {format_value(before)} → {format_value(now)}" for k, before, now in found if not k.startswith("mesh.")
+    ]
     notes = [f"changed since step {manifest.step}: {', '.join(listed)}"] if listed else []
     if len(listed) < len(found):
         notes.append(f"layout: {MeshConfig.model_validate(saved['mesh']).layout()} → {config.mesh.layout()}")

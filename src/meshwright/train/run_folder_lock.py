@@ -13,9 +13,8 @@ import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from meshwright.errors import InputError
+from meshwright.errors import InputError, continue_command
 from meshwright.log import get_logger
-from meshwright.train.continued_run import continue_command
 
 LOCK = "run.lock"
 

@@ -17,7 +17,7 @@ from meshwright.config.facts_for_family import model_facts
 from meshwright.config.optimizer.lr_schedule import warmup_notes
 from meshwright.config.profiled_steps import profiled_steps
 from meshwright.config.rules_compression import no_effect_notes
-from meshwright.errors import RunError, StoppedError
+from meshwright.errors import RunError, StoppedError, continue_command
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
 from meshwright.pipeline.timeline import to_values
@@ -28,7 +28,6 @@ from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
-from meshwright.train.continued_run import continue_command
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.gradient_compression import CountingSteps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ pytest.importorskip("transformers")
 
 
 class Made(NamedTuple):
-    """What is made of `model.config=model`."""
+    """Description, plan, width and head of `model.config=model`."""
 
     num_params: int
     kinds: Any
@@ -44,7 +45,8 @@ def assert_narrower(narrow: Made, wide: Made) -> None:
 def test_another_folder_of_the_same_relative_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for width in (128, 256):
-        write_model(tmp_path / str(width) / "model", tokenizer=False, hidden_size=width)
+        folder = write_model(tmp_path / str(width) / "model", tokenizer=False, hidden_size=width)
+        os.utime(folder / "config.json", (0, 0))  # as archives unpack them
         monkeypatch.chdir(tmp_path / str(width))
         found.append(made())
     assert_narrower(*found)
@@ -52,9 +54,11 @@ def test_another_folder_of_the_same_relative_name(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_other_weights_under_the_same_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtral's are converted: read from a file that is neither folder's."""
     found = []
-    for name in ("llama", "other"):
-        folder = write_model(tmp_path / name / "model", "llama", tokenizer=False)
+    for name in ("first", "other"):
+        folder = write_model(tmp_path / name / "model", "mixtral", tokenizer=False)
+        os.utime(folder / "config.json", (0, 0))
         if name == "other":
             file = folder / "model.safetensors"
             tensors = load_file(file)

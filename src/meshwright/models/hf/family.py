@@ -215,7 +215,7 @@ def _found(text: str, state: Any) -> Source:
 
 @dataclass(frozen=True)
 class _Key:
-    """What determines a model's structure."""
+    """Key of the caches: all that determines a model's structure."""
 
     source: Source
     attention: str
