@@ -25,7 +25,6 @@ from meshwright_bench.devices import NEEDS_CUDA, find_cuda
 from meshwright_bench.ranks import RawResult, run_measurement, with_rounds
 from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 
-CPU_STEPS = 3
 HALF = 0.5
 """Target for the memory of slots' pools over that of a pool per micro-batch, with a quarter as many slots."""
 
@@ -50,7 +49,8 @@ def bench_capture(options: Options, say: Say) -> Report:
     for case in cases:
         say(f"{case.name}: {case.num_layers} layers of width {case.dim}, {case.microbatches} micro-batches …")
         task = partial(CaptureTask, case=case)
-        task = partial(task, steps=CPU_STEPS) if name is None else partial(task, device="cuda")
+        if name is not None:
+            task = partial(task, device="cuda")
         answer = run_measurement(capture_body, with_rounds(task, options.rounds), num_ranks=1)
         figures += capture_figures(case, answer, on_cuda=name is not None)
     if name is None:

@@ -77,4 +77,4 @@ class CaptureTask:
     case: CaptureCase
     device: str = "cpu"
     rounds: int = 5
-    steps: int = 50
+    steps: int = 3

@@ -6,9 +6,10 @@ The page loads nothing, runs no script, and follows the reader's color scheme.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 
+from meshwright import __version__
 from meshwright.errors import InputError
 from meshwright.train.report import compare, measured_sections, sections
 from meshwright.train.report.html import Html, Section, element, text
@@ -89,7 +90,7 @@ def _document(title: str, under: str, facts: Html, links: Html, found: Sequence[
     )
     header = element("header", element("h1", text(title)), element("p", text(under), class_="folder"), facts)
     contents = element("nav", element("ul", links), aria_label="contents")
-    footer = element("footer", element("p", text(f"Made by Meshwright {metadata.version('meshwright')}.")))
+    footer = element("footer", element("p", text(f"Made by Meshwright {__version__}.")))
     body = element("body", header, contents, element("main", *found), footer)
     return f'<!DOCTYPE html>\n<html lang="en">{head}{body}</html>\n'
 
