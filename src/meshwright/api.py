@@ -217,6 +217,7 @@ def prove(
     axes, threads = proved.mesh.axes(), proved.train.threads
     _try_optimizer(made)
     description = proved.family.open_data(run_facts(proved)).description
+    said = tuple(config.family.notes(run_facts(config)))
     warnings = tuple(line.strip() for line in description.splitlines() if WARNING in line)
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
@@ -237,7 +238,7 @@ def prove(
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
     report = answer["report"]
-    return Proof(report["passed"], (*warnings, *notes, *answer["lines"]), {**report, "set_aside": list(notes)})
+    return Proof(report["passed"], (*warnings, *said, *notes, *answer["lines"]), {**report, "set_aside": list(notes)})
 
 
 def prove_catalogue(

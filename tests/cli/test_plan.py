@@ -45,7 +45,7 @@ def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
         assert not last.isdigit() and last not in ("×", "·", "="), line
         assert not line.strip().startswith(("GiB", "MiB", "KiB", "B ")), line
     found = hashes(make_plan(config))
-    assert f"model {found.model} · layout {found.layout} · plan {found.fingerprint}" in lines[-1]
+    assert f"model {found.model} · layout {found.layout} · plan {found.fingerprint}" in done.stdout
 
 
 def test_figures_are_the_library_s(here, tmp_path):

@@ -60,11 +60,11 @@ def plan(
         _show_differences(made, other)
     elif json_path != STDOUT:
         from meshwright.cli.plan_page import page
-        from meshwright.config.optimizer.lr_schedule import warmup_notes
+        from meshwright.config.notes import notes_of
 
         for line in page(name, made, config=config):
             show(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
-        for note in () if config is None else warmup_notes(config.train):
+        for note in () if config is None else notes_of(config):
             show(note)
     if json_path == STDOUT:
         print(figures)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from meshwright.config.facts_for_family import run_facts
 from meshwright.config.foreign_keys import ForeignKey, foreign_keys_error
 from meshwright.config.key_fields import fields, is_valid, sections, table_of
 from meshwright.config.overlay import ConfigOverlay, shorten
@@ -68,6 +69,10 @@ def load(
     overlay.values.setdefault("model", {})["kind"] = keys.kind
     try:
         config = keys.type.model_validate(overlay.values)
+        implied = config.family.implied(run_facts(config))
+        for key in implied.keys() - overlay.origins.keys():
+            overlay.put(key, implied[key], "default of the model")
+        config = keys.type.model_validate(overlay.values) if implied else config
     except ValidationError as error:
         raise _validation_error(error, overlay, keys, num_ranks=num_ranks) from None
     check(config, overlay.origins, num_ranks=num_ranks, rules=rules)

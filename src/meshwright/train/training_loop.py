@@ -14,9 +14,8 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.collectives import barrier
 from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.optimizer.lr_schedule import warmup_notes
+from meshwright.config.notes import notes_of
 from meshwright.config.profiled_steps import profiled_steps
-from meshwright.config.rules_compression import no_effect_notes
 from meshwright.errors import RunError, StoppedError, continue_command
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
@@ -198,7 +197,7 @@ class Trainer:
             with writing(self._folder.plan) as path:
                 notes = keep_other_plan(path, self._job.plan, done)
                 path.write_text(to_json(self._job.plan), "utf-8")
-        for note in (*self._folder.notes, *notes, *no_effect_notes(config), *warmup_notes(config.train)):
+        for note in (*self._folder.notes, *notes, *notes_of(config)):
             self._reporter.note(note)
         return Recorder(self._job, self._folder, self._reporter, unit=self._task.unit, done=done)
 

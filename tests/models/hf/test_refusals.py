@@ -107,7 +107,7 @@ CASES = {
     ),
     "weights of a type": Case("model.config=qwen3 model.weights=folder", "a model type", "model.weights=random"),
     "a forgotten tokenizer": Case(
-        "model.config=good model.weights=folder", "data.tokenizer = bytes, but good", "data.tokenizer=good"
+        "model.config=good data.tokenizer=bytes", "data.tokenizer = bytes, but good", "data.tokenizer=good"
     ),
     "no weights": Case(f"model.config=no_weights {WEIGHTS}good", "has no weights", "model.weights=random"),
     "weights cut off": Case(f"model.config=cut {WEIGHTS}good", "not fully covered", "restore this one from a copy"),

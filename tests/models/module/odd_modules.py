@@ -39,6 +39,21 @@ class Dropped(Odd):
         return F.dropout(super().stream(x), 0.1, self.training)
 
 
+class SetsAside(Odd):
+    """Has dropout, padding, and a loss of its own beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table.padding_idx = 3
+        for layer in self.layers:
+            layer.drop = nn.Dropout(0.1)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor | None]:  # type: ignore[override]
+        """Return the logits among others."""
+        logits = super().forward(ids)
+        return {"logits": logits, "loss": logits.mean(), "cache": None}
+
+
 class Counting(Odd):
     """Counts its forwards."""
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.config.notes import notes_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.initial_values import Computed
@@ -50,6 +51,15 @@ def test_modules_that_do_more_than_compute_logits_are_refused(name: str) -> None
     what, fix = REFUSED[name]
     assert what in found.value.what
     assert fix in found.value.fix
+
+
+def test_what_takes_no_part_is_said() -> None:
+    assert list(notes_of(odd_config("SetsAside"))) == [
+        "dropout is set aside: layers.*.drop = 0.1",
+        "padding_idx of table is set aside: samples have no padding",
+        "loss of the forward is set aside: logits alone are used",
+    ]
+    assert not list(notes_of(odd_config("Float32Constant")))
 
 
 def test_what_layers_return_besides_the_stream_does_not_reach_other_stages() -> None:

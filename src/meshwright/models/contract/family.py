@@ -90,6 +90,14 @@ class Family(ABC):
         """Yield violations of the family's rules, for its sections and for tensor parallelism."""
         return ()
 
+    def implied(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return values, by dotted key, of keys that nobody has set, where other keys imply them."""
+        return {}
+
+    def notes(self, f: RunFacts) -> Iterable[str]:
+        """Return what plan, prove and run say of the model: where its weights come from, what of it is set aside."""
+        return ()
+
     @abstractmethod
     def describe(self, f: RunFacts) -> ModelFacts:
         """Return the description of the model."""

@@ -211,6 +211,10 @@ class _Deriver:
                 what = f"{type(self._model).__name__} shares {names[0]} with {names[1]}"
                 raise self._origin.error(what, "each layer has parameters of its own")
 
+    def _ids(self) -> Tensor:
+        device = next(self._model.parameters()).device
+        return torch.zeros((2, self._found.time), dtype=torch.long, device=device)
+
     def structure(self) -> Structure:
         """Return the structure."""
         found, path = self._found, self._found.layers_path
@@ -241,6 +245,7 @@ class _Deriver:
             not_split=found.not_split,
             not_packed=self._not_packed,
             packed_len=self._packed_len,
+            set_aside=self._origin.set_aside(self._model, self._ids()),
         )
 
     def _end(

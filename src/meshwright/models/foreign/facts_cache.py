@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.data.cache_directory import preferred_directory, writable_directory
 from meshwright.models.foreign.structure import Structure
 
-FORMAT = 15
+FORMAT = 16
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

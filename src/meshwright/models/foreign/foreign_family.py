@@ -79,6 +79,10 @@ class ForeignFamily(Family):
             rule = "a table of learned positions has a row for each token"
             yield Violation(LayoutError, what, "train.seq_len", rule, [{"train.seq_len": structure.max_len}])
 
+    def notes(self, f: RunFacts) -> Iterable[str]:
+        """Return what of the model takes no part in training."""
+        return self.structure(f).set_aside
+
     def describe(self, f: RunFacts) -> ModelFacts:
         """Describe the model's parameters and costs."""
         return describe(self.structure(f), f, self.identity(f))

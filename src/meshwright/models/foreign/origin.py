@@ -22,6 +22,8 @@ from meshwright.nn.linear import Linear
 LAYER_LISTS = (nn.ModuleList, nn.Sequential)
 """Modules that hold a model's layers."""
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)
+"""Modules that have dropout inside."""
 MAX_ON_CPU = 200_000_000
 """Parameters of a model that is tried out with values, at most."""
 
@@ -89,6 +91,15 @@ class Origin(ABC):
             ConfigError: something that is trained is not used.
         """
 
+    def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
+        """Return what takes no part in training, a line each: dropout, outputs besides the logits.
+
+        Args:
+            model: the model as `build` returns it.
+            ids: token ids that it takes.
+        """
+        return ()
+
     def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
         """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
         return ""
@@ -147,9 +158,14 @@ def trained_plainly(model: nn.Module) -> nn.Module:
             module.padding_idx = None  # samples have no padding, and each row of the table gets its gradient
         elif isinstance(module, DROPOUTS):
             module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        elif isinstance(module, WITH_DROPOUT):
             module.dropout = 0.0
     return model.train()
+
+
+def no_dropout(probabilities: Mapping[str, float]) -> str:
+    """Return a line on dropout that takes no part."""
+    return f"dropout is set aside: {', '.join(f'{name} = {value:g}' for name, value in probabilities.items())}"
 
 
 def restarting_positions(layout: TokenLayout | None, device: torch.device) -> Mapping[str, Tensor]:

@@ -92,5 +92,7 @@ class Structure:
     """Reason why packed documents would see each other; empty if they don't."""
     packed_len: int | None = None
     """A shorter sample in which they don't."""
+    set_aside: tuple[str, ...] = ()
+    """What of the model takes no part in training, a line each."""
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""

@@ -26,7 +26,7 @@ def load_config(source: Source) -> Any:
         ConfigError: transformers has no causal language model of this type, or refuses the configuration.
     """
     config = original_config(source)
-    for name in _dropouts(config):
+    for name, _ in [*dropouts(config)]:
         setattr(config, name, 0.0)
     config.use_cache = False
     return config
@@ -65,11 +65,11 @@ def whole_config(source: Source, *, aloud: bool = False) -> Any:
             raise _no_model(source.model_type, f"{type(error).__name__}: {error}") from error
 
 
-def _dropouts(config: Any) -> Iterator[str]:
-    """Yield the names of probabilities of dropout, which depend on the layout of random numbers."""
+def dropouts(config: Any) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of probabilities of dropout, which depend on the layout of random numbers."""
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or name.endswith("pdrop") or "jitter" in name):
-            yield name
+            yield name, value
 
 
 def build_model(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from meshwright.settings.section import ModelSection, Names, Section
 
@@ -29,9 +30,11 @@ class HfConfig(ModelSection):
         description="folder of a model in Hugging Face's format, a config.json, or a model type of transformers, "
         "which is built small",
     )
-    weights: Literal["random", "folder"] = Field(
-        "random",
-        description="initial weights: random as the model defines them, or those in the folder of model.config",
+    weights: Literal["auto", "random", "folder"] = Field(
+        "auto",
+        validate_default=True,
+        description="initial weights: random as the model defines them, or those in the folder of model.config; auto "
+        "takes a folder's if it has some",
     )
     unused_weights: Names = Field(
         (),
@@ -41,6 +44,20 @@ class HfConfig(ModelSection):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         "auto", description="attention of transformers: sdpa (PyTorch's kernels), or eager; auto takes the model's own"
     )
+
+    @field_validator("weights")
+    @classmethod
+    def _find_weights(cls, value: str, info: ValidationInfo) -> str:
+        """Decide `auto` once, where a configuration is read: a run keeps to it, wherever it is continued."""
+        if value != "auto":
+            return value
+        return "folder" if has_weights(Path(info.data.get("config", "")).expanduser()) else "random"
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has a model's weights, and not adapters alone. A path of a config.json is no folder."""
+    found = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return any(not path.name.startswith("adapter_") for path in found)
 
 
 class LoraConfig(Section):

@@ -22,7 +22,7 @@ from meshwright.models.foreign.description import parameter_of, saved_tensors
 from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure
-from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig
+from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig, has_weights
 from meshwright.models.hf.lora_names import SECOND, check_peft, is_adapter, original_name
 from meshwright.models.hf.source import Source, file_state, find_source, transformers_version
 from meshwright.settings.violation import Violation
@@ -78,7 +78,7 @@ class HfFamily(ForeignFamily):
             what, rule = "model.unused_weights is set, but model.weights = random", "only a folder has such weights"
             fixes: list[dict[str, Any]] = [{"model.weights": "folder"}, {"model.unused_weights": ()}]
             yield Violation(ConfigError, what, "model.unused_weights", rule, fixes)
-        if (folder := _forgotten_tokenizer(f)) is not None:
+        if (folder := _own_tokenizer(f)) is not None:
             what, rule = f"data.tokenizer = bytes, but {folder} has a tokenizer", "weights go on with their own tokens"
             yield Violation(ConfigError, what, "data.tokenizer", rule, [{"data.tokenizer": str(folder)}])
         lora = f.section(LoraConfig)
@@ -87,6 +87,23 @@ class HfFamily(ForeignFamily):
             what, rule = f"lora.{key} is set, but lora.rank = 0", "a rank of 1 or more turns adapters on"
             default = LoraConfig.model_fields[key].default
             yield Violation(ConfigError, what, "lora.rank", rule, [{"lora.rank": 8}, {f"lora.{key}": default}])
+
+    def implied(self, f: RunFacts) -> Mapping[str, Any]:
+        """Return the tokenizer that comes with the folder's weights."""
+        folder = _own_tokenizer(f)
+        return {} if folder is None else {"data.tokenizer": str(folder)}
+
+    def notes(self, f: RunFacts) -> Iterable[str]:
+        """Return where the weights come from, and what of the model takes no part in training."""
+        folder = _source(_section(f)).folder
+        if _section(f).weights == "folder":
+            tokenizer = " and tokenizer" if f.data.tokenizer == str(folder) else ""
+            yield f"initial weights{tokenizer}: those of {folder}"
+        elif folder is not None and has_weights(folder):
+            yield f"initial weights: random, though {folder} has some (model.weights=folder)"
+        else:
+            yield "initial weights: random"
+        yield from super().notes(f)
 
     def describe(self, f: RunFacts) -> ModelFacts:
         """Describe the model's parameters and costs. Matrices that have adapters have no gradients to compute."""
@@ -183,11 +200,10 @@ def _lora(f: RunFacts) -> LoraConfig | None:
     return lora
 
 
-def _forgotten_tokenizer(f: RunFacts) -> Path | None:
-    """Return the folder whose weights would read the bytes of text, though it has a tokenizer; None if they don't."""
+def _own_tokenizer(f: RunFacts) -> Path | None:
+    """Return the folder whose tokenizer its weights are used to, where text would be read as bytes; None elsewhere."""
     section, data = _section(f), f.data
-    folder = _source(section).folder
-    if section.weights != "folder" or folder is None:
+    if section.weights != "folder" or (folder := _source(section).folder) is None:
         return None
     from meshwright.data.tokenizer import BYTES, TOKENIZER
 

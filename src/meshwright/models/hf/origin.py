@@ -32,12 +32,12 @@ from meshwright.models.contract.tp_styles import (
     local,
 )
 from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import Origin, restarting_positions
+from meshwright.models.foreign.origin import Origin, no_dropout, restarting_positions
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
-from meshwright.models.hf.build_model import build_model, load_config
+from meshwright.models.hf.build_model import build_model, dropouts, load_config, original_config
 from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.initial_values import fills_of
 from meshwright.models.hf.known_faults import PLAN_UNFIT, WITHOUT_SENTINEL
@@ -108,6 +108,11 @@ class TransformersModel(Origin):
             out = model(input_ids=ids, use_cache=False, **restarting_positions(layout, ids.device))
         logits: Tensor = private.logits(out)
         return logits
+
+    def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
+        """Return the probabilities of dropout in config.json."""
+        found = {name: value for name, value in dropouts(original_config(self.source)) if value}
+        return (no_dropout(found),) if found else ()
 
     def layers_path(self, model: nn.Module) -> str:
         """Return the path of the list of decoder layers: the largest of those as long as `num_hidden_layers`."""

@@ -6,6 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,16 @@ from meshwright.models.contract.tp_styles import (
 )
 from meshwright.models.foreign import private
 from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, Origin, restarting_positions, trained_plainly
+from meshwright.models.foreign.origin import (
+    DROPOUTS,
+    LAYER_LISTS,
+    MAX_ON_CPU,
+    WITH_DROPOUT,
+    Origin,
+    no_dropout,
+    restarting_positions,
+    trained_plainly,
+)
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.recorded_fills import build_recorded
 from meshwright.models.foreign.stage import make_stage
@@ -73,6 +83,10 @@ class OwnModule(Origin):
 
     def build(self) -> nn.Module:
         """Build the module on the current device."""
+        return trained_plainly(with_buffers(self._built(), self))
+
+    def _built(self) -> nn.Module:
+        """Return what the builder returns."""
         name, arguments = self.section.builder, dict(self.section.arguments)
         builder = import_object(name, key=BUILDER, rule=RULE, format_setting=lambda found: f"{BUILDER}={found}")
         try:
@@ -86,7 +100,21 @@ class OwnModule(Origin):
         if not isinstance(model, nn.Module):
             what = f"{name} returns a {type(model).__name__}"
             raise ConfigError(what, where=BUILDER, rule=RULE, fix="return the module")
-        return trained_plainly(with_buffers(model, self))
+        return model
+
+    def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
+        """Return dropout, rows for padding and outputs besides the logits; a * is the number of any layer."""
+        with torch.device("meta"):
+            built = self._built()
+        modules = [(re.sub(r"\.\d+(?=\.|$)", ".*", path), module) for path, module in built.named_modules()]
+        drops = {path: module.p for path, module in modules if isinstance(module, DROPOUTS) and module.p}
+        drops |= {path: m.dropout for path, m in modules if isinstance(m, WITH_DROPOUT) and m.dropout}
+        padded = {path for path, m in modules if isinstance(m, nn.Embedding) and m.padding_idx is not None}
+        found = [no_dropout(drops)] if drops else []
+        found += [f"padding_idx of {path} is set aside: samples have no padding" for path in sorted(padded)]
+        _, others = _outputs(model(ids))
+        found += [f"{', '.join(others)} of the forward is set aside: logits alone are used"] if others else []
+        return tuple(found)
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:
         """Check that a forward has no side effects. Where it depends on values, such as which experts have tokens, what
@@ -112,10 +140,7 @@ class OwnModule(Origin):
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids; a module that takes `position_ids` gets those of packed documents."""
-        out = model(ids.contiguous(), **restarting_positions(layout, ids.device))
-        if isinstance(out, tuple | list):
-            out = out[0]
-        logits: Tensor = out["logits"] if type(out) is dict and "logits" in out else getattr(out, "logits", out)
+        logits: Tensor = _outputs(model(ids.contiguous(), **restarting_positions(layout, ids.device)))[0]
         return logits
 
     def layers_path(self, model: nn.Module) -> str:
@@ -161,6 +186,14 @@ class OwnModule(Origin):
         size = _num_elements(model)
         length = min(seq_len, 1024 if size < 10**6 else MAX_TRIED)
         return "" if size > MAX_ON_CPU else why_not_packed(self, length=length)
+
+
+def _outputs(out: Any) -> tuple[Any, list[str]]:
+    """Return the logits among what a forward returns, and the names or numbers of the rest."""
+    if isinstance(out, tuple | list):
+        return _outputs(out[0])[0], [f"output {i}" for i, one in enumerate(out) if i and one is not None]
+    named = out if type(out) is dict else vars(out) if hasattr(out, "logits") else {}
+    return named.get("logits", out), [name for name, one in named.items() if name != "logits" and one is not None]
 
 
 def _num_elements(model: nn.Module) -> int:
