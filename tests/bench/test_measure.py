@@ -100,7 +100,7 @@ def test_a_stop_request_ends_the_measurement(gang):
 
 @pytest.mark.slow
 def test_a_case_runs_in_processes_of_its_own():
-    case = tiny_case(ranks=2, compile=True)
+    case = tiny_case(ranks=2)
     found = run_case(case)
     assert found.device is None
     assert len(found.timed.speedups("ours", over="bare")) == case.rounds

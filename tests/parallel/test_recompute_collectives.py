@@ -59,16 +59,13 @@ def count_on_rank(rank, world_size, words):
 
 DIT = ("dit-digits", "data.source=digits", "model.zero_init=false", "mesh.sequence_parallel=false")
 CASES = {
-    "tp": ("mesh.tp=2",),
     "tp, whole sequences, dropout": ("mesh.tp=2", "mesh.sequence_parallel=false", "train.dropout=0.2"),
-    "experts, tp": ("moe-tiny", "mesh.tp=2", "model.num_shared_experts=1"),
     "ep, shared, capacity": ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2", "model.num_shared_experts=1",
                              "model.drop=over-capacity", "model.capacity_factor=1.5"),
     "dit, tp": (*DIT, "mesh.tp=2"),
     "dp_shard, bfloat16": ("mesh.dp_shard=2", "train.precision=bfloat16"),
     "cp, ring": ("mesh.cp=2", "mesh.cp_method=ring", "train.dropout=0.2"),
-    "cp, heads": ("mesh.cp=2", "mesh.cp_method=heads"),
-    "ep over cp": ("moe-tiny", "mesh.cp=2", "mesh.ep=2"),
+    "ep over cp, heads": ("moe-tiny", "mesh.cp=2", "mesh.ep=2", "mesh.cp_method=heads"),
 }  # fmt: skip
 REPEATED = {"tp", "cp"}
 """Words of cases whose blocks communicate through operators that full recomputation repeats."""

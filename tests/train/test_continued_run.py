@@ -133,7 +133,7 @@ def test_errors_of_a_run_name_its_folder() -> None:
     )
 
 
-LAYOUTS = {"alone": (), "dp_shard 2": ("mesh.dp_shard=2",), "pp 2": ("mesh.pp=2", "train.num_microbatches=2")}
+LAYOUTS = {"dp_shard 2": ("mesh.dp_shard=2",), "pp 2": ("mesh.pp=2", "train.num_microbatches=2")}
 
 
 @pytest.mark.slow

@@ -212,8 +212,7 @@ def alone(body, *args):
 @pytest.mark.parametrize(
     "words",
     [
-        (CURRENT, "mesh.dp_shard=2", "recompute.policy=full"),
-        ("float8.recipe=torchao", "mesh.pp=2", PARTS),
+        ("float8.recipe=torchao", "mesh.dp_shard=2", "recompute.policy=full"),
     ],
     ids=lambda words: words[0],
 )
@@ -259,7 +258,7 @@ def test_torchao_trains_close_to_ours(corpus):
 @pytest.mark.slow
 def test_compiled_it_trains_the_same(corpus):
     """To the rounding of fused operators, which may move a number to the next one in float8."""
-    words = [*corpus, DELAYED, "model.num_layers=1"]
+    words = [*corpus, DELAYED, "model.num_layers=1", "float8.modules=*.ffn.*"]
     ((found, state), (expected, eager)) = (state_of(0, 1, [*words, f"train.compile={c}"]) for c in ("true", "false"))
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], abs=1e-3)
     assert all((state[name] > 0).any() for name in state)

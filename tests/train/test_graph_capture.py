@@ -113,7 +113,8 @@ def compiled(rank, world_size, words):
     """Results of a compiled run with and without captured blocks, and the number of graphs that dynamo has compiled."""
     from torch._dynamo.utils import counters
 
-    with mock.patch.object(torch.nn.Module, "compile", TRACED):
+    traced = functools.partial(torch.compile, backend="eager")
+    with mock.patch.object(torch.nn.Module, "compile", TRACED), mock.patch.object(torch, "compile", traced):
         results, state, _ = trained(rank, world_size, words)
         torch._dynamo.reset()
         counters.clear()

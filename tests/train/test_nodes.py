@@ -51,7 +51,7 @@ def ranks_of(node):
     return [pid for pid, line in lines.items() if is_alive(pid) and b"meshwright\0run" in line.read_bytes()]
 
 
-def test_a_rank_killed_on_one_node_ends_both(words, tmp_path):
+def test_a_rank_killed_on_one_node_ends_both(run_on_nodes, words, tmp_path):
     """And on two nodes it goes on from there, to what it would have been on one."""
     words, out = [*words, "mesh.tp=2"], tmp_path / "run"
     hold = Hold(tmp_path / "hold", rank=1, phase="step", step=4)
@@ -67,9 +67,8 @@ def test_a_rank_killed_on_one_node_ends_both(words, tmp_path):
     errors = outputs[0][1] + outputs[1][1]
     assert re.search(r"rank \d lost another rank in (step \d+|saving|validating)", errors), errors
     assert "SIGKILL" in errors or "exitcode  : -9" in errors  # torchrun names the one that was killed
-    nodes = start_nodes(words, out, "--resume", "auto")
-    outputs = [node.communicate(timeout=WAIT_S) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    ranks = run_on_nodes([*words, "--resume", "auto"], out, ranks_each=1)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
     (tmp_path / "local").mkdir()
     train(words, tmp_path / "local")
     assert_bitwise_equal(out, tmp_path / "local")

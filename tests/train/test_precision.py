@@ -15,7 +15,7 @@ from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.plan.make_plan import make_plan
 from tests.helpers import SMALL, small_corpus
-from tests.train.jobs import make_job, make_task, pieces, run_on, trace
+from tests.train.jobs import make_job, make_task, pieces, trace
 from tests.train.runs import metrics
 
 NUM_STEPS = 6
@@ -78,19 +78,6 @@ def test_initial_weights_do_not_depend_on_the_precision(corpus):
         weights[precision] = pieces(job)
     for name, weight in weights["float32"].items():
         assert torch.equal(weight.values.double(), weights["float64"][name].values)
-
-
-TWICE = "train.global_batch=16"
-"""For two data-parallel ranks: each has what one process has, and finds in the cache what that has compiled."""
-
-
-@pytest.mark.slow
-def test_compiled_it_computes_the_same(gang, corpus):
-    """With tp: tests/prove/as_run/test_layouts.py."""
-    words = [*corpus, TWICE, "model.num_layers=1"]
-    expected = trace(0, 1, words, 3)
-    for found in run_on(gang, 2, trace, [*words, "train.compile=true", "mesh.dp_shard=2"], 3):
-        torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=1e-4)
 
 
 def test_only_what_needs_a_mesh_has_one(corpus):

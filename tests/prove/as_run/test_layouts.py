@@ -115,9 +115,9 @@ def test_other_precisions_pass_more_tightly(gang: GangPool, precision: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_compiled_run_passes(gang: GangPool, tp: int) -> None:
-    assert_passes(proof(gang, as_run_config(f"mesh.tp={tp}", "train.compile=true", "model.num_layers=1"), steps=2))
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+def test_a_compiled_run_passes(gang: GangPool, axis: str) -> None:
+    assert_passes(proof(gang, as_run_config(f"mesh.{axis}=2", "train.compile=true", "model.num_layers=1"), steps=2))
 
 
 ONE_AXIS = ("mesh.tp=1", "mesh.pp=1", "mesh.cp=1", "mesh.dp_replicate=1", "mesh.dp_shard=2", "train.num_microbatches=1")
