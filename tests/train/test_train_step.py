@@ -98,15 +98,17 @@ def test_a_failed_step_leaves_no_handler_of_losses_behind(gang, corpus):
         assert before == after and len(within) > len(before)
 
 
-def stops(rank, world_size, words, asked):
+def requests(rank, world_size, words, stops, saves):
     job, step = make_job(rank, world_size, words)
-    step._stop_requested = lambda: rank == asked
-    return step(1).stop
+    step._stop_requested, step._save_due = lambda: rank == stops, lambda: rank == saves
+    result = step(1)
+    return result.stop, result.save
 
 
-@pytest.mark.parametrize("asked", [0, 1, None])
-def test_all_ranks_hear_of_a_stop_that_one_was_asked_for(gang, corpus, asked):
-    assert gang(2).run(stops, [*corpus, "mesh.dp_shard=2"], asked) == [asked is not None] * 2
+@pytest.mark.parametrize(("stops", "saves"), [(0, None), (1, 0), (None, 0), (None, None)])
+def test_all_ranks_hear_of_a_request_that_one_has(gang, corpus, stops, saves):
+    found = gang(2).run(requests, [*corpus, "mesh.dp_shard=2"], stops, saves)
+    assert found == [(stops is not None, saves is not None)] * 2
 
 
 def test_gradients_are_clipped_to_the_limit(corpus):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import shlex
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +62,25 @@ def fails(run, *args, **options):
         run(*args, **options)
     assert caught.value.exit_code == (3 if "as requested" in caught.value.what else 1)
     return caught.value
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(30.0, [3, 6, 8]), (0.0, [8])])
+def test_a_checkpoint_is_saved_when_its_time_has_come(run, tmp_path, monkeypatch, minutes, saved):
+    """Steps of 12 minutes by the run's clock."""
+    begun = []
+    clock = SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: 720.0 * len(begun))
+    monkeypatch.setattr("meshwright.train.training_loop.time", clock)
+    monkeypatch.setattr(TrainStep, "accumulate", _noted(TrainStep.accumulate, begun))
+    run(tmp_path / "a", "checkpoint.every=0", "checkpoint.keep=9", f"checkpoint.minutes={minutes}")
+    assert kept(tmp_path / "a") == saved
+
+
+def _noted(function, calls):
+    def noted(*args):
+        calls.append(args)
+        return function(*args)
+
+    return noted
 
 
 def options_in(fix):

@@ -86,6 +86,7 @@ KEYS: Mapping[str, str] = {
     "activation_checkpointing_mode",
     "checkpoint.every": "save_steps save_interval save_every save_freq checkpoint_interval checkpoint.interval "
     "checkpoint.steps checkpoint.freq checkpoint_every",
+    "checkpoint.minutes": "train_time_interval checkpoint_interval_minutes save_minutes save_interval_minutes",
     "checkpoint.keep": "save_total_limit keep_latest_k max_checkpoints",
     "float8.recipe": "fp8_recipe float8_recipe recipe_name fp8 enable_float8",
     "comm.weights": "zero_quantized_weights",

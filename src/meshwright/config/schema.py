@@ -299,7 +299,10 @@ class CommConfig(Section):
 class CheckpointConfig(Section):
     """Frequency and retention of checkpoints."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves by time, and at the end")
+    minutes: float = Field(
+        30.0, ge=0, description="minutes of training between checkpoints, however many steps; 0 saves by steps only"
+    )
     keep: int = Field(2, ge=1, description="number of newest checkpoints to keep")
 
 

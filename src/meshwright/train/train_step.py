@@ -1,8 +1,8 @@
 """One optimizer step: run a batch through the pipeline table, clip gradients, and update the parameters.
 
 Each rank divides its loss by the number of units (tokens, pixels) in the global batch and gradients are summed, so the
-gradient is the mean over the batch on every layout. Loss, gradient norm and stop requests share one all-reduce. Its
-result is bitwise identical on all ranks, so they all make the same decisions.
+gradient is the mean over the batch on every layout. Loss, gradient norm and requests to stop or save share one
+all-reduce. Its result is bitwise identical on all ranks, so they all make the same decisions.
 
 Micro-batches are prepared ahead while a prefetching context is open, else when they are needed; both ways give the same
 batches bitwise, so only the time of a step depends on `data.prefetch`.
@@ -55,6 +55,8 @@ class StepResult:
     """True if the loss or the norm was not finite, in which case no rank updated its parameters."""
     stop: bool
     """True if any rank received a stop request."""
+    save: bool
+    """True if rank 0 finds that it is time to save."""
     num_units: int = 0
     """Loss units of the global batch, such as targets."""
 
@@ -78,10 +80,12 @@ def vocab_context(job: Job) -> Iterator[None]:
 class TrainStep:
     """Runs the steps of a job."""
 
-    def __init__(self, job: Job, task: Task, stop_requested: Callable[[], bool]) -> None:
+    def __init__(
+        self, job: Job, task: Task, stop_requested: Callable[[], bool], save_due: Callable[[], bool] = lambda: False
+    ) -> None:
         self._job = job
         self._task = task
-        self._stop_requested = stop_requested
+        self._stop_requested, self._save_due = stop_requested, save_due
         self._num_units = 0
         self._parameters = list(job.model.parameters())
         self._counted = job.counted_parameters()
@@ -129,11 +133,11 @@ class TrainStep:
         job = self._job
         ranks_per_stage = job.axes.num_ranks() // job.axes.pp
         squared_norm = local_squared_norm(self._counted, num_ranks=ranks_per_stage, device=job.device)
-        stop = torch.full_like(squared_norm, float(self._stop_requested()))
+        requests = [torch.full_like(squared_norm, float(one())) for one in (self._stop_requested, self._save_due)]
         # All tp ranks hold the same loss: count it once.
-        totals = torch.stack((loss.to(squared_norm) / job.axes.tp, squared_norm, stop))
+        totals = torch.stack((loss.to(squared_norm) / job.axes.tp, squared_norm, *requests))
         self.measurement.mark("reduce")
-        total_loss, total_squared, stops = all_reduce_sum(totals).tolist()
+        total_loss, total_squared, stops, saves = all_reduce_sum(totals).tolist()
         self.measurement.mark("reduced")
         grad_norm = math.sqrt(total_squared) if total_squared >= 0 else math.nan
         finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
@@ -147,7 +151,14 @@ class TrainStep:
         self.measurement.measure_memory()
         job.optimizer.zero_grad()
         return StepResult(
-            step, total_loss, grad_norm, lr, skipped=not finite, stop=stops > 0, num_units=self._num_units
+            step,
+            total_loss,
+            grad_norm,
+            lr,
+            skipped=not finite,
+            stop=stops > 0,
+            save=saves > 0,
+            num_units=self._num_units,
         )
 
     def expert_counts(self) -> list[list[int]] | None:

@@ -70,13 +70,14 @@ class Trainer:
         self._base_bytes, self._seconds = base_bytes, 0.0
         self._stop = StopSignal(job.context)
         self._profiler = StepProfiler(job, folder.path)
-        self._step = TrainStep(job, task, self._stop.requested)
+        self._step = TrainStep(job, task, self._stop.requested, self._is_time_to_save)
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
         self._all_to_alls = AllToAllTraffic(job)
         self._skipped_in_a_row, self._has_noted_capture = 0, False
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
+        self._saved_at = time.monotonic()
         is_rank_0 = job.context.rank == 0  # which writes them
         self._sidecars = files_to_carry(job.config, folder.checkpoint) if is_rank_0 else {}
         self._end_ids = task.end_ids() if is_rank_0 else ()
@@ -117,7 +118,7 @@ class Trainer:
                 if recorder is not None:
                     recorder.record(result, seconds, validation, self._step.expert_counts())
                 self._track_finite(result, validation)
-                if result.stop or self._is_due(step, self._job.config.checkpoint.every):
+                if result.stop or result.save or self._is_due(step, self._job.config.checkpoint.every):
                     self._save(result, validation)
                 self._check(result, recorder)
         if done >= train.steps:
@@ -184,6 +185,11 @@ class Trainer:
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether `step` is the last step or a multiple of `every`; 0 means the last step only."""
         return step == self._job.config.train.steps or (every > 0 and step % every == 0)
+
+    def _is_time_to_save(self) -> bool:
+        """Return whether checkpoint.minutes have passed: on rank 0, whose clock decides for all."""
+        minutes = self._job.config.checkpoint.minutes
+        return self._job.context.rank == 0 and 0 < minutes * 60 <= time.monotonic() - self._saved_at
 
     def _open_folder(self, done: int) -> Recorder | None:
         """Write configuration and plan, and return the recorder, on rank 0; return None on other ranks."""
@@ -268,6 +274,7 @@ class Trainer:
             keep=self._job.config.checkpoint.keep,
             sidecars=self._sidecars,
         )
+        self._saved_at = time.monotonic()
         self._reporter.saved(step, self._saved, time.perf_counter() - begin)
 
     def _check(self, result: StepResult, recorder: Recorder | None) -> None:
