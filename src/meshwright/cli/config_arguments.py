@@ -10,7 +10,10 @@ import typer
 
 from meshwright.errors import InputError
 
-WORDS_HELP = "A preset, a TOML file or a run folder (default: llama-tiny), then section.key=value …"
+WORDS_HELP = (
+    "A preset, a TOML file or a run folder (default: llama-tiny), then section.key=value …, also as --lr 1e-3. "
+    "meshwright keys [WORD] lists them."
+)
 
 
 def complete_words(incomplete: str) -> list[str]:

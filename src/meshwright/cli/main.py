@@ -7,7 +7,7 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, launch, plan, presets, prove, prove_script, report, run
+from meshwright.cli import bench, checkpoint, doctor, keys, launch, plan, presets, prove, prove_script, report, run
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.cli.draw import pipeline
 from meshwright.cli.lasting_output import lasting_output, unwritten
@@ -30,6 +30,7 @@ app.command(cls=ConfigCommand)(prove.prove)
 app.command("prove script", cls=Command)(prove_script.prove_script)
 app.command(cls=Command)(report.report)
 app.command(cls=Command)(presets.presets)
+app.command(cls=Command)(keys.keys)
 app.command(cls=Command)(doctor.doctor)
 bench.add_bench(app)
 app.add_typer(pipeline.app, name="draw")

@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "plan": "estimate estimate_memory simulate memory cost dryrun show explain",
     "prove": "verify validate test check compare parity",
     "presets": "list ls models configs config recipes",
+    "keys": "options settings flags search find",
     "doctor": "env info diagnose status",
     "bench": "benchmark benchmarks profile",
     "draw pipeline": "visualize plot schedule pipeline",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from meshwright.config.key_fields import is_table
 from meshwright.config.schema import RunConfig
@@ -82,25 +83,30 @@ def _section_tables(model: type[BaseModel], prefix: str, condition: str, lines: 
         # ModelSection is a placeholder for the families' own sections, which come last.
         nested += [(f"{prefix}{name}.", section) for section in sections if section is not ModelSection]
         if not sections:
-            given = None if field.is_required() else field.default
-            default = "none" if given is None else f"`{_value(given)}`"
-            lines.append(f"| `{prefix}{name}` | {_type_name(field.annotation)} | {default} | {field.description} |")
+            default = "none" if (text := default_text(field)) == "none" else f"`{text}`"
+            lines.append(f"| `{prefix}{name}` | {type_name(field.annotation)} | {default} | {field.description} |")
     lines.append("")
     for name, section in nested:
         _section_tables(section, name, condition, lines)
 
 
-def _type_name(annotation: Any) -> str:
+def default_text(field: FieldInfo) -> str:
+    """Return a key's default as TOML, or none."""
+    return "none" if field.is_required() or field.default is None else _value(field.default)
+
+
+def type_name(annotation: Any) -> str:
+    """Return the type of a key's values in words, as Markdown."""
     if get_origin(annotation) is Literal:
         return " or ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
-        return _type_name(get_args(annotation)[0])
+        return type_name(get_args(annotation)[0])
     if is_table(annotation):
         return "table"
     if get_origin(annotation) is tuple:
-        return f"list of {_type_name(get_args(annotation)[0])}s"
+        return f"list of {type_name(get_args(annotation)[0])}s"
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
     if len(kinds) == 1 and kinds[0] is not annotation:
-        return _type_name(kinds[0])
+        return type_name(kinds[0])
     words = {int: "int", float: "float", str: "string", bool: "bool"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)

@@ -41,6 +41,13 @@ def find_meaning(name: str) -> Meaning | None:
     return _find(name, _meanings())
 
 
+def names_elsewhere(key: str) -> tuple[str, ...]:
+    """Return what other frameworks call one of our keys."""
+    tables = [foreign_names.KEYS, *(find_family(kind).foreign_names for kind in family_names())]
+    names = [name for table in tables for name in table.get(key, "").split()]
+    return (*names, *(name for name, (own, _) in foreign_names.CHOICES.items() if own == key))
+
+
 def own_key(option: str) -> str | None:
     """Return our key for an option with its name, such as --steps or --train.steps; None for any other."""
     return _own_names().get(normalize(option[2:])) if option.startswith("--") else None

@@ -1,0 +1,45 @@
+"""`meshwright keys`: what a word finds, best first, and what is said of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.config.foreign_names import KEYS
+from meshwright.config.key_fields import fields
+from meshwright.config.known_keys import known_keys, search
+from meshwright.models.contract.family import family_names
+
+
+def test_all_keys_are_known_once_for_each_meaning() -> None:
+    found = known_keys()
+    assert {key.name for key in found} == {name for kind in family_names() for name in fields(kind)}
+    assert len({(key.name, key.meaning) for key in found}) == len(found)
+    for key in found:
+        for kind in key.families or family_names():
+            assert fields(kind)[key.name].description == key.meaning
+
+
+@pytest.mark.parametrize("name", [name for names in KEYS.values() for name in names.split()])
+def test_another_framework_s_name_finds_the_key_first(name: str) -> None:
+    key = next(key for key, names in KEYS.items() if name in names.split())
+    assert search(name)[0].name == key and name in search(name)[0].elsewhere
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [("lr", "train.lr"), ("WARMUP-steps", "train.warmup_steps"), ("tracker", "train.trackers"),
+     ("rank of the adapters", "lora.rank"), ("micro-batches per step", "train.num_microbatches")],
+)  # fmt: skip
+def test_words_find_keys_by_name_and_meaning(text: str, first: str) -> None:
+    assert search(text)[0].name == first
+
+
+def test_the_command_prints_what_is_found(here) -> None:
+    done = here("keys", "save_total_limit")
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        "checkpoint.keep=2  int",
+        "  number of newest checkpoints to keep",
+        "  elsewhere: save_total_limit, keep_latest_k, max_checkpoints",
+    ]
+    assert here("keys", "no such key").returncode == 2
+    assert "model.builder" in here("keys").stdout
