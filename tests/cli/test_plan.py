@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
+from meshwright.cli.plan_page import nodes_of_gpus
 from meshwright.config.source import preset_names
 from meshwright.plan.collective_bytes import context_bytes
 from meshwright.plan.compare import hashes
@@ -15,7 +17,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.serialize import from_json
 from meshwright.plan.traffic import predict_traffic
-from meshwright.units import format_bytes
+from meshwright.units import format_bytes, format_count
 from tests.helpers import meshwright, shown_error
 
 LAYOUTS = [
@@ -44,8 +46,34 @@ def test_a_page_fits_80_columns_and_breaks_no_number(here, preset, words):
         last = line.split()[-1]
         assert not last.isdigit() and last not in ("×", "·", "="), line
         assert not line.strip().startswith(("GiB", "MiB", "KiB", "B ")), line
-    found = hashes(make_plan(config))
+    made = make_plan(config)
+    found = hashes(make_plan(config, nodes=nodes_of_gpus(made)))
     assert f"model {found.model} · layout {found.layout} · plan {found.fingerprint}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "fits", "between_nodes"),
+    [
+        (["llama3-70b"], "fits H200, B200, GB200; not H100 (80.0 GiB)", {"weights", "gradients"}),
+        (["llama3-70b", "comm.ranks_per_node=64"], "fits H200, B200, GB200; not H100 (80.0 GiB)", set()),
+        (["llama3-405b", "train.seq_len=16384"], "fits no known GPU: the largest is GB200 (186 GiB)",
+         {"weights", "gradients"}),
+        (["llama-tiny", "mesh.dp_shard=8"], "fits A100-40, A100-80, H100, H200, B200, GB200", set()),
+    ],
+)  # fmt: skip
+def test_a_page_names_the_gpus_and_their_nodes(here, words, fits, between_nodes):
+    lines = [line.strip() for line in here("plan", *words).stdout.splitlines()]
+    assert fits in lines
+    assert {line.split()[0] for line in lines if line.endswith("between nodes")} == between_nodes
+
+
+def test_a_page_says_how_much_is_trained(here):
+    page = here("plan", "llama-tiny", "train.freeze=blocks.*").stdout
+    plan = make_plan(load("llama-tiny", ["train.freeze=blocks.*"]))
+    parameters = [parameter for stage in plan.stages for _, _, parameter in plan.parameters(stage)]
+    trained = sum(math.prod(one.shape) for one in parameters if one.trained)
+    share = 100 * trained / sum(math.prod(one.shape) for one in parameters)
+    assert page.splitlines()[0] == f"llama-tiny · 0.85 M parameters, {format_count(trained)} trained ({share:.2g} %)"
 
 
 def test_figures_are_the_library_s(here, tmp_path):

@@ -87,6 +87,7 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
 
     The configuration comes with them, unless it is a plan file.
     """
+    from meshwright.cli.plan_page import nodes_of_gpus
     from meshwright.plan.load_config import load
     from meshwright.plan.load_plan import read_plan
     from meshwright.plan.make_plan import make_plan
@@ -102,7 +103,10 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
             )
         return source, read_plan(Path(source), where=where), None
     config = load(source, overrides)
-    return config.name, make_plan(config), config
+    made = make_plan(config)
+    if config.comm.ranks_per_node is None and (nodes := nodes_of_gpus(made)) is not None:
+        made = make_plan(config, nodes=nodes)
+    return config.name, made, config
 
 
 def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, Any]:

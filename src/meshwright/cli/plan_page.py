@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
+from meshwright.cluster.presets import gpus_by_memory
 from meshwright.config.optimizer.parameter_groups import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
@@ -32,12 +33,13 @@ MAX_ROWS = 8
 
 def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterator[str]:
     """Yield the lines of the page; headings are not indented. A plan from a file has no configuration."""
-    yield f"{name} · {format_count(_num_params(plan))} parameters"
+    yield f"{name} · {format_count(_num_params(plan))} parameters{_trained(plan)}"
     yield from _batch(plan)
     yield from _replicated(plan)
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
+    yield _devices(memory.total())
     yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
     if config is not None and config.capture.scope:
         yield from _capture(plan, config.capture)
@@ -64,13 +66,39 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     yield f"  model {found.model} · layout {found.layout} · plan {found.fingerprint}"
 
 
-def _num_params(plan: RunPlan, *, sharded_over: Collection[str] | None = None) -> int:
-    """Return the model's number of parameters, or of those sharded over these atoms, counting shared ones once."""
+def _devices(num_bytes: int) -> str:
+    """Return the known GPUs whose memory is enough, and the largest of the others."""
+    found = gpus_by_memory()
+    fitting = [one.name for one in found if one.device.memory_bytes >= num_bytes]
+    smaller = [f"{one.name} ({format_bytes(one.device.memory_bytes)})" for one in found if one.name not in fitting]
+    if not fitting:
+        return f"  fits no known GPU: the largest is {smaller[-1]}"
+    return f"  fits {', '.join(fitting)}" + (f"; not {smaller[-1]}" if smaller else "")
+
+
+def nodes_of_gpus(plan: RunPlan) -> int | None:
+    """Return the ranks on a node of the smallest GPU that holds a rank; None if they don't fill several nodes."""
+    found, num_bytes = gpus_by_memory(), predict_memory(plan).total()
+    fitting = [one for one in found if one.device.memory_bytes >= num_bytes]
+    ranks, size = plan.mesh.num_ranks(), (fitting or found)[0].devices_per_node
+    return size if ranks > size and ranks % size == 0 else None
+
+
+def _trained(plan: RunPlan) -> str:
+    """Return how many parameters are trained, if not all are."""
+    total, trained = _num_params(plan), _num_params(plan, trained=True)
+    return "" if trained == total else f", {format_count(trained)} trained ({100 * trained / total:.2g} %)"
+
+
+def _num_params(plan: RunPlan, *, sharded_over: Collection[str] | None = None, trained: bool = False) -> int:
+    """Return the number of the model's parameters, or of those sharded over these atoms or trained; shared ones count
+    once."""
     sizes = {
         kind.key(parameter, layer): math.prod(parameter.shape)
         for stage in plan.stages
         for kind, layer, parameter in plan.parameters(stage)
         if sharded_over is None or any(set(shard.axes) & set(sharded_over) for shard in parameter.used)
+        if parameter.trained or not trained
     }
     return sum(sizes.values())
 
@@ -124,8 +152,8 @@ def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
             yield from wrapped(rows, COLUMNS, indent="    ")
         if one.purpose == Purpose.CONTEXT and plan.batch.packed:
             yield "    as if each sample were one document; packed ones send less or more"
-    if plan.mesh.nodes == plan.mesh.num_ranks() > MAX_ROWS:
-        yield "  assuming a single node; set comm.ranks_per_node=8 for several"
+    if isinstance(plan.mesh.nodes, int) and plan.mesh.num_ranks() > MAX_ROWS:
+        yield f"  on nodes of {plan.mesh.nodes} ranks (comm.ranks_per_node)"
 
 
 def _stages(plan: RunPlan) -> Iterator[str]:

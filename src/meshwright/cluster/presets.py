@@ -43,6 +43,12 @@ def cluster_preset(name: str) -> Cluster:
     )
 
 
+def gpus_by_memory() -> list[Cluster]:
+    """Return the presets of GPUs, those with the least memory first."""
+    found = [cluster_preset(name) for name in preset_names() if name != "CPU"]
+    return sorted(found, key=lambda cluster: cluster.device.memory_bytes)
+
+
 def device_for(cuda_name: str) -> Device | None:
     """Return the device for a `torch.cuda.get_device_name` such as `NVIDIA H200`, or None if no preset has it.
 
