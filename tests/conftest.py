@@ -29,8 +29,9 @@ for name, max_examples in (("default", 20), ("slow", 100)):
 
 PLACES = (
     "HF_", "HUGGINGFACE_", "MPLCONFIGDIR", "TORCHINDUCTOR_", "TORCH_HOME", "TRANSFORMERS_", "TRITON_", "WANDB_", "XDG_",
+    "PYTHONUNBUFFERED", "PYTHONOPTIMIZE", "PYTHONWARNINGS",
 )  # fmt: skip
-"""Beginnings of the variables that may name folders and services of the user."""
+"""Beginnings of the variables that may name folders and services of the user, or change how commands behave."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

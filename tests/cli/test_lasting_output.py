@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints, verify
-from meshwright.cli.lasting_output import LastingStream, lasting_output, unwritten
+from meshwright.lasting_output import LastingStream, lasting_output, unwritten
 from tests.helpers import SMALL, clean_environment
 from tests.train.runs import Hold, num_steps
 
@@ -51,12 +51,12 @@ def test_a_full_disk_misses_what_a_reader_that_left_does_not(
         assert (unwritten() is not None) == is_missed
 
 
-def without_reader(words: Sequence[str | Path], cwd: Path) -> tuple[int, str]:
+def without_reader(words: Sequence[str | Path], cwd: Path, **environment: str) -> tuple[int, str]:
     """Return the exit code of a command whose stdout is a pipe that nobody reads any more, and what is on stderr."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [*COMMAND, *words], cwd=cwd, env=clean_environment(), stdout=writer, stderr=subprocess.PIPE, text=True,
+        [*COMMAND, *words], cwd=cwd, env=clean_environment(**environment), stdout=writer, stderr=subprocess.PIPE, text=True,
         timeout=300,
     )  # fmt: skip
     os.close(writer)
@@ -74,6 +74,10 @@ def without_reader(words: Sequence[str | Path], cwd: Path) -> tuple[int, str]:
 )
 def test_a_reader_that_stops_is_no_failure(words: list[str], tmp_path: Path) -> None:
     assert without_reader(words, tmp_path) == (0, "")
+
+
+def test_nor_is_one_of_a_stream_without_a_buffer(tmp_path: Path) -> None:
+    assert without_reader(["presets"], tmp_path, PYTHONUNBUFFERED="1") == (0, "")
 
 
 def test_a_full_disk_is_one_for_who_reads_the_result(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from meshwright import __version__
 from meshwright.cli import bench, checkpoint, doctor, keys, launch, plan, presets, prove, prove_script, report, run
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.cli.draw import pipeline
-from meshwright.cli.lasting_output import lasting_output, unwritten
 from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.cli.usage_errors import Command
 from meshwright.cli.wrapping import show
 from meshwright.errors import MeshwrightError
+from meshwright.lasting_output import lasting_output, unwritten
 
 app = typer.Typer(
     name="meshwright",

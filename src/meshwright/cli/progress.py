@@ -9,8 +9,8 @@ import sys
 import time
 
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
-from meshwright.cli.lasting_output import lasting
 from meshwright.cli.wrapping import show
+from meshwright.lasting_output import lasting
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation

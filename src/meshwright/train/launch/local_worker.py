@@ -27,6 +27,7 @@ import torch
 
 from meshwright.comm.collective_timeout import CollectiveError, is_lost_rank_error
 from meshwright.errors import CONTINUE, MeshwrightError, RunError, StoppedError
+from meshwright.lasting_output import lasting_output
 from meshwright.log import configure, log_failure
 from meshwright.train.launch.private import release_semaphores
 from meshwright.train.launch.rank_context import STOPPING, Body, RankContext
@@ -40,17 +41,18 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
     _leave_stopping_to_launcher()
     faulthandler.enable()
     signal.signal(signal.SIGBUS, signal.SIG_DFL)  # a mapped file that shrank, which the launcher names: no dump
-    configure(rank=context.rank)
-    torch.set_num_threads(threads)
-    try:
-        with _logging(context):
-            body(context, argument)
-    except BaseException as error:
-        _report(error, report_folder / f"rank-{context.rank}.json")
-        sys.stdout.flush()
-        release_semaphores()
-        # Skip interpreter shutdown: process group destructors may wait for ranks that are gone.
-        os._exit(getattr(error, "exit_code", 1))
+    with lasting_output():
+        configure(rank=context.rank)
+        torch.set_num_threads(threads)
+        try:
+            with _logging(context):
+                body(context, argument)
+        except BaseException as error:
+            _report(error, report_folder / f"rank-{context.rank}.json")
+            sys.stdout.flush()
+            release_semaphores()
+            # Skip interpreter shutdown: process group destructors may wait for ranks that are gone.
+            os._exit(getattr(error, "exit_code", 1))
 
 
 def run_here(body: Body[T], argument: T, context: RankContext) -> None:

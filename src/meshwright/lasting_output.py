@@ -6,9 +6,10 @@ What can't be written is dropped. A run says so once, on stderr and in its log.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from meshwright.log import get_logger
@@ -56,11 +57,20 @@ class LastingStream:
             if self._warns and self.error is None:
                 _log.warning("the output can't be written (%s): the run goes on without it", error.strerror)
             self.error = self.error or error
+            _discard(self._stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what a stream still holds, and gets, go nowhere: Python flushes it once more at the end, and fails if it
+    can't."""
+    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def lasting(stream: TextIO, *, warns: bool = False) -> TextIO:
     """Return a stream whose writes don't fail, and with `warns`, log the first failure."""
-    return cast("TextIO", LastingStream(stream, warns=warns))
+    inner = stream._stream if isinstance(stream, LastingStream) else stream  # which would keep failures to itself
+    return cast("TextIO", LastingStream(inner, warns=warns))
 
 
 @contextmanager
@@ -78,5 +88,6 @@ def lasting_output() -> Iterator[None]:
 
 def unwritten() -> OSError | None:
     """Return why stdout lacks something that someone may read; None for a pipe whose reader has ended."""
+    sys.stdout.flush()
     error: OSError | None = getattr(sys.stdout, "error", None)
     return None if error is None or error.errno in GONE else error
