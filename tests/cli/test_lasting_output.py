@@ -56,8 +56,8 @@ def without_reader(words: Sequence[str | Path], cwd: Path, **environment: str) -
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [*COMMAND, *words], cwd=cwd, env=clean_environment(**environment), stdout=writer, stderr=subprocess.PIPE, text=True,
-        timeout=300,
+        [*COMMAND, *words], cwd=cwd, env=clean_environment(**environment), stdout=writer, stderr=subprocess.PIPE,
+        text=True, timeout=300,
     )  # fmt: skip
     os.close(writer)
     return done.returncode, done.stderr

@@ -7,7 +7,20 @@ import sys
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, checkpoint, doctor, keys, launch, plan, presets, prove, prove_script, report, run
+from meshwright.cli import (
+    bench,
+    checkpoint,
+    doctor,
+    keys,
+    launch,
+    plan,
+    presets,
+    prove,
+    prove_script,
+    report,
+    run,
+    use_model,
+)
 from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.cli.draw import pipeline
 from meshwright.cli.unknown_words import Commands, ConfigCommand
@@ -28,6 +41,8 @@ app.command(cls=ConfigCommand)(plan.plan)
 app.command(cls=ConfigCommand)(run.run)
 app.command(cls=ConfigCommand)(prove.prove)
 app.command("prove script", cls=Command)(prove_script.prove_script)
+app.command(cls=ConfigCommand)(use_model.evaluate)
+app.command(cls=ConfigCommand)(use_model.generate)
 app.command(cls=Command)(report.report)
 app.command(cls=Command)(presets.presets)
 app.command(cls=Command)(keys.keys)

@@ -17,6 +17,8 @@ COMMANDS: Mapping[str, str] = {
     "plan": "estimate estimate_memory simulate memory cost dryrun show explain",
     "prove": "verify validate test check compare parity",
     "presets": "list ls models configs config recipes",
+    "evaluate": "eval score perplexity",
+    "generate": "infer inference sample predict chat complete",
     "keys": "options settings flags search find",
     "doctor": "env info diagnose status",
     "bench": "benchmark benchmarks profile",

@@ -269,7 +269,7 @@ class _FamilyKeys:
         return ConfigError(
             f"unknown {'option' if key.startswith('-') else 'key'} {shorten(key)}",
             where=where,
-            rule="keys are set by section.key=value; docs/config.md lists all",
+            rule="keys are set by section.key=value; meshwright keys lists all",
             fix=f"{near} (the nearest valid key)" if near else fallback,
         )
 

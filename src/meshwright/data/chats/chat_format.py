@@ -155,6 +155,17 @@ class ChatFormat:
             found.append(EncodedConversation(np.array(encoding.ids, dtype=self._dtype), counts))
         return found
 
+    def encode_question(self, text: str) -> list[int]:
+        """Return the ids of what a user says, and of what the assistant's turn begins with.
+
+        Raises:
+            DataError: the tokenizer refuses it.
+        """
+        question = [{"role": "user", "content": text}]
+        written = self._template.render(question, day=self.today, add_generation_prompt=True)
+        ids: list[int] = self.encodings([written])[0].ids
+        return ids
+
     def encodings(self, texts: Sequence[Written]) -> list[Any]:
         """Return texts as the `tokenizers` package encodes them, with `ids` and `offsets`."""
         try:

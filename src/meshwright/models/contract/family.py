@@ -19,7 +19,7 @@ from meshwright import models
 from meshwright.errors import ConfigError
 from meshwright.models.contract.initial_values import Fill
 from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.models.contract.tp_styles import Style
 from meshwright.settings.import_object import OBJECT_NAME, import_object
 from meshwright.settings.section import ModelSection, Section
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from meshwright.models.contract.task import Batch, Reference, Task
+    from meshwright.models.contract.task import Batch, Forward, Reference, Task
 
 KEY = "model.kind"
 RULE = "a family is the name of a folder in meshwright.models, or package.module:Name for your own"
@@ -144,6 +144,13 @@ class Family(ABC):
     @abstractmethod
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
         """Return this rank's training task; `data` is the return value of `open_data`."""
+
+    def generate(self, f: RunFacts, forward: Forward, prompt: Prompt, folder: Path) -> Mapping[str, Any]:
+        """Return what a trained model generates: `text`, or the `files` that were written to a folder. Called on all
+        ranks."""
+        task = self.task(f, self.open_data(f), forward.device)
+        found = task.after_validation(forward, 0, folder)
+        return {"files": [str(path) for path in found.values() if isinstance(path, Path)]}
 
     @abstractmethod
     def reference(self, f: RunFacts, data: Any) -> Reference:

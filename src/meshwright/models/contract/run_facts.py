@@ -61,6 +61,8 @@ class RunFacts:
     """Dtype of activations: float32, bfloat16 or float64."""
     freeze: tuple[str, ...]
     data: DataFacts
+    trains: bool = True
+    """Whether the model is trained, and not only evaluated: then no data may be on both sides."""
 
     def section(self, kind: type[S]) -> S:
         """Return the family's section of this type."""
@@ -70,3 +72,16 @@ class RunFacts:
     def master_precision(self) -> str:
         """Dtype of parameters and optimizer state."""
         return "float32" if self.precision == "bfloat16" else self.precision
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to generate, from a model that generates text."""
+
+    text: str
+    num_tokens: int
+    """Most tokens to generate."""
+    temperature: float
+    """Temperature of sampling; 0 takes the likeliest token."""
+    is_chat: bool = False
+    """Whether the text is what a user says, in the tokenizer's chat template."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.initial_values import ONES, Fill, Normal
 from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.models.contract.tp_styles import COLUMN, FINAL_ROW, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.description import BLOCK, WINDOW_BLOCK, DecoderSpec, describe
@@ -17,11 +17,13 @@ from meshwright.models.decoder.rules import violations
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
     from meshwright.data.mixtures.mixture import Text
-    from meshwright.models.contract.task import Reference, Task
+    from meshwright.models.contract.task import Forward, Reference, Task
 
 INIT_STD = 0.02
 
@@ -88,6 +90,12 @@ class DecoderFamily(Family):
         from meshwright.models.tasks.text_task import text_task
 
         return text_task(f, data, device)
+
+    def generate(self, f: RunFacts, forward: Forward, prompt: Prompt, folder: Path) -> Mapping[str, Any]:
+        """Return the text that follows a prompt."""
+        from meshwright.models.tasks.next_token import answer
+
+        return {"text": answer(f, forward, prompt)}
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """Return the reference implementation of the next-token loss."""

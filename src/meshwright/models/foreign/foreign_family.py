@@ -13,17 +13,19 @@ from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Uniform
 from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.description import describe, fill_of
 from meshwright.models.foreign.structure import Structure
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor, nn
 
-    from meshwright.models.contract.task import Batch, Reference, Task
+    from meshwright.models.contract.task import Batch, Forward, Reference, Task
     from meshwright.models.foreign.origin import Origin
 
 
@@ -128,6 +130,12 @@ class ForeignFamily(Family):
         from meshwright.models.tasks.text_task import text_task
 
         return text_task(f, data, device)
+
+    def generate(self, f: RunFacts, forward: Forward, prompt: Prompt, folder: Path) -> Mapping[str, Any]:
+        """Return the text that follows a prompt."""
+        from meshwright.models.tasks.next_token import answer
+
+        return {"text": answer(f, forward, prompt)}
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
         """Return the reference implementation of the next-token loss."""

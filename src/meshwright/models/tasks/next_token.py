@@ -6,7 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.collectives import broadcast_object
+from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches
 from meshwright.data.mixtures.chosen_validation import chosen_validation
 from meshwright.data.mixtures.joined_windows import JoinedWindows, Windows
 from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_sizes, validation_shares
 from meshwright.data.token_windows import Int64Array, TokenWindows
 from meshwright.models.contract.loss_unit import LossUnit
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, SimpleBatch, Task
 from meshwright.models.tasks.text_data import encode_prompt
 from meshwright.models.tasks.text_sources import end_ids
@@ -152,10 +153,38 @@ def cross_entropy_sum(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
+def answer(f: RunFacts, forward: Forward, prompt: Prompt) -> str:
+    """Return the text that a model writes after a prompt, or as the assistant's answer to it."""
+    tokenizer, ids = encode_prompt(prompt.text, f.data)
+    ends = set(end_ids(f.data))
+    if prompt.is_chat:
+        chat = ChatFormat(f.data.tokenizer)
+        ids = chat.encode_question(prompt.text)
+        ends |= {chat.turn_end.id} if chat.turn_end is not None else set()
+    needed = -(-(len(ids) + prompt.num_tokens) // 64) * 64  # a few lengths only, of which each has its kernels
+    tokens = generate(
+        forward,
+        ids,
+        seq_len=min(f.seq_len, needed),
+        num_tokens=prompt.num_tokens,
+        temperature=prompt.temperature,
+        seed=f.seed,
+        ends=ends,
+    )
+    return tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
+
+
 def generate(
-    forward: Forward, prompt: Sequence[int], *, seq_len: int, num_tokens: int, temperature: float, seed: int
+    forward: Forward,
+    prompt: Sequence[int],
+    *,
+    seq_len: int,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+    ends: Collection[int] = (),
 ) -> list[int]:
-    """Continue `prompt` by `num_tokens` sampled tokens.
+    """Continue `prompt` by `num_tokens` sampled tokens, or until one of `ends`.
 
     The context is padded to the training length, to keep the shapes that the layout was checked for; causal attention
     ignores the padding. The first rank with the logits samples each token and broadcasts it.
@@ -172,9 +201,15 @@ def generate(
             logits = run([batch])
             token = None
             if forward.rank == forward.source:
-                probabilities = torch.softmax(logits[0][0, len(context) - 1].float().cpu() / temperature, dim=-1)
-                token = int(torch.multinomial(probabilities, 1, generator=generator).item())
+                last = logits[0][0, len(context) - 1].float().cpu()
+                if temperature == 0:
+                    token = int(last.argmax().item())
+                else:
+                    probabilities = torch.softmax(last / temperature, dim=-1)
+                    token = int(torch.multinomial(probabilities, 1, generator=generator).item())
             token = broadcast_object(token, src=forward.source)
             assert token is not None
             tokens.append(token)
+            if token in ends:
+                break
     return tokens[len(prompt) :]
