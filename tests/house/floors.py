@@ -73,7 +73,7 @@ TORCH_FREE = (
     "reshard/run/program.py", "reshard/run/compile_step.py",
     "dtensor_ops/__init__.py",
     "optim/__init__.py", "optim/role.py", "optim/contract.py", "optim/catalogue.py", "optim/whole_matrix.py",
-    "optim/planned.py", "optim/adamw.py", "optim/sgd.py", "optim/muon.py",
+    "optim/planned.py", "optim/muon.py",
     "checkpoint/manifest.py", "checkpoint/sidecars.py",
     "train/launch/__init__.py", "train/launch/launcher.py", "train/launch/rank_context.py",
     "train/launch/run_spec.py", "train/launch/machine_limits.py", "train/launch/failure_report.py",
@@ -100,7 +100,7 @@ LATE_TORCH_ALLOWED = (
     "__main__.py", "api.py", "cli/*", "train/launch/launcher.py",
     "meshwright_bench/command.py", "meshwright_bench/devices.py", "meshwright_bench/*/benchmark.py",
     "meshwright_bench/comm/loss_cost.py",
-    "optim/adamw.py", "prove/drift/experiment.py", "prove/script/proof.py", "models/*/family.py",
+    "optim/catalogue.py", "prove/drift/experiment.py", "prove/script/proof.py", "models/*/family.py",
     "models/foreign/foreign_family.py",
     "prove/catalogue/catalogue.py", "testing/*",
 )  # fmt: skip

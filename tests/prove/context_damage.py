@@ -111,7 +111,7 @@ def report_own_loss(job: Job, step: TrainStep) -> None:
     def reduce(totals: Tensor) -> Tensor:
         own_loss = totals[0].clone()
         found: Tensor = real(totals)
-        return torch.cat((own_loss[None], found[1:])) if totals.dim() and totals.numel() == 3 else found
+        return torch.cat((own_loss[None], found[1:])) if totals.dim() else found
 
     step_module.all_reduce_sum = reduce
 

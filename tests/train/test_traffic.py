@@ -103,10 +103,12 @@ class Leaving(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name in LEAVING:
             *_, x = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.total += LEAVING[name] * x.numel() * x.element_size() if x.numel() > 3 else 0
+            self.total += LEAVING[name] * x.numel() * x.element_size() if x.numel() > SUMMED else 0
         return func(*args, **(kwargs or {}))
 
 
+SUMMED = 4
+"""Numbers of the one sum: loss, squared norm, requests to stop and to save."""
 LEAVING = {
     "allreduce_": 1, "all_reduce": 1, "send": 1, "_allgather_base_": 1, "_reduce_scatter_base_": 0.5,
     "all_gather_into_tensor": 1, "reduce_scatter_tensor": 0.5,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.optim.adamw import AdamW
+from meshwright.optim.catalogue import AdamW
 from meshwright.optim.role import Role
 from meshwright.train.optimizer import named_state
 from meshwright.train.pipeline_stages import Pipeline

@@ -5,28 +5,75 @@ unless an optimizer of the user's own does.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.optim.adamw import AdamW
-from meshwright.optim.contract import MatrixOptimizer, Optimizer, State
+from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot, State
 from meshwright.optim.muon import Muon
 from meshwright.optim.role import Role
-from meshwright.optim.sgd import SGD
 from meshwright.settings.import_object import import_object
 from meshwright.settings.violation import format_value
 
 KEY = "train.optimizer"
-BUILT_IN: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
 OTHERS = "adamw"
 """Optimizer of the roles that another leaves out."""
-RULE = f"an optimizer is {', '.join(BUILT_IN)}, or package.module:factory for your own"
 OWN_RULE = "a factory takes no argument and gives a meshwright.optim.contract.Optimizer"
 HOW = "states(role) gives a State by name, and update(slots, settings) changes parameters and states in place"
 STATE_NAME = re.compile(r"[A-Za-z_]\w*")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8")
+
+
+class SGD(Optimizer):
+    """Heavy ball: m ← μ m + g, then p ← (1 − η λ) p − η m, with momentum μ, learning rate η and weight decay λ."""
+
+    def states(self, role: Role) -> Mapping[str, State]:
+        """Return the momentum."""
+        return {"momentum": State()}
+
+    def update(self, slots: Sequence[Slot], settings: Settings) -> None:
+        """Update the parameters one by one."""
+        for slot in slots:
+            momentum = slot.state["momentum"].mul_(settings.momentum).add_(slot.gradient)
+            slot.parameter.mul_(1 - settings.lr * settings.weight_decay).add_(momentum, alpha=-settings.lr)
+
+
+class AdamW(Optimizer):
+    """AdamW with decoupled weight decay."""
+
+    def states(self, role: Role) -> Mapping[str, State]:
+        """Return both moments, and the number of updates as the kernel wants it: a float32 scalar per parameter."""
+        return {"step": State((), "float32"), "exp_avg": State(), "exp_avg_sq": State()}
+
+    def update(self, slots: Sequence[Slot], settings: Settings) -> None:
+        """Update all parameters in one call, on local shards: DTensor's dispatch would triple the kernel's host time
+        (4.1 ms instead of 1.3 ms for 147 parameters)."""
+        from torch.optim.adamw import adamw
+
+        steps, averages, squares = (
+            [slot.state[name] for slot in slots] for name in ("step", "exp_avg", "exp_avg_sq")
+        )  # fmt: skip
+        adamw(
+            [slot.parameter for slot in slots],
+            [slot.gradient for slot in slots],
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            maximize=False,
+        )
+
+
+BUILT_IN: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
+RULE = f"an optimizer is {', '.join(BUILT_IN)}, or package.module:factory for your own"
 
 
 @cache

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
 from meshwright.models.huggingface.weights import import_safetensors
-from meshwright.models.moe.config import MoeConfig
 from meshwright.models.moe.description import MoeSpec
+from meshwright.models.moe.family import MoeConfig
 from meshwright.models.moe.hf_mixtral import MIXTRAL
 from meshwright.models.moe.module import MoeTransformer
 from tests.helpers import small_corpus

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from meshwright.errors import ConfigError
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_layout import Shard
-from meshwright.plan.context.balanced_order import balanced_arcs, context_shards, contiguous, imbalance, zigzag
+from meshwright.plan.context.balanced_order import (
+    LayerCosts,
+    balanced_arcs,
+    context_shards,
+    contiguous,
+    imbalance,
+    zigzag,
+)
 from meshwright.plan.context.exchange import make_exchange
-from meshwright.plan.context.layer_costs import LayerCosts
 from tests.plan.context.dense import masks, tokens
 from tests.plan.context.document_mixes import MIXES, SEQ_LEN
 

@@ -15,8 +15,8 @@ from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec
+from meshwright.prove.as_run.findings import Shares, is_on_grid, is_summed, looks_rounded
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose
-from meshwright.prove.as_run.low_precision import Shares, is_on_grid, is_summed, looks_rounded
 from meshwright.prove.as_run.plain_quantiser import flatten, quantise, unflatten
 from meshwright.prove.as_run.rounded_reference import has_choices, turned_ties
 from meshwright.prove.as_run.update_check import expected_lr

@@ -40,7 +40,6 @@ from meshwright.models.hf import private
 from meshwright.models.hf.build_model import build_model, dropouts, load_config, original_config
 from meshwright.models.hf.config import LoraConfig
 from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.known_faults import PLAN_UNFIT, WITHOUT_SENTINEL
 from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter_styles
 from meshwright.models.hf.lora_names import is_adapter
 from meshwright.models.hf.source import KEY, Source
@@ -63,6 +62,14 @@ EXPERTS = "moe_tp_experts"
 EXPERT_INPUTS = 3
 """Inputs of experts: tokens, the indices of each token's experts, and their weights."""
 LATENT_KEYS = "mla_kv_a_proj"
+PLAN_UNFIT = (
+    "dbrx",  # experts are modules of their own inside a stack of parameters
+    "dots3_note_text",  # parameters that it leaves replicated get partial gradients
+    "gemma3n_text",  # parameters of sharded modules are read without calling them
+)
+"""Model types whose plan of tensor parallelism is wrong, or isn't ours: only feed-forward layers are sharded."""
+WITHOUT_SENTINEL = ("nemotron_h",)
+"""Model types whose experts take no index that stands for other ranks' experts: all ranks run all."""
 
 
 @dataclass(frozen=True)
