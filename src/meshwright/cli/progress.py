@@ -66,7 +66,7 @@ class TerminalReporter(Reporter):
             self._last_shown = -math.inf  # let the next progress line replace it immediately
 
     def progress(self, progress: Progress) -> None:
-        """Update the live line, or print a line every `log_every` steps if stdout is not a terminal."""
+        """Print a line every `log_every` steps; on a terminal, show the steps between them on a live line."""
         if math.isfinite(progress.loss):
             self._losses.append(progress.loss)
         is_last = progress.step == progress.steps
@@ -74,10 +74,10 @@ class TerminalReporter(Reporter):
             self._print(f"step {progress.step} was not finite and was skipped on all ranks")
         if self._quiet:
             return
-        if self._is_terminal:
-            if time.monotonic() - self._last_shown >= REFRESH_S or is_last:
-                self._show(self._text(progress))
-        elif progress.step % self._log_every == 0 or is_last or progress.step == 1:
+        stays = progress.step % self._log_every == 0 or is_last
+        if self._is_terminal and (stays or time.monotonic() - self._last_shown >= REFRESH_S):
+            self._show(self._text(progress), stays=stays)
+        elif not self._is_terminal and (stays or progress.step == 1):
             print(self._text(progress), file=self._out, flush=True)
 
     def validated(self, step: int, validation: Validation) -> None:
@@ -89,10 +89,11 @@ class TerminalReporter(Reporter):
         """Print the run's result and files."""
         if summary.validation is not None:
             result = self._words(summary.validation)
-            self._print(
-                f"{paint(f'validation {result}', 'green', sys.stdout)} · {counted(summary.steps, 'step')} in "
-                f"{format_duration(summary.seconds)} · run folder {summary.folder}"
-            )
+            steps = counted(summary.steps, "step")
+            if 0 < summary.steps_here < summary.steps:
+                steps = f"{summary.steps_here} of {steps}"
+            result = paint(f"validation {result}", "green", sys.stdout)
+            self._print(f"{result} · {steps} in {format_duration(summary.seconds)} · run folder {summary.folder}")
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
         again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
         if summary.plan_given:
@@ -137,11 +138,11 @@ class TerminalReporter(Reporter):
         figures = [f"{name.replace('_', ' ')} {value:.3f}" for name, value in validation.figures.items()]
         return " · ".join([self._unit.words(validation.loss), *figures])
 
-    def _show(self, text: str) -> None:
+    def _show(self, text: str, *, stays: bool = False) -> None:
         width = shutil.get_terminal_size().columns
-        self._out.write(CLEAR_LINE + text[: width - 1])
+        self._out.write(CLEAR_LINE + text[: width - 1] + "\n" * stays)
         self._out.flush()
-        self._line_is_open = True
+        self._line_is_open = not stays
         self._last_shown = time.monotonic()
 
     def _print(self, text: str) -> None:
