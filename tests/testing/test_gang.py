@@ -103,7 +103,7 @@ def directory(rank, world_size):
 
 def listening_addresses(rank, world_size):
     """Local addresses of this process's listening TCP sockets, as /proc writes them."""
-    sockets = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)}
+    sockets = {_target(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
     addresses = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{table}") as lines:
@@ -112,8 +112,12 @@ def listening_addresses(rank, world_size):
     return addresses
 
 
-def _exists(fd):
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+def _target(link):
+    """What a link is to, of a file that another thread may have closed meanwhile."""
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:
+        return None
 
 
 def works(one) -> bool:

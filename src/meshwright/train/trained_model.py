@@ -20,8 +20,8 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import CONFIG_FILE, is_run_folder
 from meshwright.errors import CheckpointError, InputError
+from meshwright.models.contract.family import family_names, find_family
 from meshwright.models.contract.run_facts import Prompt, RunFacts
-from meshwright.models.hf.config import has_weights
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.train.launch.launcher import launch
@@ -31,8 +31,6 @@ OF_COMMAND = ("mesh", "pipeline", "recompute", "capture", "comm", "checkpoint")
 """Sections that don't say what a model and its data are."""
 OF_MODEL = ("seq_len", "precision", "seed", "validation_samples", "device", "threads")
 """Keys of `train` that do, or where it runs."""
-LONGEST = 1024
-"""Tokens of a sample for a model of a folder, at most."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,6 @@ def find_model(source: str, words: Sequence[str]) -> TrainedModel:
         ConfigError, LayoutError: a word doesn't fit it.
     """
     path = Path(source)
-    if (path / "config.json").is_file() and not is_run_folder(path):
-        if not has_weights(path):
-            what, fix = f"{path} has no weights", "the folder that checkpoint export or hf download wrote"
-            raise InputError(what, where="command line", rule="a model's folder has its weights", fix=fix)
-        fields = json.loads((path / "config.json").read_text("utf-8"))
-        longest = min(LONGEST, int(fields.get("max_position_embeddings") or LONGEST))
-        return TrainedModel(load("hf-tiny", [f"model.config={path}", f"train.seq_len={longest}", *words]), None)
     if is_run_folder(path):
         checkpoint, skipped = newest_valid(path / "checkpoints")
         if checkpoint is None:
@@ -87,6 +78,9 @@ def find_model(source: str, words: Sequence[str]) -> TrainedModel:
         home = path.parent.parent
         values = values or (tomllib.loads((home / CONFIG_FILE).read_text("utf-8")) if is_run_folder(home) else {})
     else:
+        found = (find_family(kind).open_folder(path) for kind in family_names())
+        if opened := next(filter(None, found), None):
+            return TrainedModel(load(opened[0], [*opened[1:], *words]), None)
         values = {}
     if not values:
         raise InputError(
@@ -108,10 +102,8 @@ def _load(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
         samples = samples // size * (int(wanted) if wanted.isdigit() else 1)
     kept = {key: value for key, value in values.items() if key not in OF_COMMAND}
     kept["train"] = {key: train[key] for key in OF_MODEL if key in train}
-    kept["train"] |= {"global_batch": max(samples, 1), "steps": 1, "warmup_steps": 0, "sample_tokens": 0}
+    kept["train"] |= {"global_batch": max(samples, 1), "steps": 1, "warmup_steps": 0}
     kept["mesh"] = {key: mesh[key] for key in ("sequence_parallel", "cp_method") if key in mesh}
-    if values.get("model", {}).get("kind") == "dit":
-        del kept["train"]["sample_tokens"]
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder, f"{values.get('name', 'model')}.toml")
         path.write_text(values_to_toml(kept), "utf-8")

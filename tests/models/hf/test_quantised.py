@@ -15,8 +15,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.contract.task import SimpleBatch
 from meshwright.models.hf import private
 from meshwright.models.hf.family import FAMILY, pretrained
-from meshwright.models.hf.pretrained import Pretrained
-from meshwright.models.hf.quantised import dequantised
+from meshwright.models.hf.pretrained import Pretrained, dequantised
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
 from tests.helpers import open_data

@@ -54,6 +54,18 @@ class SetsAside(Odd):
         return {"logits": logits, "loss": logits.mean(), "cache": None}
 
 
+class Positions(Odd):
+    """Has a table of 66 positions, of which it uses those from 2 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(66, 32)
+
+    def stream(self, x: Tensor) -> Tensor:
+        """Add the positions."""
+        return super().stream(x + self.positions(torch.arange(x.shape[1], device=x.device) + 2))
+
+
 class Counting(Odd):
     """Counts its forwards."""
 

@@ -53,6 +53,13 @@ def test_modules_that_do_more_than_compute_logits_are_refused(name: str) -> None
     assert fix in found.value.fix
 
 
+def test_a_sample_longer_than_a_table_of_positions_is_refused() -> None:
+    odd_config("Positions", "train.seq_len=64")
+    with pytest.raises(LayoutError, match=r"exceeds the 64 positions") as found:
+        odd_config("Positions", "train.seq_len=65")
+    assert found.value.fix == "train.seq_len=64"
+
+
 def test_what_takes_no_part_is_said() -> None:
     assert list(notes_of(odd_config("SetsAside"))) == [
         "dropout is set aside: layers.*.drop = 0.1",

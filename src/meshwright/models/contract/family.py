@@ -123,6 +123,14 @@ class Family(ABC):
         """Return the importer and exporter for an external weight format, or None."""
         return None
 
+    def open_folder(self, folder: Path) -> Sequence[str] | None:
+        """Return the preset and the words that start from the weights in a folder; None if it isn't the family's.
+
+        Raises:
+            InputError: the folder has no weights.
+        """
+        return None
+
     def files_to_keep(self, f: RunFacts) -> Mapping[str, bytes]:
         """Return files, by name, that checkpoints carry for exports, besides the tokenizer of the data."""
         return {}

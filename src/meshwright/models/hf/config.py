@@ -55,7 +55,7 @@ class HfConfig(ModelSection):
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has a model's weights, and not adapters alone. A path of a config.json is no folder."""
+    """Return whether a folder has a model's weights, and not adapters alone; a path of a config.json has none."""
     found = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
     return any(not path.name.startswith("adapter_") for path in found)
 

@@ -5,7 +5,8 @@ Doesn't import torch or transformers: what it needs to know of a model is cached
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import version
@@ -13,7 +14,7 @@ from itertools import chain
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, InputError
 from meshwright.models.contract.family import OtherWeights
 from meshwright.models.contract.initial_values import ZEROS, Fill, Stored, Uniform
 from meshwright.models.contract.model_facts import ModelFacts
@@ -24,7 +25,7 @@ from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig, has_weights
 from meshwright.models.hf.lora_names import SECOND, check_peft, is_adapter, original_name
-from meshwright.models.hf.source import Source, file_state, find_source, transformers_version
+from meshwright.models.hf.source import CONFIG_FILE, Source, file_state, find_source, transformers_version
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
     from meshwright.models.hf.origin import TransformersModel
     from meshwright.models.hf.pretrained import Pretrained
+
+
+LONGEST = 1024
+"""Tokens of a sample for a folder's model, at most, if nobody says how many."""
 
 
 class HfFamily(ForeignFamily):
@@ -133,6 +138,17 @@ class HfFamily(ForeignFamily):
         from meshwright.models.hf.export import TransformersWeights
 
         return TransformersWeights()
+
+    def open_folder(self, folder: Path) -> Sequence[str] | None:
+        """Return the words for a folder with a config.json, with samples of at most 1024 tokens."""
+        config = folder / CONFIG_FILE
+        if not config.is_file():
+            return None
+        if not has_weights(folder):
+            what, fix = f"{folder} has no weights", "the folder that checkpoint export or hf download wrote"
+            raise InputError(what, where="command line", rule="a model's folder has its weights", fix=fix)
+        longest = json.loads(config.read_text("utf-8")).get("max_position_embeddings") or LONGEST
+        return "hf-tiny", f"model.config={folder}", f"train.seq_len={min(LONGEST, longest)}"
 
     def files_to_keep(self, f: RunFacts) -> Mapping[str, bytes]:
         """Return the folder's settings of generation, and its tokenizer if the data is tokens."""

@@ -3,6 +3,9 @@
 Each rank reads its shards of tensors from safetensors with the names of the model's parameters. These are the folder's
 own, unless its tensors are quantised, or transformers stores a model otherwise than it computes, as experts one by one:
 then they are converted once, into the cache. Each tensor of the folder is used, or named before processes start.
+
+A quantised float8 matrix has a scale for all of it, for each row, or for each block of rows and columns; the last
+blocks may be smaller. `quantization_config` of config.json says which: numbers without it have no known meaning.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import reduce
+from math import ceil
 from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,8 +35,6 @@ from meshwright.log import get_logger
 from meshwright.models.foreign.description import SavedTensors
 from meshwright.models.hf import private
 from meshwright.models.hf.build_model import whole_config
-from meshwright.models.hf.quantised import BY_TRANSFORMERS, dequantised, refusal
-from meshwright.models.hf.quantised import FIX as NOT_QUANTISED
 from meshwright.models.hf.source import Source, transformers_version
 from meshwright.models.huggingface.weight_files import TRAINABLE, find_files, open_weights
 from meshwright.settings.violation import format_fix
@@ -45,6 +48,13 @@ SCALE = re.compile(r"(_scale(_inv)?|\.scales?|_scale_2|\.qzeros|\.g_idx|_packed|
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 _log = get_logger(__name__)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MULTIPLIED = ("fp8", "fbgemm_fp8", "compressed-tensors")
+"""Methods whose float8 weights are multiplied by their scales."""
+BY_TRANSFORMERS = "mxfp4"
+"""Method that transformers undoes on any device, without other packages."""
+RULE = "weights are numbers by themselves, or float8 or mxfp4 with the scales that quantization_config describes"
+NOT_QUANTISED = "the folder of the model that was quantised, or model.weights=random"
 
 
 @dataclass
@@ -231,3 +241,55 @@ def _globs(names: Sequence[str]) -> list[str]:
     """Return a few globs that match all names: those without numbers of layers, or what all begin with."""
     found = sorted({re.sub(r"\.\d+(?=\.)", ".*", name) for name in names})
     return found if len(found) <= 4 else [f"{commonprefix(names)}*"]
+
+
+def dequantised(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], *, where: str) -> dict[str, Tensor]:
+    """Return a folder's tensors with float8 weights multiplied by their scales, in float32, without these scales.
+
+    Args:
+        tensors: the tensors by name.
+        quantization: `quantization_config` of config.json; empty without one.
+        where: the folder, for errors.
+
+    Raises:
+        CheckpointError: the method is another one, or a scale doesn't fit its weight.
+    """
+    method = quantization.get("quant_method")
+    if quantization and method not in (*MULTIPLIED, BY_TRANSFORMERS):
+        what = f"config.json has a quantization_config with the method {method}, which can't be undone"
+        raise refusal(
+            what, where, f"{NOT_QUANTISED}; if the weights aren't quantised, config.json without quantization_config"
+        )
+    found = dict(tensors)
+    if method not in MULTIPLIED:
+        return found
+    for name, weight in tensors.items():
+        scale = next((one for one in _scale_names(name) if one in tensors), None)
+        if weight.dtype in FLOAT8 and scale is not None:
+            found[name] = _multiplied(weight, found.pop(scale), quantization.get("weight_block_size"), name, where)
+    return found
+
+
+def _scale_names(name: str) -> tuple[str, ...]:
+    return f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale"
+
+
+def _multiplied(weight: Tensor, scale: Tensor, block: list[int] | None, name: str, where: str) -> Tensor:
+    """Return a weight times its scale: one number for all of it or, in each dim, for all, each index or each block."""
+    full, by_dim = scale.float(), scale.dim() == weight.dim()
+    fits = scale.is_floating_point() and (by_dim or (scale.numel() == 1 and block is None))
+    if by_dim:
+        widths = [0] * weight.dim() if block is None else [1] * (weight.dim() - len(block)) + block
+        for dim, (size, width) in enumerate(zip(weight.shape, widths, strict=True)):
+            if width and scale.shape[dim] == ceil(size / width):
+                full = full.repeat_interleave(width, dim).narrow(dim, 0, size)
+            fits &= full.shape[dim] == size or (scale.shape[dim] == 1 and not width)
+    if not fits:
+        what = f"the scale of {name}, {list(weight.shape)}, is {scale.dtype} of shape {list(scale.shape)}"
+        raise refusal(f"{what}, where weight_block_size is {block}", where, NOT_QUANTISED)
+    return weight.float() * full
+
+
+def refusal(what: str, where: str, fix: str) -> CheckpointError:
+    """Return the error for weights that can't be used as they are stored."""
+    return CheckpointError(what, where=where, rule=RULE, fix=fix)

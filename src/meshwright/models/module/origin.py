@@ -9,6 +9,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -64,6 +65,8 @@ STYLES = {
     "replicated": REPLICATED,
 }
 """Tensor-parallel styles by the names that `model.styles` has for them."""
+MIN_TIME = 8
+"""Tokens of a sample that shows which tables are looked up by position."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -142,6 +145,24 @@ class OwnModule(Origin):
         """Return the logits of token ids; a module that takes `position_ids` gets those of packed documents."""
         logits: Tensor = _outputs(model(ids.contiguous(), **restarting_positions(layout, ids.device)))[0]
         return logits
+
+    def max_len(self, model: nn.Module) -> int | None:
+        """Return the rows of the smallest table that positions look up: a forward of equal tokens shows which do."""
+        if _num_elements(model) > MAX_ON_CPU:
+            return None
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            built, found = self.build(), list[int]()
+
+        def note(table: nn.Embedding, args: tuple[Tensor, ...], out: Tensor) -> None:
+            beyond = int(args[0].max()) - (MIN_TIME - 1)  # what is added to positions
+            found.extend([table.num_embeddings - beyond] if beyond >= 0 else [])
+
+        for module in built.modules():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(note)
+        with torch.no_grad(), suppress(Exception):  # of lengths that it doesn't take
+            self.call(built, torch.zeros((1, MIN_TIME), dtype=torch.long))
+        return min(found, default=None)
 
     def layers_path(self, model: nn.Module) -> str:
         """Return the path of the list of layers."""

@@ -6,10 +6,9 @@ The page loads nothing, runs no script, and follows the reader's color scheme.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 
-from meshwright import __version__
 from meshwright.errors import InputError
 from meshwright.train.report import compare, measured_sections, sections
 from meshwright.train.report.html import Html, Section, element, text
@@ -79,6 +78,13 @@ def _links(found: Sequence[tuple[str, str]]) -> Html:
     return Html("".join(element("li", element("a", text(title), href=f"#{name}")) for name, title in found))
 
 
+def _version() -> str:
+    try:
+        return metadata.version("meshwright")
+    except metadata.PackageNotFoundError:
+        return "from a source tree"
+
+
 def _document(title: str, under: str, facts: Html, links: Html, found: Sequence[Html]) -> str:
     style = resources.files("meshwright.train.report").joinpath("style.css").read_text("utf-8")
     head = element(
@@ -90,7 +96,7 @@ def _document(title: str, under: str, facts: Html, links: Html, found: Sequence[
     )
     header = element("header", element("h1", text(title)), element("p", text(under), class_="folder"), facts)
     contents = element("nav", element("ul", links), aria_label="contents")
-    footer = element("footer", element("p", text(f"Made by Meshwright {__version__}.")))
+    footer = element("footer", element("p", text(f"Made by Meshwright {_version()}.")))
     body = element("body", header, contents, element("main", *found), footer)
     return f'<!DOCTYPE html>\n<html lang="en">{head}{body}</html>\n'
 
