@@ -11,7 +11,7 @@ from itertools import product
 from meshwright.config.source import preset_names
 from meshwright.plan.load_config import load
 from meshwright.prove.as_run.configuration import as_configured
-from meshwright.prove.as_run.report import render as render_as_run
+from meshwright.prove.as_run.driver import render as render_as_run
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from meshwright.testing.gang import GangPool

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from meshwright.data.chats.template_files import find_template
+from meshwright.data.chats.chat_format import find_template
 from meshwright.errors import DataError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.prove.as_run.configuration import as_configured
-from meshwright.prove.as_run.report import render
+from meshwright.prove.as_run.driver import render
 from tests.models.hf.runs import hf_config
 from tests.prove.as_run.proofs import proof
 
