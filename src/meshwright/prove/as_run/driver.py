@@ -1,4 +1,4 @@
-"""Process entry points of a proof as run: the ranks of the layout, then the reference and the comparison; its report."""
+"""Process entry points of a proof as run, and its report: the ranks, then the reference and the comparison."""
 
 from __future__ import annotations
 
