@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collective_log import group_records
-from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER
+from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER, all_reduce_sum
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import predict_traffic
+from meshwright.train import train_step
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job
 
@@ -103,12 +104,24 @@ class Leaving(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name in LEAVING:
             *_, x = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.total += LEAVING[name] * x.numel() * x.element_size() if x.numel() > SUMMED else 0
+            self.total += LEAVING[name] * x.numel() * x.element_size()
         return func(*args, **(kwargs or {}))
 
+    def __enter__(self):
+        self._one_sum = mock.patch.object(train_step, "all_reduce_sum", self._uncounted)
+        self._one_sum.start()
+        return super().__enter__()
 
-SUMMED = 4
-"""Numbers of the one sum: loss, squared norm, requests to stop and to save."""
+    def __exit__(self, *error):
+        self._one_sum.stop()
+        super().__exit__(*error)
+
+    def _uncounted(self, totals):
+        before, out = self.total, all_reduce_sum(totals)
+        self.total = before
+        return out
+
+
 LEAVING = {
     "allreduce_": 1, "all_reduce": 1, "send": 1, "_allgather_base_": 1, "_reduce_scatter_base_": 0.5,
     "all_gather_into_tensor": 1, "reduce_scatter_tensor": 0.5,
