@@ -28,7 +28,8 @@ def test_another_framework_s_name_finds_the_key_first(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "first"),
     [("lr", "train.lr"), ("WARMUP-steps", "train.warmup_steps"), ("tracker", "train.trackers"),
-     ("rank of the adapters", "lora.rank"), ("micro-batches per step", "train.num_microbatches")],
+     ("logging_st", "train.log_every"), ("rank of the adapters", "lora.rank"),
+     ("micro-batches per step", "train.num_microbatches")],
 )  # fmt: skip
 def test_words_find_keys_by_name_and_meaning(text: str, first: str) -> None:
     assert search(text)[0].name == first

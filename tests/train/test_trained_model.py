@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from meshwright.errors import CheckpointError, InputError
 from meshwright.models.contract.run_facts import Prompt
 from meshwright.models.hf import private
+from meshwright.models.tasks.next_token import generate
 from meshwright.plan.load_config import load
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec
@@ -80,9 +82,26 @@ def test_the_loss_is_the_same_on_every_layout(layout: str, tmp_path: Path) -> No
 
 def test_other_data_is_evaluated_alone(run: Path, tmp_path: Path) -> None:
     (tmp_path / "other.txt").write_text("0123456789 " * 2000, "utf-8")
-    source = f"{tmp_path}/other.txt"
-    model = find_model(str(run), [f"data.source={source}", f"data.validation_source={source}"])
+    model = find_model(str(run), [f"data.source={tmp_path}/other.txt"])
+    assert model.config.data.validation_source == f"{tmp_path}/other.txt", "all of it, and not a part held out"
     assert used(model, tmp_path)["loss"] != pytest.approx(validation_of(run), rel=0.05)
+
+
+def test_other_data_takes_the_place_of_all_sources(run: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} text of its own. " * 1000, "utf-8")
+    a, b = (f"{tmp_path}/{name}.txt" for name in "ab")
+    words = ["data.validation_source=" + b, f'data.mixture=["1:{a}"]']
+    out = train(tmp_path / "run", *STEPS, *words)
+    model = find_model(str(out), [f"data.source={b}"])
+    assert (model.config.data.mixture, model.config.data.source, model.config.data.validation_source) == ((), b, b)
+    assert used(model, tmp_path)["loss"] == pytest.approx(validation_of(out), abs=1e-6)
+
+
+def test_the_loss_has_the_run_s_float8_scales(tmp_path: Path) -> None:
+    words = ["float8.recipe=delayed", "train.precision=bfloat16", "train.lr=0.02"]
+    out = train(tmp_path / "run", *STEPS, *small_corpus(tmp_path), *words)
+    assert used(find_model(str(out), []), tmp_path)["loss"] == validation_of(out)
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +136,34 @@ def test_a_temperature_draws_other_tokens(folder: Path, tmp_path: Path) -> None:
     assert first != second
 
 
+class Counting:
+    """A forward whose likeliest token is the one after the last."""
+
+    rank, source, device = 0, 0, torch.device("cpu")
+
+    @contextmanager
+    def evaluating(self, num_batches: int, batch_size: int) -> Iterator[Callable[..., list[torch.Tensor]]]:
+        yield lambda batches: [torch.nn.functional.one_hot(batches[0].inputs + 1, 100).float()]
+
+
+@pytest.mark.parametrize(("ends", "expected"), [((), [4, 5, 6, 7, 8]), ((6, 50), [4, 5, 6])])
+def test_generation_stops_after_an_end(ends: tuple[int, ...], expected: list[int]) -> None:
+    options = {"seq_len": 16, "num_tokens": 5, "temperature": 0.0, "seed": 0}
+    assert generate(Counting(), [2, 3], **options, ends=ends) == expected
+
+
+def test_a_prompt_without_tokens_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no tokens"):
+        used(find_model(str(run), []), tmp_path, Prompt("", 5, 0.0))
+
+
 def test_images_are_written(tmp_path: Path) -> None:
     words = ["data.source=digits", "model.num_layers=1", "train.steps=1", "train.warmup_steps=0",
              "train.validation_samples=8", "diffusion.num_samples=10", "diffusion.sampling_steps=2"]  # fmt: skip
     train(tmp_path / "run", *words, preset="dit-digits")
-    found = used(find_model(str(tmp_path / "run"), []), tmp_path, Prompt("", 1, 0.0))
+    model = find_model(str(tmp_path / "run"), ["data.source=digits"])  # which has no held-out source of its own
+    assert used(model, tmp_path)["unit"] == "squared error"
+    found = used(model, tmp_path, Prompt("", 1, 0.0))
     assert [Path(file).read_bytes()[:4] for file in found["files"]] == [b"\x89PNG"]
 
 

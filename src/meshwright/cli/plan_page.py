@@ -68,19 +68,17 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
 
 def _devices(num_bytes: int) -> str:
     """Return the known GPUs whose memory is enough, and the largest of the others."""
-    found = gpus_by_memory()
-    fitting = [one.name for one in found if one.device.memory_bytes >= num_bytes]
-    smaller = [f"{one.name} ({format_bytes(one.device.memory_bytes)})" for one in found if one.name not in fitting]
+    smaller, fitting = gpus_by_memory(num_bytes)
+    largest = "".join(f"{one.name} ({format_bytes(one.device.memory_bytes)})" for one in smaller[-1:])
     if not fitting:
-        return f"  fits no known GPU: the largest is {smaller[-1]}"
-    return f"  fits {', '.join(fitting)}" + (f"; not {smaller[-1]}" if smaller else "")
+        return f"  fits no known GPU: the largest is {largest}"
+    return f"  fits {', '.join(one.name for one in fitting)}" + (f"; not {largest}" if largest else "")
 
 
 def nodes_of_gpus(plan: RunPlan) -> int | None:
     """Return the ranks on a node of the smallest GPU that holds a rank; None if they don't fill several nodes."""
-    found, num_bytes = gpus_by_memory(), predict_memory(plan).total()
-    fitting = [one for one in found if one.device.memory_bytes >= num_bytes]
-    ranks, size = plan.mesh.num_ranks(), (fitting or found)[0].devices_per_node
+    smaller, fitting = gpus_by_memory(predict_memory(plan).total())
+    ranks, size = plan.mesh.num_ranks(), (fitting or smaller)[0].devices_per_node
     return size if ranks > size and ranks % size == 0 else None
 
 

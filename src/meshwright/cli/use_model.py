@@ -25,9 +25,7 @@ def evaluate(
     from meshwright.train.trained_model import find_model, use
 
     source, given = _model_of(words)
-    own = [word.partition("=")[2] for word in given if word.startswith("data.source=")]
-    held_out = [f"data.validation_source={own[-1]}"] if own and not _names(given, "data.validation_source") else []
-    model = find_model(source, [*given, *held_out])
+    model = find_model(source, given)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         found = use(model, Path(folder))
     samples, where = model.config.train.validation_samples, str(model.checkpoint or source)
@@ -71,7 +69,3 @@ def _model_of(words: list[str]) -> tuple[str, list[str]]:
         rule="a model comes first: a run folder, a checkpoint, or a folder in Hugging Face's format",
         fix=f"the path of one, such as runs/llama-tiny-1, before {words[0]}",
     )
-
-
-def _names(words: list[str], key: str) -> bool:
-    return any(word.startswith(f"{key}=") for word in words)

@@ -43,10 +43,12 @@ def cluster_preset(name: str) -> Cluster:
     )
 
 
-def gpus_by_memory() -> list[Cluster]:
-    """Return the presets of GPUs, those with the least memory first."""
-    found = [cluster_preset(name) for name in preset_names() if name != "CPU"]
-    return sorted(found, key=lambda cluster: cluster.device.memory_bytes)
+def gpus_by_memory(num_bytes: int) -> tuple[list[Cluster], list[Cluster]]:
+    """Return the presets of GPUs that have less memory, and those that have as much; the smallest first."""
+    gpus = [cluster_preset(name) for name in preset_names() if name != "CPU"]
+    gpus.sort(key=lambda cluster: cluster.device.memory_bytes)
+    first = sum(cluster.device.memory_bytes < num_bytes for cluster in gpus)
+    return gpus[:first], gpus[first:]
 
 
 def device_for(cuda_name: str) -> Device | None:

@@ -19,9 +19,9 @@ class KnownKey:
     default: str
     meaning: str
     families: tuple[str, ...]
-    """Families that have it; empty if all do."""
+    """Families with this key; empty for all."""
     elsewhere: tuple[str, ...]
-    """What other frameworks call it."""
+    """Names in other frameworks."""
 
 
 def known_keys() -> list[KnownKey]:

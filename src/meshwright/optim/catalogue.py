@@ -1,5 +1,5 @@
-"""Find the optimizer that `train.optimizer` names, and what updates the parameters of each role. Doesn't import torch,
-unless an optimizer of the user's own does.
+"""AdamW and SGD, the optimizer that `train.optimizer` names, and what updates the parameters of each role. Doesn't
+import torch when it is imported, unless an optimizer of the user's own does.
 """
 
 from __future__ import annotations

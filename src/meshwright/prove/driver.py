@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.mesh.process_groups import process_group
-from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.branches.diagnose_branches import diagnose_branches, unproved
@@ -31,31 +26,17 @@ from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import ProofSpec
 from meshwright.prove.stage_placement import stage_placement_of
+from meshwright.train.build_job import rank_group
 from meshwright.train.launch.rank_context import RankContext
 
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank of the layout under proof and save its record in the spec's folder."""
     config = spec.config
-    with rank_group(context, spec):
+    with rank_group(spec.config, spec.plan, context, torch.device("cpu")):
         corpus = config.family.open_data(run_facts(config))
         record = record_rank(config, context, corpus, num_steps=spec.num_steps, plan=spec.plan)
         torch.save(vars(record), spec.record(context.rank))
-
-
-@contextmanager
-def rank_group(context: RankContext, spec: ProofSpec) -> Iterator[None]:
-    """Hold the process group of a rank of the layout, and name the collective that fails."""
-    group = process_group(
-        rank=context.rank,
-        num_ranks=context.num_ranks,
-        device=torch.device("cpu"),
-        timeout_s=spec.config.train.timeout_s,
-        store_path=context.store_path,
-        needed=needs_mesh(spec.plan),
-    )
-    with group, name_failed_collective():
-        yield
 
 
 def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
@@ -73,7 +54,7 @@ def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
 def locate_on_ranks(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank again, up to the step in which the forward goes wrong, and save its activations."""
     config, plan = spec.config, spec.plan
-    with rank_group(context, spec):
+    with rank_group(spec.config, spec.plan, context, torch.device("cpu")):
         corpus = config.family.open_data(run_facts(config))
         found = record_activations(config, context, corpus, step=spec.step_to_locate(), plan=plan)
         torch.save(vars(found), spec.activations(context.rank))

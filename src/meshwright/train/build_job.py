@@ -5,7 +5,8 @@ The model is sharded on the meta device before storage is allocated, so no rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -14,12 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.local_shards import local_box, to_local
-from meshwright.mesh.process_groups import build_mesh
+from meshwright.mesh.process_groups import build_mesh, process_group
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family
 from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Stored
@@ -119,6 +121,21 @@ def choose_device(config: RunConfig, context: RankContext) -> torch.device:
     device = torch.device("cuda", context.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def rank_group(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Iterator[None]:
+    """Hold the process group of a rank, if its plan needs one, and name the collective that fails."""
+    group = process_group(
+        rank=context.rank,
+        num_ranks=context.num_ranks,
+        device=device,
+        timeout_s=config.train.timeout_s,
+        store_path=context.store_path,
+        needed=needs_mesh(plan),
+    )
+    with group, name_failed_collective():
+        yield
 
 
 def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:

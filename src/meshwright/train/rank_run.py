@@ -9,7 +9,6 @@ from contextlib import ExitStack
 import torch
 
 from meshwright.cluster.host import host_memory_bytes
-from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.comm.node_topology import host_identity, node_numbers
 from meshwright.config.facts_for_family import model_facts, run_facts
@@ -17,10 +16,8 @@ from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
 from meshwright.errors import DataError, LayoutError, MeshwrightError
 from meshwright.log import open_log_file
-from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
-from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.plan.compare import differences, hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory, predict_process_memory
@@ -28,7 +25,7 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
-from meshwright.train.build_job import build_job, choose_device
+from meshwright.train.build_job import build_job, choose_device, rank_group
 from meshwright.train.continued_run import naming
 from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext
@@ -60,15 +57,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     context.board.describe(plan.describe_action)  # for errors under another launcher, which doesn't have the table
     device = choose_device(config, context)
     _check_memory(config, plan, context, device)
-    group = process_group(
-        rank=context.rank,
-        num_ranks=context.num_ranks,
-        device=device,
-        timeout_s=config.train.timeout_s,
-        store_path=context.store_path,
-        needed=needs_mesh(plan),
-    )
-    with group, name_failed_collective(), ExitStack() as hold:
+    with rank_group(config, plan, context, device), ExitStack() as hold:
         f = run_facts(config)
         corpus = config.family.open_data(f)
         check_agreement(config, corpus)

@@ -29,6 +29,9 @@ from meshwright.train.launch.rank_context import RankContext
 
 OF_COMMAND = ("mesh", "pipeline", "recompute", "capture", "comm", "checkpoint")
 """Sections that don't say what a model and its data are."""
+SOURCE, VALIDATION = "data.source", "data.validation_source"
+OTHER_SOURCES = ("mixture", "validation_source")
+"""Keys of `data` that another source takes the place of."""
 OF_MODEL = ("seq_len", "precision", "seed", "validation_samples", "device", "threads")
 """Keys of `train` that do, or where it runs."""
 
@@ -61,11 +64,20 @@ class UseSpec:
 def find_model(source: str, words: Sequence[str]) -> TrainedModel:
     """Return the model of a run folder, a checkpoint or a folder in Hugging Face's format, on one rank but for `words`.
 
+    All of a `data.source` among the words is held-out data, where that may be a source of its own.
+
     Raises:
         InputError, CheckpointError: there is no such model.
         ConfigError, LayoutError: a word doesn't fit it.
     """
-    path = Path(source)
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    model = _find_model(Path(source), words, given)
+    if SOURCE not in given or VALIDATION in given:
+        return model
+    return replace(model, config=model.config.with_keys({VALIDATION: model.config.data.source}))
+
+
+def _find_model(path: Path, words: Sequence[str], given: Mapping[str, str]) -> TrainedModel:
     if is_run_folder(path):
         checkpoint, skipped = newest_valid(path / "checkpoints")
         if checkpoint is None:
@@ -84,23 +96,24 @@ def find_model(source: str, words: Sequence[str]) -> TrainedModel:
         values = {}
     if not values:
         raise InputError(
-            f"{source} is no trained model",
+            f"{path} is no trained model",
             where="command line",
             rule="a model is a run folder, one of its checkpoints, or a folder in Hugging Face's format",
             fix="the path of one, such as runs/llama-tiny-1",
         )
-    return TrainedModel(_load(values, words), checkpoint)
+    return TrainedModel(_load(values, words, given), checkpoint)
 
 
-def _load(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
+def _load(values: Mapping[str, Any], words: Sequence[str], given: Mapping[str, str]) -> RunConfig:
     """Return the configuration of a run's model on the layout of `words`, with the run's micro-batches."""
     train, mesh = values.get("train", {}), values.get("mesh", {})
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    sizes = [(mesh.get(axis, 1), given.get(f"mesh.{axis}", "1")) for axis in ("dp_replicate", "dp_shard")]
     samples = train.get("global_batch", 1) // train.get("num_microbatches", 1)
-    for size, wanted in sizes:
-        samples = samples // size * (int(wanted) if wanted.isdigit() else 1)
+    for axis in ("dp_replicate", "dp_shard"):
+        wanted = given.get(f"mesh.{axis}", "1")
+        samples = samples // mesh.get(axis, 1) * (int(wanted) if wanted.isdigit() else 1)
     kept = {key: value for key, value in values.items() if key not in OF_COMMAND}
+    if SOURCE in given:
+        kept["data"] = {key: value for key, value in values.get("data", {}).items() if key not in OTHER_SOURCES}
     kept["train"] = {key: train[key] for key in OF_MODEL if key in train}
     kept["train"] |= {"global_batch": max(samples, 1), "steps": 1, "warmup_steps": 0}
     kept["mesh"] = {key: mesh[key] for key in ("sequence_parallel", "cp_method") if key in mesh}
@@ -111,7 +124,7 @@ def _load(values: Mapping[str, Any], words: Sequence[str]) -> RunConfig:
 
 
 def use(model: TrainedModel, folder: Path, prompt: Prompt | None = None) -> dict[str, Any]:
-    """Run a model on the ranks of its mesh, and return what came out: `loss` and `words`, or `text` or `files`."""
+    """Run a model on the ranks of its mesh, and return what came out: `loss` and `unit`, or `text` or `files`."""
     config, spec = model.config, UseSpec(model, folder, prompt)
     if prompt is None:
         config.family.open_data(_facts(config))  # its errors come before processes start
@@ -135,10 +148,7 @@ def use_body(context: RankContext, spec: UseSpec) -> None:
     """Run one rank; torch is imported here, not in the launcher."""
     from meshwright.checkpoint.manifest import read_manifest
     from meshwright.checkpoint.save_load import load as load_tensors
-    from meshwright.comm.collective_timeout import name_failed_collective
-    from meshwright.mesh.process_groups import process_group
-    from meshwright.parallel.apply_plan import needs_mesh
-    from meshwright.train.build_job import build_job, choose_device, refresh_shared_parameters
+    from meshwright.train.build_job import build_job, choose_device, rank_group, refresh_shared_parameters
     from meshwright.train.forward_only import PipelineForward
     from meshwright.train.optimizer import named_state
     from meshwright.train.pipeline_stages import Pipeline
@@ -146,15 +156,7 @@ def use_body(context: RankContext, spec: UseSpec) -> None:
 
     config, path = spec.model.config, spec.model.checkpoint
     plan, f, device = make_plan(config), _facts(config), choose_device(config, context)
-    group = process_group(
-        rank=context.rank,
-        num_ranks=context.num_ranks,
-        device=device,
-        timeout_s=config.train.timeout_s,
-        store_path=context.store_path,
-        needed=needs_mesh(plan),
-    )
-    with group, name_failed_collective():
+    with rank_group(config, plan, context, device):
         job = build_job(config, plan, context, device)
         if path is not None:
             state = named_state(job.model, job.optimizer)

@@ -55,15 +55,23 @@ class SetsAside(Odd):
 
 
 class Positions(Odd):
-    """Has a table of 66 positions, of which it uses those from 2 on."""
+    """Has a table of positions, of which it uses those from `first` on."""
+
+    first = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = nn.Embedding(66, 32)
+        self.positions = nn.Embedding(64 + self.first, 32)
 
     def stream(self, x: Tensor) -> Tensor:
         """Add the positions."""
-        return super().stream(x + self.positions(torch.arange(x.shape[1], device=x.device) + 2))
+        return super().stream(x + self.positions(torch.arange(x.shape[1], device=x.device) + self.first))
+
+
+class LaterPositions(Positions):
+    """Leaves two rows out, as OPT does."""
+
+    first = 2
 
 
 class Counting(Odd):

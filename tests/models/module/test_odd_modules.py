@@ -53,10 +53,11 @@ def test_modules_that_do_more_than_compute_logits_are_refused(name: str) -> None
     assert fix in found.value.fix
 
 
-def test_a_sample_longer_than_a_table_of_positions_is_refused() -> None:
-    odd_config("Positions", "train.seq_len=64")
+@pytest.mark.parametrize("name", ["Positions", "LaterPositions"])
+def test_a_sample_longer_than_a_table_of_positions_is_refused(name: str) -> None:
+    odd_config(name, "train.seq_len=64")
     with pytest.raises(LayoutError, match=r"exceeds the 64 positions") as found:
-        odd_config("Positions", "train.seq_len=65")
+        odd_config(name, "train.seq_len=65")
     assert found.value.fix == "train.seq_len=64"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from importlib import metadata
 
 import pytest
 
@@ -93,6 +94,16 @@ def test_images_are_in_the_page_wherever_the_folder_is(tmp_path):
 )
 def test_how_a_run_ended_is_said(tmp_path, ended, words):
     assert words in read(write_folder(tmp_path / "run", PIPELINE, ended=ended, measured=False)).text
+
+
+def test_a_source_tree_has_no_version(tmp_path, monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert (
+        "Made by Meshwright from a source tree." in read(write_folder(tmp_path / "run", PIPELINE, measured=False)).text
+    )
 
 
 def test_what_was_not_written_is_left_out(tmp_path):

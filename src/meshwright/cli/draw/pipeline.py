@@ -13,6 +13,7 @@ import typer
 
 from meshwright.cli.colors import paint
 from meshwright.cli.draw.capture import capture
+from meshwright.cli.draw.catalogue import catalogue
 from meshwright.cli.draw.drift import drift
 from meshwright.cli.draw.loss import loss
 from meshwright.cli.draw.reshard import reshard
@@ -32,44 +33,18 @@ from meshwright.units import counted
 
 HELP = "Draw schedules, CUDA graphs, redistributions, losses and the catalogue of models."
 app = typer.Typer(cls=Commands, help=HELP, no_args_is_help=True)
-OFF_TERMINAL_COLUMNS = 100
-BOX = re.compile(r"([FBIW])\1*[0-9 ]*|(·)+", re.IGNORECASE)
-STYLES = {"F": "bold", "B": "green", "I": "green", "W": "yellow", "·": "dim"}
-Time = Annotated[float, typer.Option(help="Time per stage and micro-batch; each chunk is a stage.")]
-TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - for stdout.")]
-
-
-def catalogue(
-    report: Annotated[Path, typer.Argument(metavar="FILE.json", help="What prove --catalogue --json wrote.")],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write a figure, .svg or .png.")] = None,
-    table: Annotated[Path | None, typer.Option("--table", help="Write a table in Markdown.")] = None,
-) -> None:
-    """Show which models a catalogue has proved on which layouts."""
-    from meshwright.figure import check_figure
-    from meshwright.prove.catalogue.draw import draw_catalogue
-    from meshwright.prove.catalogue.layouts import counts
-    from meshwright.prove.catalogue.report import page, read_report
-
-    if out is not None:
-        check_figure(out)
-    if table is not None:
-        check_output(table, where="--table")
-    found = read_report(report)
-    for line in counts(found.results):
-        show(line)
-    if out is not None:
-        draw_catalogue(found, out)
-        show(f"figure    {out}")
-    if table is not None:
-        write_output(table, page(found), where="--table")
-        show(f"table     {table}")
-
-
 app.command("capture", cls=Command)(capture)
 app.command("catalogue", cls=Command)(catalogue)
 app.command("drift", cls=ConfigCommand)(drift)
 app.command("loss", cls=Command)(loss)
 app.command("reshard", cls=Command)(reshard)
+
+OFF_TERMINAL_COLUMNS = 100
+BOX = re.compile(r"([FBIW])\1*[0-9 ]*|(·)+", re.IGNORECASE)
+STYLES = {"F": "bold", "B": "green", "I": "green", "W": "yellow", "·": "dim"}
+
+Time = Annotated[float, typer.Option(help="Time per stage and micro-batch; each chunk is a stage.")]
+TableFile = Annotated[str | None, typer.Option(metavar="FILE", help="Write the table; - for stdout.")]
 
 
 @app.command("pipeline", cls=Command)

@@ -21,6 +21,7 @@ from meshwright.data.mixtures.chosen_validation import chosen_validation
 from meshwright.data.mixtures.joined_windows import JoinedWindows, Windows
 from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_sizes, validation_shares
 from meshwright.data.token_windows import Int64Array, TokenWindows
+from meshwright.errors import InputError
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, SimpleBatch, Task
@@ -161,6 +162,11 @@ def answer(f: RunFacts, forward: Forward, prompt: Prompt) -> str:
         chat = ChatFormat(f.data.tokenizer)
         ids = chat.encode_question(prompt.text)
         ends |= {chat.turn_end.id} if chat.turn_end is not None else set()
+    if not ids:
+        what, rule = f"the prompt {prompt.text!r} has no tokens", "the first token that is generated follows another"
+        raise InputError(
+            what, where="command line, --prompt", rule=rule, fix="a longer prompt, such as --prompt 'def '"
+        )
     needed = -(-(len(ids) + prompt.num_tokens) // 64) * 64  # a few lengths only, of which each has its kernels
     tokens = generate(
         forward,

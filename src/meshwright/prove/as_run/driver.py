@@ -8,17 +8,15 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.config.facts_for_family import run_facts
-from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.loss_unit import LossUnit
-from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.prove.as_run.judge import judge
 from meshwright.prove.as_run.record_run import AsRunRecord, record_as_run
 from meshwright.prove.as_run.result import AsRunResult, Check, Finding
 from meshwright.prove.compare.result import FaultKind
 from meshwright.prove.report import MAX_NAMES, NO_BREAK, finding_lines, finite_json, one_screen, wrapped
 from meshwright.prove.spec import ProofSpec
+from meshwright.train.build_job import rank_group
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.units import counted
 
@@ -26,15 +24,7 @@ from meshwright.units import counted
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank of the layout under proof and save its record in the spec's folder."""
     config, plan = spec.config, spec.plan
-    group = process_group(
-        rank=context.rank,
-        num_ranks=context.num_ranks,
-        device=torch.device("cpu"),
-        timeout_s=config.train.timeout_s,
-        store_path=context.store_path,
-        needed=needs_mesh(plan),
-    )
-    with group, name_failed_collective():
+    with rank_group(config, plan, context, torch.device("cpu")):
         data = config.family.open_data(run_facts(config))
         record = record_as_run(config, context, data, num_steps=spec.num_steps, plan=plan)
         torch.save(vars(record), spec.record(context.rank))

@@ -13,15 +13,13 @@ from meshwright.comm.collectives import all_gather_object
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import to_local
-from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
-from meshwright.parallel.apply_plan import needs_mesh
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.drift.result import DriftCurve, DriftResult, DriftSpec, as_json
-from meshwright.train.build_job import Job, build_job
+from meshwright.train.build_job import Job, build_job, rank_group
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
@@ -32,14 +30,7 @@ TensorsByKey = dict[str, Tensor]
 def record_drift(context: RankContext, spec: DriftSpec) -> None:
     """Run both trainings on this rank; rank 0 writes the result."""
     config = spec.config
-    with process_group(
-        rank=context.rank,
-        num_ranks=context.num_ranks,
-        device=torch.device("cpu"),
-        timeout_s=config.train.timeout_s,
-        store_path=context.store_path,
-        needed=needs_mesh(make_plan(config)),
-    ):
+    with rank_group(config, make_plan(config), context, torch.device("cpu")):
         drift = train_twice(config, context, config.family.open_data(run_facts(config)), num_steps=spec.num_steps)
     if context.rank == 0:
         spec.result.write_text(as_json(drift), "utf-8")
