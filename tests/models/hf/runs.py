@@ -59,7 +59,7 @@ def _run(rank: int, world_size: int, config: RunConfig, folder: RunFolder) -> No
     """Gang body: train as this rank, in the group that there is."""
     board = StatusBoard([0] * StatusBoard.length(world_size))
     context = RankContext(rank, world_size, rank, world_size, None, board)
-    with mock.patch.object(rank_run, "process_group", lambda **_: nullcontext()):
+    with mock.patch.object(rank_run, "rank_group", lambda *_: nullcontext()):
         rank_run.run_rank(context, RunSpec(config, Reporter, folder=folder))
 
 
