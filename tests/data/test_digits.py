@@ -155,7 +155,7 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     for attempt in (lambda: still_digits(8), lambda: moving_digits(16, 4)):
         with pytest.raises(DataError, match="scikit-learn is not installed") as caught:
             attempt()
-        assert caught.value.fix == 'pip install "meshwright[images]"'
+        assert caught.value.fix == "pip install scikit-learn"
 
 
 def test_they_are_those_of_scikit_learn():

@@ -141,10 +141,10 @@ def test_rows_without_text_are_counted_and_each_row_is_a_document(tmp_path, capl
     assert np.diff([0, *ends]).tolist() == [len(one) + 1 for one in found if one]
 
 
-def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
+def test_without_pyarrow_the_pip_command_is_said(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", ["a"] * 20)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for more in ({}, {"text_field": "text"}):
         with pytest.raises(DataError, match="pyarrow package is not installed") as caught:
             opened(tmp_path / "a.parquet", tmp_path, **more)
-        assert caught.value.fix == "pip install 'meshwright[datasets]'"
+        assert caught.value.fix == "pip install pyarrow"

@@ -126,11 +126,11 @@ def test_a_folder_that_is_not_whole_is_named(copy, tmp_path):
         opened(copy, tmp_path)
 
 
-def test_without_the_library_the_extra_is_named(saved, tmp_path, monkeypatch):
+def test_without_the_library_the_pip_command_is_said(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="datasets package is not installed") as caught:
         opened(saved, tmp_path)
-    assert caught.value.fix == "pip install 'meshwright[datasets]'"
+    assert caught.value.fix == "pip install datasets"
 
 
 def test_which_sources_have_records(saved, tmp_path):

@@ -73,9 +73,9 @@ def _packages() -> Iterator[Finding]:
         version = _version(name)
         fix = "" if version else f"pip install -c constraints.txt {name}"
         yield Finding("ok" if version else "missing", name, version or "not installed", fix)
-    for extra, name in EXTRAS.items():
+    for name in EXTRAS.values():
         version = _version(name)
-        fix = "" if version else f'optional: pip install "meshwright[{extra}]"'
+        fix = "" if version else f"optional: pip install {name}"
         yield Finding("ok" if version else "note", name, version or "not installed", fix)
 
 

@@ -84,7 +84,7 @@ def _recipe(config: RunConfig) -> Iterator[Violation]:
         fixes: list[Fix] = [OFF, {"train.precision": "bfloat16"}]
         yield Violation(ConfigError, f"{what} with train.precision = float64", "float8.recipe", rule, fixes)
     if is_torchao and importlib.util.find_spec("torchao") is None:
-        rule, install = "this recipe uses the package torchao", "pip install 'meshwright[torchao]'"
+        rule, install = "this recipe uses the package torchao", "pip install torchao"
         yield Violation(ConfigError, f"{what}, but torchao isn't installed", "float8.recipe", rule, [CURRENT], install)
     if is_torchao and float8.cache_weights:
         rule = "torchao's layer casts its weight in every forward and backward"

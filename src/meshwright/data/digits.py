@@ -119,7 +119,7 @@ def _load() -> tuple[Bytes, NDArray[np.int64]]:
             "scikit-learn is not installed",
             where="data.source, digits",
             rule="the handwritten digits are part of scikit-learn",
-            fix='pip install "meshwright[images]"',
+            fix="pip install scikit-learn",
         )
     # As `sklearn.datasets.load_digits` reads it, whose import takes each rank seconds.
     table = np.loadtxt(Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)

@@ -205,7 +205,7 @@ def require_tokenizers(path: Path) -> None:
             "the tokenizers package is not installed",
             where=f"data.tokenizer, {path}",
             rule="reading a tokenizer.json requires the tokenizers package",
-            fix='pip install "meshwright[tokenizers]", or data.tokenizer=bytes',
+            fix="pip install tokenizers, or data.tokenizer=bytes",
         )
 
 

@@ -130,7 +130,7 @@ def test_without_peft_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find(name, *more))
     with pytest.raises(ConfigError, match="peft is not installed") as error:
         hf_config("qwen3", RANK)
-    assert "pip install 'meshwright[lora]'" in error.value.fix
+    assert "pip install peft" in error.value.fix
 
 
 def test_a_family_without_adapters_refuses_them() -> None:

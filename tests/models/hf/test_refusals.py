@@ -202,4 +202,4 @@ def test_transformers_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="transformers is not installed") as caught:
         load("hf-tiny", ["model.config=a-type-that-no-other-test-names"])
-    assert "meshwright[transformers]" in caught.value.fix
+    assert "pip install 'transformers>=5,<6'" in caught.value.fix

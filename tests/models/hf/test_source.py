@@ -86,4 +86,4 @@ def test_transformers_missing_or_too_old(monkeypatch):
     assert "4.57.1 is too old" in refusal("qwen3").what
     monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
     error = refusal("qwen3")
-    assert "not installed" in error.what and "meshwright[transformers]" in error.fix
+    assert "not installed" in error.what and "pip install 'transformers>=5,<6'" in error.fix

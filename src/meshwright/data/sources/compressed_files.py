@@ -71,5 +71,5 @@ def require_datasets(source: str, *, package: str, purpose: str) -> None:
             f"the {package} package is not installed",
             where=f"data.source, {source}",
             rule=f"reading {purpose} requires the {package} package",
-            fix="pip install 'meshwright[datasets]'",
+            fix=f"pip install {package}",
         )

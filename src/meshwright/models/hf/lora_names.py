@@ -36,5 +36,5 @@ def check_peft() -> None:
             "peft is not installed",
             where="lora.rank",
             rule="adapters are peft's",
-            fix="pip install 'meshwright[lora]', or lora.rank=0",
+            fix="pip install peft, or lora.rank=0",
         )

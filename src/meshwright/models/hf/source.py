@@ -95,10 +95,10 @@ def check_installed() -> None:
         ConfigError: it is missing or too old.
     """
     if importlib.util.find_spec("transformers") is None:
-        raise _error("transformers is not installed", "pip install 'meshwright[transformers]'")
+        raise _error("transformers is not installed", "pip install 'transformers>=5,<6'")
     found = transformers_version()
     if tuple(int(part) for part in found.split(".")[:2]) < MIN_TRANSFORMERS:
-        raise _error(f"transformers {found} is too old", "pip install 'transformers>=5'")
+        raise _error(f"transformers {found} is too old", "pip install 'transformers>=5,<6'")
 
 
 def transformers_version() -> str:

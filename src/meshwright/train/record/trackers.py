@@ -154,8 +154,8 @@ def _check_installed(name: str, names: Sequence[str]) -> None:
         raise InputError(
             f"{name} is not installed",
             where=TRACKERS,
-            rule=f"the tracker {name} requires the extra {name}",
-            fix=f"pip install 'meshwright[{name}]', or {others}",
+            rule=f"the tracker {name} requires the package {name}",
+            fix=f"pip install {name}, or {others}",
         )
 
 
