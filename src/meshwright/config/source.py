@@ -74,7 +74,8 @@ def _unknown_source(source: str) -> ConfigError:
     fix = shlex.quote(near or (None if is_file else nearest_preset(source, preset_names())) or DEFAULT_PRESET)
     if (path / "config.json").is_file():
         state = " (a directory in Hugging Face's format)"
-        fix = f"meshwright checkpoint import {shlex.quote(source)} runs/imported, which writes a config.toml there"
+        name = shlex.quote(source)
+        fix = f"hf-tiny model.config={name}, or meshwright checkpoint import {name} runs/imported and its config.toml"
     elif path.suffix in OTHER_FORMATS:
         fix = f"meshwright presets {fix} > {shlex.quote(f'{path.stem}.toml')} writes a file with all keys, to be edited"
     return ConfigError(

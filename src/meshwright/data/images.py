@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import digits, image_files
 from meshwright.errors import DataError
+from meshwright.settings.hub_names import download_fix
 
 DIGITS, DIGITS_VIDEO = "digits", "digits-video"
 
@@ -135,9 +136,10 @@ def _check_shape(source: str, *, image_size: int, num_channels: int, num_frames:
 
 def _unknown(source: str) -> DataError:
     near = difflib.get_close_matches(source, (DIGITS, DIGITS_VIDEO), n=1)
+    download = download_fix(source, "data.source={}", kind="--repo-type dataset")
     return DataError(
         f"unknown data source or file: {source}",
         where=f"data.source, {source}",
         rule=image_files.SOURCE_RULE,
-        fix=f"data.source={near[0]}" if near else image_files.USE_DIGITS,
+        fix=download or (f"data.source={near[0]}" if near else image_files.USE_DIGITS),
     )

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from meshwright.data.sources.compressed_files import DAMAGE, contents_name, open_contents, recode, suffix_of_compression
 from meshwright.errors import DataError
+from meshwright.settings.hub_names import download_fix
 
 STDLIB = "stdlib"
 MIN_HELD_OUT_FILES = 5
@@ -285,7 +286,8 @@ def _nothing_found(source: str, root: Path) -> DataError:
         fix = f"data.source={shlex.quote(found)}, or data.source={STDLIB}" if found else OTHER_SOURCE
         what = f"no file matches {source}"
     else:
-        what, fix = f"file not found: {source}", f"data.source={shlex.quote(str(near or STDLIB))}"
+        download = download_fix(source, "data.source={}", kind="--repo-type dataset")
+        what, fix = f"file not found: {source}", download or f"data.source={shlex.quote(str(near or STDLIB))}"
     return DataError(
         f"{what} (the nearest existing directory is {nearest_existing_directory(pattern)})",
         where=f"data.source, {source}",

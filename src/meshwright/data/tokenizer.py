@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.tokenise.special_tokens import AUTO, Framing, frame
 from meshwright.errors import DataError
+from meshwright.settings.hub_names import download_fix
 
 Tokens = NDArray[np.unsignedinteger]
 
@@ -225,7 +226,7 @@ def tokenizer_path(name: str) -> Path:
         f"{given} is a directory without {TOKENIZER}" if given.is_dir() else f"file not found: {path}",
         where=f"data.tokenizer, {name}",
         rule=RULE,
-        fix=f"data.tokenizer={near[0]}" if near else f"data.tokenizer={BYTES}",
+        fix=download_fix(name, "data.tokenizer={}") or f"data.tokenizer={near[0] if near else BYTES}",
     )
 
 

@@ -24,6 +24,7 @@ from meshwright.models.contract.family import family_names, find_family
 from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.settings.hub_names import download_fix
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
@@ -99,7 +100,7 @@ def _find_model(path: Path, words: Sequence[str], given: Mapping[str, str]) -> T
             f"{path} is no trained model",
             where="command line",
             rule="a model is a run folder, one of its checkpoints, or a folder in Hugging Face's format",
-            fix="the path of one, such as runs/llama-tiny-1",
+            fix=download_fix(str(path), "the path {}") or "the path of one, such as runs/llama-tiny-1",
         )
     return TrainedModel(_load(values, words, given), checkpoint)
 

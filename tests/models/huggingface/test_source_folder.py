@@ -21,7 +21,7 @@ def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
     error = refused(Path("meta-llama/Llama-3.1-8B"))
     assert "nothing is downloaded" in error.rule
     assert error.fix.startswith(
-        "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B, "
+        "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B (after hf auth login, if it is gated), "
         "then meshwright checkpoint import Llama-3.1-8B runs/new"
     )
     (tmp_path / "runs").mkdir()

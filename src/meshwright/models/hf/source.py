@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.settings.hub_names import download_fix
 
 KEY = "model.config"
 RULE = "model.config is a folder in Hugging Face's format, a config.json, or a model type such as qwen3"
@@ -78,13 +79,8 @@ def _read(path: Path) -> Source:
 
 
 def _missing(text: str) -> ConfigError:
-    is_hub_name = text.strip("/").count("/") == 1 and not text.startswith((".", "~", "/")) and not text.endswith("/")
-    if is_hub_name:
-        name = text.rpartition("/")[2]
-        return _error(
-            f"{text} looks like a name on the Hugging Face Hub, and nothing is downloaded",
-            f"hf download {text} --local-dir {name} (for a gated model after hf auth login), then {KEY}={name}",
-        )
+    if fix := download_fix(text, KEY + "={}"):
+        return _error(f"{text} looks like a name on the Hugging Face Hub, and nothing is downloaded", fix)
     return _error(f"file or folder not found: {text}", f"the path of a folder with a {CONFIG_FILE}, or {KEY}=qwen3")
 
 

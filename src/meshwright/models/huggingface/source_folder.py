@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from shlex import quote
 
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.checks import CONFIG
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+from meshwright.settings.hub_names import download_fix
 
 
 def check_source(source: Path, out: Path) -> None:
@@ -31,13 +29,7 @@ def check_source(source: Path, out: Path) -> None:
     fix = "pass the folder of a model in Hugging Face's format, which has a config.json"
     if source.exists():
         what, fix = f"{source} is a file, not a folder", command.format(quote(str(source.parent)))
-    elif HUB_NAME.fullmatch(str(source)) and not source.parent.is_dir():  # otherwise a typing error in a path
-        folder = quote(source.name)
-        fix = (
-            f"hf download {source} --local-dir {folder}, then {command.format(folder)}"
-            " (`hf auth login` first if the model is gated; older versions: huggingface-cli)"
-        )
-    raise CheckpointError(what, where=str(source), rule=rule, fix=fix)
+    raise CheckpointError(what, where=str(source), rule=rule, fix=download_fix(str(source), command) or fix)
 
 
 def _no_config(source: Path, command: str) -> CheckpointError:
