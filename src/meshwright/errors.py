@@ -18,8 +18,8 @@ def continue_command(folder: Path, words: Sequence[str] = ()) -> str:
     return join(["meshwright", "run", str(folder), *words])
 
 
-CONTINUE = continue_command(Path("FOLDER"))
-"""Command in a fix that continues the run; a run puts its folder in the place of FOLDER."""
+CONTINUE = "the same command again"
+"""What a fix says where nothing is kept, as in a proof; a run puts the command that continues it in its place."""
 
 
 class MeshwrightError(Exception):

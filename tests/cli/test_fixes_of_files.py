@@ -64,7 +64,7 @@ IMPORTS = {"an encoder": ("bert", "bert is an encoder"), "YaRN": ("scaled", "the
 def repaired(words: list[str], fix: str) -> list[list[str]]:
     """The commands that follow a fix: what it names is run, with what it leaves open filled in."""
     first = re.split(r", or |, then ", fix)[0]
-    if "meshwright plan …" in first:
+    if "meshwright plan" in first:
         return [["plan", "llama-tiny", "-o", "made.json"], [*words[: words.index("--plan")], "--plan", "made.json"]]
     if "meshwright checkpoint export" in first:
         kept = [word for word in words if word != "--merge"]

@@ -13,6 +13,11 @@ from meshwright.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPT = "python - <<'END'\n"
+STARTS = ("meshwright ", "export ", "make ", "python ", "python3 ", "torchrun ", "srun ", "hf ", "accelerate ")
+"""What commands begin with."""
+PATTERN = re.compile(r" \[|…")
+"""What stands for other words: the line is no command as it is."""
 NUMBER = re.compile(r"[+-]?\d[\d.,:]*(?:e-?\d+)?(?: ?(?:[kMGT]i?B|[kMBT]|B|s|%)\b)?")
 
 
@@ -24,13 +29,34 @@ class Shown(NamedTuple):
     lines: tuple[str, ...]
 
 
+def fences(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield the language and the text of each code block of a page."""
+    for indent, language, text in re.findall(r"^( *)```([\w-]*)\n(.*?)^\1```", page.read_text("utf-8"), re.M | re.S):
+        yield language, re.sub(rf"^{indent}", "", text, flags=re.M)
+
+
+def commands_of(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the commands of a block, with the lines that it shows after each; none if it is output or a pattern.
+
+    They begin with `$`, or are all of the block. Lines that end in a backslash are joined, and a script is one command.
+    """
+    text = re.sub(r"\\\n\s*", "", text)
+    if text.startswith("$ "):
+        for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+            command, _, output = part.partition("\n")
+            yield command, tuple(output.rstrip().splitlines())
+    elif text.startswith(SCRIPT):
+        yield text.removesuffix("END\n"), ()
+    elif text.startswith(STARTS):
+        yield from ((line, ()) for line in text.splitlines() if line and not PATTERN.search(line))
+
+
 def shown() -> Iterator[Shown]:
-    """Yield the commands that begin with `$` in code blocks, with the lines up to the next one."""
+    """Yield the commands that begin with `$` on all pages."""
     for page in PAGES:
-        for block in re.findall(r"^```\n(\$ .*?)^```", page.read_text("utf-8"), re.M | re.S):
-            for part in re.split(r"^\$ ", block, flags=re.M)[1:]:
-                command, _, output = re.sub(r"\\\n\s*", "", part).partition("\n")
-                yield Shown(page.name, command, tuple(output.rstrip().splitlines()))
+        for _, text in fences(page):
+            if text.startswith("$ "):
+                yield from (Shown(page.name, *found) for found in commands_of(text))
 
 
 def run_here(*words: str) -> None:

@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz --seed N --count K [--prove]`: random configurations, each run (or proved) and judged.
+"""`python -m tests.fuzz --seed N --count K [--prove|--stop]`: random configurations, each run and judged.
 
 Each case is printed as its command, to be typed in the folder with the files that it names. It fails on a crash, a
-hang, a refusal whose fix is refused, or losses that aren't those of one process; with --prove, on a proof that fails.
+hang, a refusal whose fix is refused, or losses that aren't those of one process; with --prove, on a proof that fails;
+with --stop also if it is stopped, continued by the command that it prints, and isn't bitwise the same.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from collections import Counter
 from pathlib import Path
 
 from meshwright.testing.gang import PRELOAD, start_server
+from tests.fuzz.case import Case
 from tests.fuzz.commands import Commands
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.meaning import NEVER
 from tests.fuzz.shrink import shrink
+from tests.fuzz.stopped import judge_stopped
 
 FOLDER = Path("build/fuzz")
 PRELOADED = (
@@ -38,12 +41,17 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="number of a single case")
     parser.add_argument("--prove", action="store_true", help="prove the configurations instead of running them")
+    parser.add_argument("--stop", action="store_true", help="stop each run, and continue it by the command it prints")
     parser.add_argument("--no-shrink", action="store_true", help="leave failed cases as they were drawn")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="files and runs of the cases")
     options = parser.parse_args()
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     start_server(PRELOADED)
     run, verb = Commands(options.folder.absolute()), "prove" if options.prove else "run"
+
+    def decide(case: Case, number: int) -> Verdict:
+        return judge_stopped(run, case, seed=number) if options.stop else judge(run, case, verb=verb, seed=number)
+
     last = options.first + options.count
     numbers = range(options.first, last) if options.only is None else [options.only]
     verdicts, started = list[Verdict](), time.monotonic()
@@ -51,11 +59,11 @@ def main() -> int:
     for number in numbers:
         case = draw(options.seed, number)
         print(f"[{options.seed} {number}] {case.command(verb)}", flush=True)
-        verdict = judge(run, case, verb=verb, seed=number)
+        verdict = decide(case, number)
         verdicts.append(verdict)
         _show(verdict)
         if verdict.failure and not options.no_shrink:
-            small = shrink(verdict, lambda one: judge(run, one, verb=verb, seed=number))  # noqa: B023
+            small = shrink(verdict, lambda one: decide(one, number))  # noqa: B023
             print(f"    smallest: {small.command(verb)}", flush=True)
     _show_table(verdicts, time.monotonic() - started)
     return int(any(verdict.failure for verdict in verdicts))

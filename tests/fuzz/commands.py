@@ -56,15 +56,15 @@ class Commands:
     """Runs cases in a folder with the files that they name."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         write_files(folder)
 
     def __call__(self, verb: str, case: Case) -> Outcome:
-        out = self._folder / "run"
+        out = self.folder / "run"
         shutil.rmtree(out, ignore_errors=True)
         options = {"run": ["--out", "run"], "prove": ["--steps", "2"]}.get(verb, [])
         try:
-            done = forked_meshwright(verb, case.preset, *case.words, *options, cwd=self._folder, timeout_s=TIMEOUT_S)
+            done = forked_meshwright(verb, case.preset, *case.words, *options, cwd=self.folder, timeout_s=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return Outcome(Status.HUNG, f"no end within {TIMEOUT_S:.0f} s")
         return read_outcome(done, out / "metrics.jsonl")

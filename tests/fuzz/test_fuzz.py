@@ -10,6 +10,7 @@ from tests.fuzz.commands import Commands
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import judge
 from tests.fuzz.meaning import ALWAYS
+from tests.fuzz.stopped import judge_stopped
 
 SEED = 106
 """Its first cases are of all families, over each axis, and on few ranks."""
@@ -28,6 +29,14 @@ def run(gang: GangPool, tmp_path_factory: pytest.TempPathFactory) -> Commands:
 def test_a_case_comes_out_right(run: Commands, number: int) -> None:
     case = draw(SEED, number)
     verdict = judge(run, case, seed=number)
+    assert not verdict.failure, f"{case.command()}\n{verdict.case.command()}\n{verdict.failure}\n{verdict.detail}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2])  # from a file, and from a preset
+def test_a_stopped_case_goes_on_by_what_it_prints(run: Commands, number: int) -> None:
+    case = draw(SEED, number)
+    verdict = judge_stopped(run, case, seed=number)
     assert not verdict.failure, f"{case.command()}\n{verdict.case.command()}\n{verdict.failure}\n{verdict.detail}"
 
 

@@ -70,6 +70,11 @@ class Raises(Plain):
         raise KeyError("total")
 
 
+class AsksForGrad(Plain):
+    def update(self, slots, settings):
+        slots[0].parameter.sub_(slots[0].grad)
+
+
 class RaisesWhenMade(Plain):
     def __init__(self):
         raise RuntimeError("no licence")

@@ -82,7 +82,10 @@ def test_what_a_run_leaves(finished, words):
     names = {path.name for path in finished.out.iterdir()}
     files = {"config.toml", "plan.json", "metrics.jsonl", "events.jsonl", "report.html", "loss.png"}
     assert names == {*files, "checkpoints"}
-    assert ">complete<" in (finished.out / "report.html").read_text("utf-8")
+    report = (finished.out / "report.html").read_text("utf-8")
+    assert ">complete<" in report
+    [time] = re.findall(r" 30 steps in (.+?) ·", finished.stdout)
+    assert f">{time}<" in report, "the time of the terminal"
     assert load(str(finished.out / "config.toml")) == load(None, words)
     assert (finished.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     found = list_checkpoints(finished.out / "checkpoints")

@@ -267,7 +267,7 @@ def test_a_server_that_is_killed_later_is_named(tmp_path):
     """Its ranks are killed with it, and nobody is left who knows how they ended."""
     with pytest.raises(RunError, match="forked from died with rank . in step 7") as error:
         launch(misbehave, (tmp_path, {0: "kill server"}), num_ranks=2, threads=1)
-    assert "ran out of memory" in error.value.fix
+    assert "ran out of memory" in error.value.fix and "meshwright run" not in error.value.fix
     launch(misbehave, (tmp_path, {0: "well", 1: "well"}), num_ranks=2, threads=1)
 
 

@@ -300,9 +300,9 @@ def test_a_sink_that_raises_is_reported_once_with_its_place(own, run, caplog, tm
         found.close(failed=False)
         found.close(failed=True)
     made, failed = (entry.getMessage() for entry in caplog.records)
-    assert "own_sinks:broken can't be made" in made and "OSError: no server" in made
+    assert "own_sinks:broken can't be made" in made and "OSError('no server')" in made
     assert (
-        "own_sinks:Fails failed in log" in failed and "ValueError: no network" in failed and "own_sinks.py:" in failed
+        "own_sinks:Fails failed in log" in failed and "ValueError('no network')" in failed and "own_sinks.py:" in failed
     )
     assert (tmp_path / "Calls.txt").read_text().splitlines()[1:] == ["log 1", "log 2", "close False"]
 

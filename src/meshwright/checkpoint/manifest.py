@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.durable_files import FileEntry, hash_file
-from meshwright.errors import CONTINUE, CheckpointError, continue_command
+from meshwright.errors import CheckpointError, continue_command
 from meshwright.settings.violation import format_fix
 from meshwright.units import counted
 
@@ -290,8 +290,8 @@ def _check_hash(path: Path, name: str, entry: FileEntry) -> None:
 def _another(path: Path) -> str:
     """Return the fix for a damaged checkpoint; one that stands in no run folder has no other beside it."""
     in_run = path.parent.name == "checkpoints" and path.parent.parent.name
-    command = continue_command(path.parent.parent) if in_run else CONTINUE
-    return f"use another checkpoint ({command} takes the newest valid one) or restore a copy"
+    newest = f" ({continue_command(path.parent.parent)} takes the newest valid one)" if in_run else ""
+    return f"use another checkpoint{newest} or restore a copy"
 
 
 def _damaged(path: Path, name: str, state: str) -> CheckpointError:

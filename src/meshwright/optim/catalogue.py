@@ -13,7 +13,7 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot, State
 from meshwright.optim.muon import Muon
 from meshwright.optim.role import Role
-from meshwright.settings.import_object import import_object
+from meshwright.settings.import_object import import_object, raised
 from meshwright.settings.violation import format_value
 
 KEY = "train.optimizer"
@@ -95,7 +95,7 @@ def find_optimizer(name: str) -> Optimizer:
     except MeshwrightError:
         raise
     except Exception as error:
-        raise _bad(name, f"{name} raises {error!r}") from error
+        raise _bad(name, f"{name} raises {raised(error)}") from error
     if problem:
         raise _bad(name, problem)
     own: Optimizer = found

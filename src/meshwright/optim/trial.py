@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.optim.catalogue import HOW, KEY, OWN_RULE
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot
 from meshwright.optim.role import Role
+from meshwright.settings.import_object import raised
 from meshwright.units import counted
 
 SIZES = (6, 8, 4)
@@ -182,7 +183,7 @@ class _Trial:
         except ConfigError:
             raise
         except Exception as error:
-            raise self._bad(f"its update of {self._of} raises {error!r}") from error
+            raise self._bad(f"its update of {self._of} raises {raised(error)}") from error
 
     def _bad(self, what: str) -> ConfigError:
         return ConfigError(f"{self._name}: {what}", where=KEY, rule=OWN_RULE, fix=f"correct it: {HOW}")

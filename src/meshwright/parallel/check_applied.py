@@ -20,6 +20,7 @@ from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.mesh_views import Atoms
 from meshwright.plan.run_plan import GradientPlacement, Kind, Parameter, Unit
+from meshwright.plan.serialize import REGENERATE_FIX
 
 RULE = "a run follows its plan"
 SEEN = "seen"
@@ -159,5 +160,5 @@ def _mismatch(actual: str, planned: str, part: StagePart) -> LayoutError:
         f"{actual}, but the plan says {planned}",
         where=f"stage {part.number}",
         rule=RULE,
-        fix="regenerate the plan with this version of Meshwright and PyTorch (meshwright plan … -o FILE)",
+        fix=f"{REGENERATE_FIX}, with this version of Meshwright and PyTorch",
     )

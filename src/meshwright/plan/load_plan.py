@@ -10,7 +10,7 @@ from meshwright.plan.compare import differences, hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import RUNS_EAGERLY, step_handles
 from meshwright.plan.run_plan import RunPlan
-from meshwright.plan.serialize import from_json
+from meshwright.plan.serialize import REGENERATE_FIX, from_json
 from meshwright.plan.verify import verify
 
 CONFIG_FIELDS = ("mesh.atoms", "mesh.views", "masters", "sequence_parallel", "batch", "edge", "optimizer", "loss")
@@ -35,7 +35,7 @@ def read_plan(path: Path, *, where: str = "command line, --plan") -> RunPlan:
             f"can't read {path}: {getattr(error, 'strerror', None) or error}",
             where=where,
             rule="a plan is a file written by meshwright plan",
-            fix=f"meshwright plan … -o {path}",
+            fix=f"meshwright plan, with the words of this command and -o {path}",
         ) from None
     return from_json(text, where=str(path))
 
@@ -106,5 +106,5 @@ def _mismatch(what: str, rule: str, where: str, settings: str = "") -> ConfigErr
         what,
         where=where,
         rule=rule,
-        fix=f"{settings or 'the preset and overrides of the plan'}, or make a new one: meshwright plan … -o FILE",
+        fix=f"{settings or 'the preset and overrides of the plan'}, or {REGENERATE_FIX}",
     )

@@ -22,7 +22,7 @@ from meshwright.plan.run_plan import FORMAT, RunPlan
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
-REGENERATE_FIX = "regenerate the plan with `meshwright plan … -o FILE`"
+REGENERATE_FIX = "a new plan, which meshwright plan writes with the words of the run and -o"
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def from_json(text: str, *, where: str) -> RunPlan:
             f"a plan of format {json.dumps(found['format'])}",
             where=f"{where}, format",
             rule=f"this version of Meshwright reads plans of format {FORMAT}",
-            fix=f"{REGENERATE_FIX}, using this version",
+            fix=f"{REGENERATE_FIX}, in this version",
         )
     return _Reader(where).read(RunPlan, found, "")
 

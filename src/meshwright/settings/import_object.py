@@ -41,3 +41,12 @@ def import_object(path: str, *, key: str, rule: str, format_setting: Callable[[s
         fix = format_setting(f"{module_name}:{near[0] if near else 'Name'}")
         raise ConfigError(f"{module_name} has no {name}", where=key, rule=rule, fix=fix)
     return getattr(module, name)
+
+
+def raised(error: Exception) -> str:
+    """Return what the user's code raised, with the nearest fields if it asked one of our values for another."""
+    value = type(getattr(error, "obj", None))
+    fields = getattr(value, "model_fields", None) or getattr(value, "__dataclass_fields__", ())
+    if not (isinstance(error, AttributeError) and fields):
+        return repr(error)
+    return f"{error!r} (it has {', '.join(difflib.get_close_matches(error.name, fields, n=7, cutoff=0.0))})"

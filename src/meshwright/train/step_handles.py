@@ -12,6 +12,7 @@ from meshwright.comm.collectives import all_reduce_sum
 from meshwright.errors import LayoutError
 from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer, auxiliary_losses, step_buffers
 from meshwright.plan.run_plan import Auxiliary, Kind, Site
+from meshwright.plan.serialize import REGENERATE_FIX
 from meshwright.plan.step_buffers import buffer_sums, load_rows
 from meshwright.train.build_job import Job
 
@@ -115,6 +116,6 @@ def _auxiliary(held: list[tuple[Kind, int | None]], path: str, name: str) -> Aux
             f"{path} computes the auxiliary loss {name}, but the plan lists no such loss for it",
             where="plan, kinds",
             rule="a run does what its plan says",
-            fix="regenerate the plan: meshwright plan … -o FILE",
+            fix=REGENERATE_FIX,
         )
     return found[0]

@@ -70,6 +70,7 @@ def test_an_own_schedule_is_the_rate_of_trainer_and_reference():
     [
         ("falls_below_zero", "gives -"),
         ("raises", "raises ValueError('no table') in step 1"),
+        ("asks", "no attribute 'peak_lr'\") (it has lr, "),
         ("words", "gives '0.1' in step 1"),
         ("missing", "schedules has no missing"),
     ],

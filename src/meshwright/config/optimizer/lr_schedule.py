@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError
-from meshwright.settings.import_object import OBJECT_NAME, import_object
+from meshwright.settings.import_object import OBJECT_NAME, import_object, raised
 from meshwright.settings.violation import Violation
 
 KEY = "train.lr_schedule"
@@ -53,7 +53,7 @@ def own_rate(step: int, config: TrainConfig) -> float:
     try:
         rate = function(step, config)
     except Exception as error:
-        raise _bad(f"{name} raises {error!r} in step {step}") from error
+        raise _bad(f"{name} raises {raised(error)} in step {step}") from error
     if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= float(rate) < math.inf:
         raise _bad(f"{name} gives {rate!r} in step {step}")
     return float(rate)

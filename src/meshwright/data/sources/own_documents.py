@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.text_documents import BOM, damage
 from meshwright.errors import DataError, MeshwrightError
-from meshwright.settings.import_object import OBJECT_NAME, import_object
+from meshwright.settings.import_object import OBJECT_NAME, import_object, raised
 
 RULE = "package.module:Source is a class or function that takes no argument and gives documents by index"
 
@@ -54,7 +54,7 @@ def open_documents(source: str) -> Documents:
     except MeshwrightError:
         raise
     except Exception as error:
-        raise _bad(source, f"{source} raises {error!r}") from error
+        raise _bad(source, f"{source} raises {raised(error)}") from error
     if not isinstance(identity, str) or not identity:
         raise _bad(source, f"identity is {identity!r}, and names nothing in the cache")
     if not number:
@@ -80,7 +80,7 @@ def read_texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, 
         try:
             text: Any = documents[index]
         except Exception as error:
-            raise _bad(source, f"{place} raises {error!r}") from error
+            raise _bad(source, f"{place} raises {raised(error)}") from error
         if not isinstance(text, str):
             raise _bad(source, f"{place} is of type {type(text).__name__}, not str")
         if found_damage := damage(text):

@@ -100,10 +100,11 @@ class RecordingReporter(Reporter):
         self._reporter.validated(step, validation)
 
     def finished(self, summary: Summary) -> None:
-        """Record the sample, and bytes counted over the whole run."""
+        """Record the sample, the time of all steps, and bytes counted over the whole run."""
         if summary.sample is not None:
             self._log.write("sample", step=summary.steps, text=summary.sample)
-        self._log.write("counted", steps=summary.steps_here, all_to_alls=[asdict(one) for one in summary.all_to_alls])
+        all_to_alls = [asdict(one) for one in summary.all_to_alls]
+        self._log.write("counted", steps=summary.steps_here, seconds=summary.seconds, all_to_alls=all_to_alls)
         self._reporter.finished(summary)
 
 

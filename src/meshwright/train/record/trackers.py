@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.config.rules_trackers import RULE, TRACKERS, replace_tracker
 from meshwright.errors import ConfigError, InputError
 from meshwright.log import get_logger
-from meshwright.settings.import_object import import_object
+from meshwright.settings.import_object import import_object, raised
 from meshwright.settings.violation import format_fix
 from meshwright.train.record.sink import RunInfo, Sink
 
@@ -118,8 +118,8 @@ class Trackers:
 def _warn(name: str, what: str, error: Exception) -> None:
     at = traceback.extract_tb(error.__traceback__)[-1]
     _log.warning(
-        "the tracker %s %s and is left out of the rest of the run, which metrics.jsonl has in full: %s: %s (%s:%s)",
-        name, what, type(error).__name__, error, at.filename, at.lineno,
+        "the tracker %s %s and is left out of the rest of the run, which metrics.jsonl has in full: %s (%s:%s)",
+        name, what, raised(error), at.filename, at.lineno,
     )  # fmt: skip
 
 

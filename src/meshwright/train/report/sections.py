@@ -35,7 +35,8 @@ def headline(run: RunData) -> list[tuple[str, str]]:
     if speeds := [speed for _, speed in run.series("tokens_per_s")]:
         facts.append(("median speed", f"{format_count(statistics.median(speeds))} tokens/s"))
     if end := run.end:
-        facts.append(("time", format_duration(end["seconds"])))
+        steps = run.last_event("counted") if end["outcome"] == "complete" else None  # the terminal's figure
+        facts.append(("time", format_duration((steps or {}).get("seconds", end["seconds"]))))
     return facts
 
 
