@@ -19,10 +19,10 @@ from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import clear_cache, plan
 from meshwright.reshard.planner import plan as plan_module
-from meshwright.reshard.planner.random_layouts import sample_layout, sample_pairs
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, StepKind, dtype_bytes
 from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
 from meshwright.reshard.verify.verify_plan import verify
+from meshwright_bench.reshard.random_layouts import sample_layout, sample_pairs
 
 ROWS = [
     # mesh, shape, from, to, MB that the better of PyTorch 2.13's planners receives, and the bound
@@ -180,7 +180,7 @@ def test_other_tensors_and_meshes_are_refused() -> None:
 HISTORY = """
 import sys, hashlib, itertools
 from meshwright.reshard import plan
-from meshwright.reshard.planner.random_layouts import sample_pairs
+from meshwright_bench.reshard.random_layouts import sample_pairs
 for src, dst in itertools.islice(sample_pairs(2, int(sys.argv[1])), int(sys.argv[1]) * 3):
     plan(src, dst)
 text = [plan(*ends).to_json() for axes in (2, 3, 4) for ends in itertools.islice(sample_pairs(axes, 0), 6)]

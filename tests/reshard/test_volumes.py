@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
 from meshwright.reshard.planner.candidate_steps import Staging, kind_of
-from meshwright.reshard.planner.random_layouts import sample_layout
 from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
 from meshwright.reshard.planner.volumes import (
     ExchangeVolume,
@@ -24,6 +23,7 @@ from meshwright.reshard.planner.volumes import (
     numels,
 )
 from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
+from meshwright_bench.reshard.random_layouts import sample_layout
 
 MESHES = [(2,), (3,), (2, 3), (4, 2), (3, 1, 2), (2, 2, 2)]
 SIZES = [0, 1, 4, 7, 12, 13]

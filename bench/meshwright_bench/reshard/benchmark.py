@@ -15,7 +15,6 @@ from statistics import median
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.plan import clear_cache, plan
-from meshwright.reshard.planner.random_layouts import sample_pairs
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Alternation
 from meshwright_bench.benchmarks import Benchmark, Options, Say
@@ -37,6 +36,7 @@ from meshwright_bench.reshard.cases import (
     BytesTask,
     RedistributeTask,
 )
+from meshwright_bench.reshard.random_layouts import sample_pairs
 
 NOTES = (
     "times: gloo processes with one thread each, float32 tensor of size × size; all pairs of R, S0, S1, P on two axes",
