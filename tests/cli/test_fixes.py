@@ -84,6 +84,7 @@ def unknown_commands(text: str) -> list[str]:
         own = {option for parameter in command.params for option in parameter.opts} | {"--help"}
         options = re.findall(r"(?<=\s)(--?[a-z][a-z-]*)", rest.partition(", then ")[0].partition(" without ")[0])
         found += [f"{names} {option}" for option in options if option not in own]
+        found += [f"{names} …"] if "…" in rest.partition(", then ")[0] else []  # it can't be typed
     return found
 
 
@@ -105,7 +106,7 @@ def test_a_message_that_names_nothing_is_found() -> None:
     assert [unknown_keys(text) for text in texts(doc + fix)] == [["model.lora.alpha"]]
     wrong = {
         "meshwright trian llama-tiny": ["trian llama"], "`meshwright checkpoint fetch x`": ["checkpoint fetch"],
-        "meshwright run --outt x --resume auto": ["run --outt"], "meshwright plan … -x FILE": ["plan -x"],
+        "meshwright run --outt x --resume auto": ["run --outt"], "meshwright plan … -x FILE": ["plan -x", "plan …"],
     }  # fmt: skip
     assert {text: unknown_commands(text) for text in wrong} == wrong
     right = ("meshwright run a.toml --out x", "meshwright checkpoint import {} runs/imported, then --out runs/imported")

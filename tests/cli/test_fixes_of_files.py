@@ -66,9 +66,10 @@ def repaired(words: list[str], fix: str) -> list[list[str]]:
     first = re.split(r", or |, then ", fix)[0]
     if "meshwright plan" in first:
         return [["plan", "llama-tiny", "-o", "made.json"], [*words[: words.index("--plan")], "--plan", "made.json"]]
-    if "meshwright checkpoint export" in first:
-        kept = [word for word in words if word != "--merge"]
-        return [kept if "without" in first else [*kept[:-1], shlex.split(first)[-1]]]
+    if "meshwright checkpoint export without" in first:
+        return [[word for word in words if word != "--merge"]]
+    if other := re.fullmatch(r"another folder, such as (.+)", first):
+        return [[*words[:-1], *shlex.split(other[1])]]
     if named := re.fullmatch(r"pass (\S+)", re.split(r", which ", first)[0]):
         return [[*words[:2], named[1], *words[3:]]]
     if first.startswith("meshwright "):

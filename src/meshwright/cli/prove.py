@@ -135,7 +135,7 @@ def _check_start(json_path: Path | None) -> None:
             "prove was started by a launcher",
             where="WORLD_SIZE in the environment",
             rule="prove starts its own processes on this machine",
-            fix="meshwright prove …, without torchrun",
+            fix="the same command without torchrun",
         )
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)

@@ -38,7 +38,7 @@ def drift(
             "draw was started by a launcher",
             where="WORLD_SIZE in the environment",
             rule="draw drift starts its own processes on this machine",
-            fix="meshwright draw drift …, without torchrun",
+            fix="the same command without torchrun",
         )
     if out is not None:
         check_figure(out)

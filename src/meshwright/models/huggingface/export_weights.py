@@ -182,7 +182,7 @@ def new_directory(out: Path) -> Iterator[Path]:
             f"{out} exists and is not an empty directory",
             where=str(out),
             rule="an export never overwrites files",
-            fix=f"meshwright checkpoint export … {quote(str(unused))}",
+            fix=f"another folder, such as {quote(str(unused))}",
         )
     temporary = out.absolute().with_name(f".tmp-{out.absolute().name}")
     try:

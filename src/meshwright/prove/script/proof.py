@@ -44,7 +44,7 @@ def prove_layouts(
             f"file not found: {script}",
             where="command line, SCRIPT",
             rule="the script to prove is a Python file",
-            fix="meshwright prove script train.py …",
+            fix="the path of an existing script",
         )
     choices = [parse_layout(text) for text in layouts]
     if len(choices) < 2:
