@@ -204,7 +204,9 @@ def test_a_file_is_written_and_said_how_to_submit(here, tmp_path, target, comman
     text = write(here, target, "mesh.dp_shard=4")
     said = write(here, target, "mesh.dp_shard=4", "-o", "my job")
     assert (tmp_path / "my job").read_text() == text
-    assert said.splitlines() == [text.splitlines()[target == "slurm"][2:], f"start it with: {command} 'my job'"]
+    first, memory, devices, last = said.splitlines()
+    assert first == text.splitlines()[target == "slurm"][2:] and last == f"start it with: {command} 'my job'"
+    assert memory.startswith("maximum memory of a rank ") and devices.startswith("  fits A100-40")
 
 
 @pytest.mark.parametrize(

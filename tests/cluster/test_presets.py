@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from meshwright.cluster.presets import cluster_preset, device_for, gpus_by_memory, preset_names
+from meshwright.cluster.presets import RESERVE, cluster_preset, device_for, gpus_by_memory, preset_names
 from meshwright.cluster.spec import Rate
 from meshwright.errors import ConfigError
 from meshwright.units import GIB
@@ -16,8 +16,8 @@ from meshwright.units import GIB
 ACCELERATORS = ["A100-40", "A100-80", "H100", "H200", "B200", "GB200"]
 
 
-def test_gpus_fit_what_is_as_large_as_their_memory():
-    largest = cluster_preset("H100").device.memory_bytes
+def test_gpus_fit_what_is_as_large_as_their_memory_without_the_reserve():
+    largest = int(cluster_preset("H100").device.memory_bytes * (1 - RESERVE))
     for num_bytes, smaller in ((0, 0), (largest, 1), (largest + 1, 3), (10**15, 6)):
         names = [[cluster.name for cluster in part] for part in gpus_by_memory(num_bytes)]
         assert names == [ACCELERATORS[:smaller], ACCELERATORS[smaller:]]

@@ -11,6 +11,7 @@ import typer
 from meshwright.cli.config_arguments import Words, split_words
 from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.cli.wrapping import show
+from meshwright.units import format_bytes
 
 if TYPE_CHECKING:
     from meshwright.train.launch.scripts.cluster_job import ClusterJob
@@ -44,9 +45,9 @@ def slurm(
     """Write an sbatch script, which queues the run again after a stop by the time limit or a preemption."""
     from meshwright.train.launch.scripts.slurm import SlurmOptions, sbatch_script
 
-    job = _job(words, nodes, gpus_per_node, name, out)
+    job, memory = _job(words, nodes, gpus_per_node, name, out)
     options = SlurmOptions(time=time, partition=partition, account=account)
-    _write(sbatch_script(job, options), out, job, "sbatch")
+    _write(sbatch_script(job, options), out, job, memory, "sbatch")
 
 
 @app.command(cls=ConfigCommand)
@@ -64,8 +65,10 @@ def kubernetes(
     from meshwright.train.launch.scripts.kubernetes import KubernetesOptions, jobset_manifest
 
     source = split_words(words)[0]
-    job = _job(words, nodes, gpus_per_node, name, out)
-    _write(jobset_manifest(job, KubernetesOptions(image, volume, _file_of(source))), out, job, "kubectl apply -f")
+    job, memory = _job(words, nodes, gpus_per_node, name, out)
+    _write(
+        jobset_manifest(job, KubernetesOptions(image, volume, _file_of(source))), out, job, memory, "kubectl apply -f"
+    )
 
 
 @app.command(cls=ConfigCommand)
@@ -81,15 +84,19 @@ def torchrun(
     """Write a torchrun command line for each node."""
     from meshwright.train.launch.scripts.torchrun import torchrun_lines
 
-    job = _job(words, nodes, gpus_per_node, name, out)
-    _write(torchrun_lines(job, host=host), out, job, None)
+    job, memory = _job(words, nodes, gpus_per_node, name, out)
+    _write(torchrun_lines(job, host=host), out, job, memory, None)
 
 
-def _job(words: list[str] | None, nodes: int, gpus_per_node: int, name: str | None, out: Path | None) -> ClusterJob:
-    """Load and verify the run, as on that cluster, and return its job."""
+def _job(
+    words: list[str] | None, nodes: int, gpus_per_node: int, name: str | None, out: Path | None
+) -> tuple[ClusterJob, str]:
+    """Load and verify the run, as on that cluster, and return its job, and the memory of a rank in words."""
+    from meshwright.cli.plan_page import devices
     from meshwright.output_files import check_output
     from meshwright.plan.load_config import load
     from meshwright.plan.make_plan import make_plan
+    from meshwright.plan.memory import predict_memory
     from meshwright.plan.verify import verify
     from meshwright.train.launch.scripts.cluster_job import make_job
 
@@ -97,8 +104,10 @@ def _job(words: list[str] | None, nodes: int, gpus_per_node: int, name: str | No
         check_output(out, where=OUT_OPTION)
     config = load(*split_words(words))
     job = make_job(config, words or [], nodes=nodes, gpus_per_node=gpus_per_node, name=name)
-    verify(make_plan(config, nodes=gpus_per_node), where=config.name)
-    return job
+    plan = make_plan(config, nodes=gpus_per_node)
+    verify(plan, where=config.name)
+    memory = predict_memory(plan).total()
+    return job, f"maximum memory of a rank  {format_bytes(memory)}\n{devices(memory)}"
 
 
 def _file_of(source: str | None) -> Path | None:
@@ -108,12 +117,12 @@ def _file_of(source: str | None) -> Path | None:
     return None if source is None or source in preset_names() else Path(source)
 
 
-def _write(text: str, out: Path | None, job: ClusterJob, command: str | None) -> None:
+def _write(text: str, out: Path | None, job: ClusterJob, memory: str, command: str | None) -> None:
     from meshwright.output_files import write_output
 
     if out is None:
         print(text, end="")
         return
     write_output(out, text, where=OUT_OPTION)
-    show(job.summary())
+    show(f"{job.summary()}\n{memory}")
     show(f"start it with: {command} {shlex.quote(str(out))}" if command else f"{out} has one command line per node")

@@ -13,6 +13,8 @@ from meshwright.cluster.presets import gpus_by_memory
 from meshwright.config.optimizer.parameter_groups import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.pipeline.costs import Costs
+from meshwright.pipeline.simulate import simulate
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
@@ -39,7 +41,7 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
-    yield _devices(memory.total())
+    yield devices(memory.total())
     yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
     if config is not None and config.capture.scope:
         yield from _capture(plan, config.capture)
@@ -66,7 +68,7 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     yield f"  model {found.model} · layout {found.layout} · plan {found.fingerprint}"
 
 
-def _devices(num_bytes: int) -> str:
+def devices(num_bytes: int) -> str:
     """Return the known GPUs whose memory is enough, and the largest of the others."""
     smaller, fitting = gpus_by_memory(num_bytes)
     largest = "".join(f"{one.name} ({format_bytes(one.device.memory_bytes)})" for one in smaller[-1:])
@@ -119,9 +121,17 @@ def _batch(plan: RunPlan) -> Iterator[str]:
             f"batch {batch.global_batch} × {batch.tokens} tokens",
             f"{batch.num_microbatches} × {counted(batch.samples, 'sample')} per rank",
             f"{compute}{kept}",
-            f"schedule {plan.schedule.kind}",
+            f"schedule {plan.schedule.kind}{_bubble(plan)}",
         )
     )
+
+
+def _bubble(plan: RunPlan) -> str:
+    """Return the share of a step that stages wait for each other, where forward and backward take 1 and 2."""
+    if plan.schedule.num_ranks == 1:
+        return ""
+    costs = Costs.uniform(forward=1.0, backward_input=1.0, backward_weight=1.0)
+    return f", bubble {simulate(plan.schedule, costs).bubble():.0%}"
 
 
 def _capture(plan: RunPlan, capture: CaptureConfig) -> Iterator[str]:

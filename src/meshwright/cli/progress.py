@@ -93,7 +93,8 @@ class TerminalReporter(Reporter):
             if 0 < summary.steps_here < summary.steps:
                 steps = f"{summary.steps_here} of {steps}"
             result = paint(f"validation {result}", "green", sys.stdout)
-            self._print(f"{result} · {steps} in {format_duration(summary.seconds)} · run folder {summary.folder}")
+            time = f"{steps} in {format_duration(summary.seconds)}" if summary.steps_here else steps
+            self._print(f"{result} · {time} · run folder {summary.folder}")
         saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
         again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
         if summary.plan_given:

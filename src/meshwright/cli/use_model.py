@@ -39,7 +39,7 @@ def generate(
     words: Model,
     prompt: Annotated[str, typer.Option(help="Text to continue, or with --chat what a user says.")] = "def ",
     chat: Annotated[bool, typer.Option("--chat", help="Answer the prompt, by the tokenizer's chat template.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 100,
+    tokens: Annotated[int, typer.Option("--tokens", "--max-new-tokens", min=1, help="Most tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     out: Annotated[Path, typer.Option(help="Folder for images, of a model that generates them.")] = Path("generated"),
 ) -> None:

@@ -12,6 +12,9 @@ from meshwright.cluster.spec import Cluster, Device, Link, Rate
 from meshwright.errors import ConfigError
 from meshwright.units import GIB
 
+RESERVE = 0.06
+"""Share of a GPU's memory that is left to CUDA's context, NCCL's buffers and fragmentation."""
+
 
 def preset_names() -> list[str]:
     """Return the names accepted by `cluster_preset`, in file order."""
@@ -44,10 +47,10 @@ def cluster_preset(name: str) -> Cluster:
 
 
 def gpus_by_memory(num_bytes: int) -> tuple[list[Cluster], list[Cluster]]:
-    """Return the presets of GPUs that have less memory, and those that have as much; the smallest first."""
+    """Return the presets of GPUs that have less memory beside `RESERVE`, and the others; the smallest first."""
     gpus = [cluster_preset(name) for name in preset_names() if name != "CPU"]
     gpus.sort(key=lambda cluster: cluster.device.memory_bytes)
-    first = sum(cluster.device.memory_bytes < num_bytes for cluster in gpus)
+    first = sum(cluster.device.memory_bytes * (1 - RESERVE) < num_bytes for cluster in gpus)
     return gpus[:first], gpus[first:]
 
 

@@ -223,17 +223,17 @@ def _batch(config: RunConfig) -> Iterator[Violation]:
     train, axes = config.train, config.mesh.axes()
     parts = axes.data_parallel() * train.num_microbatches
     if train.global_batch % parts:
+        numbers = range(train.num_microbatches - 1, 0, -1)
+        fewer = [number for number in numbers if not train.global_batch % (axes.data_parallel() * number)]
+        sizes = (round_up(train.global_batch, parts), train.global_batch // parts * parts)
         yield Violation(
             LayoutError,
             f"train.global_batch = {train.global_batch} is not divisible by {parts}",
             "train.global_batch",
             f"global_batch must be a multiple of dp_replicate × dp_shard × num_microbatches = "
             f"{axes.dp_replicate} × {axes.dp_shard} × {train.num_microbatches}",
-            [
-                {"train.global_batch": size}
-                for size in (round_up(train.global_batch, parts), train.global_batch // parts * parts)
-                if size
-            ],
+            [{"train.num_microbatches": one} for one in fewer[:1]]
+            + [{"train.global_batch": size} for size in sizes if size],
         )
 
 

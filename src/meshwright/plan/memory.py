@@ -7,6 +7,7 @@ to be unsharded at a time, since FSDP2 prefetches one.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -125,7 +126,10 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     accumulates = plan.batch.num_microbatches > 1 or plan.schedule.splits_backward
     if accumulates and plan.mesh.size(*plan.mesh.view("fsdp")) > 1:
         # Gradients are reduced after the last micro-batch's; those of all blocks are unsharded until then.
-        gathered += max(0, len(blocks) - 2) * block * BYTES[plan.masters]
+        # A unit that isn't sharded, as that of experts over all ranks, reduces none: its gradients are the rank's own.
+        alone = {name for kind in blocks for unit in kind.units if not unit.sharded for name in unit.parameters}
+        reduced = max((_gathered_elements(plan, kind, but=alone) for kind in plan.kinds if kind.is_block), default=0)
+        gathered += max(0, len(blocks) - 2) * reduced * BYTES[plan.masters]
     freed = [unit.freed for kind in blocks for unit in kind.units]
     if freed and freed[0] is not True:
         # Other blocks are kept, unsharded or as secondary shards, from forward to backward.
@@ -133,14 +137,13 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     return gathered
 
 
-def _gathered_elements(plan: RunPlan, kind: Kind) -> int:
+def _gathered_elements(plan: RunPlan, kind: Kind, *, but: Collection[str] = ()) -> int:
     """Return the elements of a gathered block. Assumes that tp shards all its parameters, and ep those of experts."""
-    tp = plan.mesh.size(*plan.mesh.view("tp"))
-    layer = kind.experts
-    experts = [p for p in kind.parameters if layer is not None and p.name.startswith(f"{layer.experts}.")]
-    own = sum(math.prod(p.shape) for p in experts)
-    sharded = own // plan.mesh.size(*(layer.axes if layer is not None else ()))
-    return (kind.num_elements - own + sharded) // tp
+    tp, layer = plan.mesh.size(*plan.mesh.view("tp")), kind.experts
+    ep = 1 if layer is None else plan.mesh.size(*layer.axes)
+    experts = "" if layer is None else f"{layer.experts}."
+    parameters = [p for p in kind.parameters if p.name not in but]
+    return sum(math.prod(p.shape) // (ep if experts and p.name.startswith(experts) else 1) for p in parameters) // tp
 
 
 def _ends(plan: RunPlan) -> int:

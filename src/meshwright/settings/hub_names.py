@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 _NAME = re.compile(r"(?!runs/)\w[\w.-]*/(\w[\w.-]*)")  # runs/ has the runs of commands that don't say where
-_FILE = re.compile(r"\.(?!\d)\w{1,7}$")
-"""The suffix of a file, which the version at the end of `Qwen3-0.6B` is not."""
+_FILE = re.compile(r"\.(?!\d)\w{1,7}$")  # the end of `Qwen3-0.6B` is no suffix
 
 
 def download_fix(text: str, use: str, *, kind: str = "") -> str | None:

@@ -69,9 +69,11 @@ class ForeignFamily(Family):
             key, rule = "mesh.sequence_parallel", "layers whose structure is derived take all tokens of a sample"
             yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])
         if f.axes.tp > 1 and structure.not_tensor_parallel:
-            what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "matrices are sharded over tp"
+            what, rule = f"mesh.tp = {f.axes.tp}: {structure.not_tensor_parallel}", "a rank has its share of features"
             smaller = [{"mesh.tp": size} for size in range(f.axes.tp - 1, 0, -1) if f.axes.tp % size == 0]
-            yield Violation(LayoutError, what, "mesh.tp", rule, smaller)
+            sizes = "a forward that takes sizes from its inputs, as view(b, t, -1, head_dim) does"
+            sizes *= structure.not_tensor_parallel.startswith("a forward")
+            yield Violation(LayoutError, what, "mesh.tp", rule, smaller, otherwise=sizes)
         if f.data.packing != "none" and structure.not_packed:
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
             shorter = [] if structure.packed_len is None else [{"train.seq_len": structure.packed_len}]

@@ -6,9 +6,11 @@ device, a module whose input has another shape than before works on shards. Styl
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -269,8 +271,15 @@ def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time:
             origin.call(model, ids)
     except Exception as error:
         why = f"{type(error).__name__}: {str(error)[:150]}"
-        raise NotSharded(f"a forward with shards of the matrices fails: {why}") from error
+        raise NotSharded(f"a forward with shards of the matrices fails{_line_of(error)}: {why}") from error
     finally:
         for handle in handles:
             handle.remove()
     return found
+
+
+def _line_of(error: Exception) -> str:
+    """Return the last line of the model's own code that an error came through, in words."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not any(part in Path(one.filename).parts for part in ("torch", "meshwright"))]
+    return "".join(f" at {Path(one.filename).name}:{one.lineno} in {one.name}" for one in own[-1:])

@@ -100,7 +100,7 @@ def check_memory(
         where=f"model, train.global_batch = {plan.batch.global_batch}, {plan.batch.tokens} tokens per sample",
         rule=f"the predicted memory is at most {excess:g} times the available memory",
         fix=" or ".join(memory_fixes(config, num_ranks=num_ranks, num_bytes=num_bytes, on_cpu=on_cpu, what=what))
-        or "a smaller model.dim, model.num_layers, train.global_batch or train.seq_len",
+        or "recompute.policy=full, more ranks, or a smaller train.global_batch, train.seq_len or model",
     )
 
 
