@@ -75,6 +75,12 @@ class AsksForGrad(Plain):
         slots[0].parameter.sub_(slots[0].grad)
 
 
+class DoesNothing(Plain):
+    def update(self, slots, settings):
+        for slot in slots:
+            slot.parameter - settings.lr * slot.gradient
+
+
 class RaisesWhenMade(Plain):
     def __init__(self):
         raise RuntimeError("no licence")
@@ -94,6 +100,7 @@ class WholeState(Plain):
     def update(self, slots, settings):
         for slot in slots:
             slot.state["total"].fill_(slot.gradient.norm())
+            slot.parameter.sub_(slot.gradient)
 
 
 class ReplacesState(Plain):

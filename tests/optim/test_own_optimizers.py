@@ -42,6 +42,7 @@ WRONG = {
 }
 TRIED = {
     "Raises": "raises KeyError('total')",
+    "DoesNothing": "update leaves a parameter with role matrix and 2 dims as it was",
     "AsksForGrad": "(it has gradient, parameter, role, name, state, shape)",
     "WholeNorm": "half of a parameter with role matrix and 2 dims, along dim 0, is not updated as in the whole: its",
     "WholeState": "values of the state total differ",

@@ -103,6 +103,10 @@ def _derived(one: ForeignKey, config: RunConfig | None, words: Mapping[str, Any]
         if key in words and "train.global_batch" not in words and isinstance(value, int):
             return {"train.global_batch": value * words[key] * num_data_ranks}
         return {key: max(1, round(train.global_batch / num_data_ranks / value))}
+    if key == "pipeline.chunks":
+        return {key: max(1, round(getattr(config.model, "num_layers", 1) / config.mesh.pp / value))}
+    if key == "train.validation_samples":
+        return {key: round(value * train.global_batch)}
     if key == "train.warmup_steps":
         return {key: round(value * train.steps)}
     return {key: min(1.0, value / train.lr)} if key == "train.min_lr_ratio" else None

@@ -33,7 +33,7 @@ KEYS: Mapping[str, str] = {
     "train.seq_len": "seq_length sequence_length sequence_len max_seq_length max_seq_len max_length block_size "
     "context_length context_size max_position_embeddings n_ctx n_positions encoder_seq_length",
     "train.seed": "random_seed data_seed manual_seed seed_everything",
-    "train.optimizer": "optim optimizer_type optimizer_name",
+    "train.optimizer": "optim optimizer_type optimizer_name optimizer.name",
     "train.momentum": "muon_momentum sgd_momentum",
     "train.lr": "learning_rate peak_lr max_lr base_lr",
     "train.lr_schedule": "lr_scheduler_type lr_decay_style decay_type scheduler",
@@ -74,7 +74,8 @@ KEYS: Mapping[str, str] = {
     "data.source": "data_path train_data_path dataset dataset_path dataset_name dataset_dir data_dir train_file "
     "train_data",
     "data.validation_source": "valid_data_path val_data_path validation_file eval_file validation_data",
-    "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_file tokenizer_name tokenizer_name_or_path",
+    "data.tokenizer": "tokenizer_path tokenizer_model tokenizer_file tokenizer_name tokenizer_name_or_path "
+    "hf_assets_path",
     "data.cache_dir": "data_cache_path data_cache_dir",
     "data.text_field": "text_column json_keys dataset_text_field text_key field_name",
     "data.chat_field": "field_messages messages_field messages_key conversation_column chat_key",
@@ -121,6 +122,7 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         for prefix in ("", "enable_", "use_")
     },
     "report_to": ("train.trackers", {**{name: name for name in ("tensorboard", "wandb", "trackio")}, "none": "[]"}),
+    "untie_embeddings_and_output_weights": ("model.tie_embeddings", {"true": "false"}),
     "do_eval": ("train.validation_samples", {"false": "0"}),
 }
 """Key, and our value by theirs, for settings that other frameworks express in another way."""
@@ -138,6 +140,9 @@ DERIVED: Mapping[str, str] = {
     "warmup_ratio": "train.warmup_steps",
     "lr_warmup_fraction": "train.warmup_steps",
     "min_lr": "train.min_lr_ratio",
+    "num_layers_per_virtual_pipeline_stage": "pipeline.chunks",
+    "validation.steps": "train.validation_samples",
+    "eval_iters": "train.validation_samples",
 }
 """Keys by name, for numbers with another meaning: `foreign_keys` computes ours, or keeps the present value."""
 
@@ -146,6 +151,8 @@ DIFFERENCES: Mapping[str, str] = {
     "train.steps": "the length of a run is in optimizer steps of train.global_batch samples, not in epochs",
     "train.warmup_steps": "in steps, not as a fraction of them",
     "train.min_lr_ratio": "the ratio of the final to the peak learning rate train.lr",
+    "train.validation_samples": "samples of a validation, not batches of train.global_batch",
+    "pipeline.chunks": "stages of each rank: model.num_layers / (mesh.pp × layers of a stage)",
 }
 """The meaning of our number for each of these keys."""
 
@@ -204,7 +211,7 @@ OPTIONS: Mapping[str, str] = {
 }
 """Names by option of `meshwright run`."""
 
-SOURCE = "config config_file job.config_file config_name preset model model_name model_name_or_path flavor hf_path"
+SOURCE = "config config_file config_name preset model model_name model.name model_name_or_path flavor hf_path"
 """Names of what is our first word, a preset or a file."""
 
 PRESETS: Mapping[str, str] = {

@@ -93,7 +93,7 @@ def nearest_preset(name: str, presets: Sequence[str]) -> str | None:
 def _find(name: str, found: Mapping[str, T]) -> T | None:
     """Look a name up with its sections, then without the first ones."""
     parts = normalize(name).split(".")
-    names = (".".join(parts[start:]) for start in range(len(parts)))
+    names = (".".join(parts[start:]) for start in range(1 if parts[0] in OF_VALIDATION else len(parts)))
     return next((found[one] for one in names if one in found), None)
 
 
@@ -102,6 +102,8 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"\d+x\d+b|\d+b|[a-z]+|\d+", name.lower()))
 
 
+OF_VALIDATION = ("validation", "evaluation", "eval")
+"""Sections elsewhere, whose keys don't mean what they do of training."""
 NAMED_IN_FULL = ("model.kind", "model.config")
 """Keys whose last part means something else: elsewhere --config is a file of settings."""
 
@@ -120,7 +122,7 @@ def _own_names() -> Mapping[str, str]:
 
 @cache
 def _meanings() -> Mapping[str, Meaning]:
-    found = {name: Meaning(key) for name, key in _own_names().items() if "." not in name}
+    found = {name: Meaning(key) for name, key in _own_names().items() if "." not in name and "." in key}
     tables = [foreign_names.KEYS, *(find_family(kind).foreign_names for kind in family_names())]
     found |= {name: Meaning(key) for table in tables for name, key in _by_name(table).items()}
     found |= {normalize(name): Meaning(key, choices=own) for name, (key, own) in foreign_names.CHOICES.items()}

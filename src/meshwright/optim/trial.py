@@ -71,6 +71,8 @@ def try_optimizer(optimizer: Optimizer, name: str, cases: Sequence[Tried]) -> No
         trial = _Trial(optimizer, name, case.role, shape)
         one, other = ([starts[0][at], [gradient[at] for gradient in gradients]] for at in (0, 1))
         (whole,) = trial.run([one])
+        if torch.equal(whole[""], starts[0][0]):  # a proof's reference is the same update, and would find nothing wrong
+            raise trial._bad(f"update leaves {trial._of} as it was: change parameter in place, by parameter.sub_(…)")
         trial.check_same(whole, trial.run([one])[0], "a second time: it keeps something outside of states(role)")
         trial.check_same(whole, trial.run([one, other])[0], "together with another parameter")
         if isinstance(optimizer, MatrixOptimizer):

@@ -140,8 +140,7 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
 def _gathered_elements(plan: RunPlan, kind: Kind, *, but: Collection[str] = ()) -> int:
     """Return the elements of a gathered block. Assumes that tp shards all its parameters, and ep those of experts."""
     tp, layer = plan.mesh.size(*plan.mesh.view("tp")), kind.experts
-    ep = 1 if layer is None else plan.mesh.size(*layer.axes)
-    experts = "" if layer is None else f"{layer.experts}."
+    ep, experts = (1, "") if layer is None else (plan.mesh.size(*layer.axes), f"{layer.experts}.")
     parameters = [p for p in kind.parameters if p.name not in but]
     return sum(math.prod(p.shape) // (ep if experts and p.name.startswith(experts) else 1) for p in parameters) // tp
 

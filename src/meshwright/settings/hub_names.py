@@ -20,5 +20,5 @@ def download_fix(text: str, use: str, *, kind: str = "") -> str | None:
     name = _NAME.fullmatch(text)
     if name is None or _FILE.search(text) or Path(text).parent.is_dir():  # otherwise a typing error in a path
         return None
-    command = " ".join(filter(None, ("hf download", text, kind, "--local-dir", name[1])))
+    command = f"hf download {text}{kind and f' {kind}'} --local-dir {name[1]}"
     return f"{command} (after hf auth login, if it is gated), then {use.format(name[1])}"

@@ -49,4 +49,4 @@ def raised(error: Exception) -> str:
     fields = getattr(value, "model_fields", None) or getattr(value, "__dataclass_fields__", ())
     if not (isinstance(error, AttributeError) and fields):
         return repr(error)
-    return f"{error!r} (it has {', '.join(difflib.get_close_matches(error.name, fields, n=7, cutoff=0.0))})"
+    return f"{error!r} (it has {', '.join(difflib.get_close_matches(str(error.name), fields, n=7, cutoff=0.0))})"

@@ -14,11 +14,11 @@ from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weig
 from meshwright.nn.float8 import linear as float8_linear
 from meshwright.nn.float8.amax import AmaxHistory
 from meshwright.nn.float8.linear import E4M3, E5M2, Float8Linear, product, scaled_cast
-from meshwright.nn.float8.reference import rounding_error
 from meshwright.nn.linear import Linear
 from meshwright.nn.private import scaled_mm
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
+from tests.nn.float8.rounding import rounding_error
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 """Relative rounding of a result."""
