@@ -240,3 +240,8 @@ def test_what_runs_elsewhere_is_on_a_page():
     assert [one for one in ELSEWHERE if not any(command.startswith(one) for command in commands)] == []
     assert [one for one in PYTHON_ELSEWHERE if not any(one in code for code in python)] == []
     assert len(commands) > 80 and len(python) > 10
+
+
+def test_the_page_shows_the_example():
+    shown = next(text for language, text in fences(ROOT / "docs/own_module.md") if language == "python")
+    assert shown == Path(str(example.__file__)).read_text("utf-8")
