@@ -31,7 +31,7 @@ class Shown(NamedTuple):
 
 def fences(page: Path) -> Iterator[tuple[str, str]]:
     """Yield the language and the text of each code block of a page."""
-    for indent, language, text in re.findall(r"^( *)```([\w-]*)\n(.*?)^\1```", page.read_text("utf-8"), re.M | re.S):
+    for indent, language, text in re.findall(r"^( *)```([^\n]*)\n(.*?)^\1```", page.read_text("utf-8"), re.M | re.S):
         yield language, re.sub(rf"^{indent}", "", text, flags=re.M)
 
 

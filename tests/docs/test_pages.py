@@ -39,6 +39,7 @@ ELSEWHERE = {
 }
 """Beginnings of commands that don't run here, and why."""
 PYTHON_ELSEWHERE = {
+    "class Trained(GPT):": "needs nanoGPT",
     "recorder = Recorder(model, optimizer)": "a pattern; tests/prove/script runs scripts that have it",
     "replicate_fallback()": "needs four ranks: tests/dtensor_ops/test_operator_docs.py",
     "only four lines are specific to Meshwright": "a file of docs/examples: tests/comm",
