@@ -95,12 +95,12 @@ class TerminalReporter(Reporter):
             result = paint(f"validation {result}", "green", sys.stdout)
             time = f"{steps} in {format_duration(summary.seconds)}" if summary.steps_here else steps
             self._print(f"{result} · {time} · run folder {summary.folder}")
-        saved = f"checkpoints/{summary.checkpoint.name} · " if summary.checkpoint is not None else ""
+        saved = [f"checkpoints/{summary.checkpoint.name}"] if summary.checkpoint is not None else []
         again = f"meshwright run {shlex.quote(str(summary.folder / 'config.toml'))}"
         if summary.plan_given:
             again += f" --plan {shlex.quote(str(summary.folder / 'plan.json'))}"
-        files = " · ".join(("report.html", "metrics.jsonl", *summary.figures))
-        self._print(f"  {files} · {saved}repeat: {again}")
+        repeat = [f"repeat: {again}"] if summary.steps_here == summary.steps else []  # steps before may have had others
+        self._print("  " + " · ".join(("report.html", "metrics.jsonl", *summary.figures, *saved, *repeat)))
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""
