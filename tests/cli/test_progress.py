@@ -127,10 +127,14 @@ def test_the_load_of_experts_is_shown_where_it_fits(monkeypatch, columns):
     assert ("tok/s" in shown) >= ("load 1.83×" in shown) >= ("grad norm" in shown)
 
 
-@pytest.mark.parametrize(("here", "words"), [(30, "30 steps"), (10, "10 of 30 steps"), (0, "30 steps")])
+@pytest.mark.parametrize(
+    ("here", "words"), [(30, "30 steps in 3.0 s"), (10, "10 of 30 steps in 3.0 s"), (0, "30 steps")]
+)
 def test_the_time_is_that_of_the_steps_of_this_command(capsys, here, words):
+    """And only steps that were all its own can be repeated by the configuration that is there now."""
     TerminalReporter().finished(replace(SUMMARY, steps_here=here))
-    assert f" · {words} in 3.0 s · run folder" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f" · {words} · run folder" in shown and ("repeat:" in shown) is (here == 30)
 
 
 def test_figures_are_named_at_the_end(capsys):
