@@ -18,6 +18,7 @@ EXACT = 1e-4
 """Relative difference of losses and norms that the order of float32 sums may make in two steps."""
 ROUNDED = 0.05
 """The same of losses where something is rounded: wrong layouts differ more, or a proof finds them."""
+SMALLEST_BETA2 = 0.5
 LAYOUT = ("mesh.", "pipeline.", "comm.", "capture.", "recompute.")
 """Sections that no loss depends on, apart from rounding."""
 
@@ -134,8 +135,12 @@ def _compare(run: Run, case: Case, outcome: Outcome, fixes: tuple[str, ...]) -> 
 
 
 def is_exact(case: Case) -> bool:
-    """Return whether nothing in a run is rounded to less than float32."""
+    """Return whether nothing in a run is rounded to less than float32.
+
+    Nor may an update be little more than the sign of a gradient, as with a beta2 near 0: that of rounding is as large.
+    """
     rounds = case.setting("train.precision") == "bfloat16" or case.setting("float8.recipe") != "none"
+    rounds |= float(case.setting("train.beta2")) < SMALLEST_BETA2
     return not rounds and not any(is_lossy(case.setting(f"comm.{use}")) for use in ("gradients", "weights"))
 
 

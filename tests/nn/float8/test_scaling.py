@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.nn.float8.amax import AmaxHistory
 from meshwright.nn.float8.linear import E4M3, E5M2, SMALLEST_AMAX, amax_of, cast, scale_for, scaled_cast
-from meshwright.nn.float8.reference import quantize, round_to_float8
-from tests.nn.float8.rounding import rounding_error
+from tests.nn.float8.rounding import quantize, round_to_float8, rounding_error
 
 FORMATS = (E4M3, E5M2)
 magnitudes = st.floats(-25, 25)
