@@ -29,6 +29,7 @@ from meshwright.optim.catalogue import BUILT_IN
 from meshwright.plan.load_config import load
 from meshwright.plan.load_plan import check_fits, load_plan
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.parameter_counts import replicated_note
 from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
@@ -238,7 +239,11 @@ def prove(
         answer = json.loads(spec.result.read_text("utf-8"))
     say("")
     report = answer["report"]
-    return Proof(report["passed"], (*warnings, *said, *notes, *answer["lines"]), {**report, "set_aside": list(notes)})
+    return Proof(
+        report["passed"],
+        (*warnings, *said, *notes, *replicated_note(made), *answer["lines"]),
+        {**report, "set_aside": list(notes)},
+    )
 
 
 def prove_catalogue(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshwright.capture.predict import predict_capture
@@ -21,23 +21,22 @@ from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.parameter_counts import num_params, replicated_note
 from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
 from meshwright.plan.traffic import Traffic, predict_traffic
 from meshwright.units import counted, format_bytes, format_count
 
 COLUMNS = 80
 RECOMPUTED = {RecomputePolicy.FULL: "recomputed", RecomputePolicy.SELECTIVE: "selectively recomputed"}
-MOSTLY = 0.9
-"""Share of the parameters that tp shards at least, unless it's said."""
 MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
 def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterator[str]:
     """Yield the lines of the page; headings are not indented. A plan from a file has no configuration."""
-    yield f"{name} · {format_count(_num_params(plan))} parameters{_trained(plan)}"
+    yield f"{name} · {format_count(num_params(plan))} parameters{_trained(plan)}"
     yield from _batch(plan)
-    yield from _replicated(plan)
+    yield from _items(replicated_note(plan))
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
@@ -86,29 +85,8 @@ def nodes_of_gpus(plan: RunPlan) -> int | None:
 
 def _trained(plan: RunPlan) -> str:
     """Return how many parameters are trained, if not all are."""
-    total, trained = _num_params(plan), _num_params(plan, trained=True)
+    total, trained = num_params(plan), num_params(plan, trained=True)
     return "" if trained == total else f", {format_count(trained)} trained ({100 * trained / total:.2g} %)"
-
-
-def _num_params(plan: RunPlan, *, sharded_over: Collection[str] | None = None, trained: bool = False) -> int:
-    """Return the number of the model's parameters, or of those sharded over these atoms or trained; shared ones count
-    once."""
-    sizes = {
-        kind.key(parameter, layer): math.prod(parameter.shape)
-        for stage in plan.stages
-        for kind, layer, parameter in plan.parameters(stage)
-        if sharded_over is None or any(set(shard.axes) & set(sharded_over) for shard in parameter.used)
-        if parameter.trained or not trained
-    }
-    return sum(sizes.values())
-
-
-def _replicated(plan: RunPlan) -> Iterator[str]:
-    """Yield a line if tp leaves more than norms and biases replicated."""
-    tp = plan.mesh.view("tp")
-    share = _num_params(plan, sharded_over=tp) / _num_params(plan)
-    if tp and share < MOSTLY:
-        yield f"  tp shards {100 * share:.0f} % of the parameters, and the rest is replicated"
 
 
 def _batch(plan: RunPlan) -> Iterator[str]:
