@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from meshwright.train.launch.rank_context import StatusBoard
 from tests.forked_command import forked_meshwright
 from tests.fuzz.case import Case
 from tests.fuzz.commands import TIMEOUT_S, Commands
 from tests.fuzz.judge import Verdict, judge
-from tests.train.runs import assert_bitwise_equal
+from tests.train.runs import assert_bitwise_equal, wait_until
 
 STOP_AFTER = Path("stop-after")
 """File in the current folder with the step after which a run is to stop."""
@@ -35,11 +36,12 @@ class Stopper:
         """Nothing: the folder of the case is the current one."""
 
     def log(self, step: int, values: object) -> None:
-        """Send SIGTERM to the command once, and wait until it has told the ranks."""
+        """Send SIGTERM to the command once, and wait until it has told the ranks, on the board that they share."""
         if STOP_AFTER.exists() and int(STOP_AFTER.read_text()) <= step:
             STOP_AFTER.unlink()
             os.kill(os.getppid(), signal.SIGTERM)
-            time.sleep(1)
+            boards = [one for one in gc.get_objects() if isinstance(one, StatusBoard)]
+            wait_until(lambda: any(board.stop_requested() for board in boards))
 
     def close(self, failed: bool) -> None:
         """Nothing is open."""
