@@ -19,6 +19,7 @@ EXACT = 1e-4
 ROUNDED = 0.05
 """The same of losses where something is rounded: wrong layouts differ more, or a proof finds them."""
 SMALLEST_BETA2 = 0.5
+"""Below, an update is little more than the sign of a gradient, also of one that is rounding: nothing is compared."""
 LAYOUT = ("mesh.", "pipeline.", "comm.", "capture.", "recompute.")
 """Sections that no loss depends on, apart from rounding."""
 
@@ -53,7 +54,7 @@ class Verdict:
         return bool(self.failure) and _shape(self.failure) == _shape(other.failure)
 
 
-def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
+def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0, compares: bool = True) -> Verdict:
     """Run a case, follow the fixes of its refusals, and compare what ran with one process.
 
     Args:
@@ -61,6 +62,7 @@ def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
         case: what was drawn.
         verb: run or prove.
         seed: chooses among the fixes of a refusal.
+        compares: whether what ran is compared with one process.
     """
     rng, seen, fixes, fixed = Random(seed), {case.words}, list[str](), set[str]()
     while (outcome := run(verb, case)).status is Status.REFUSED:
@@ -84,7 +86,7 @@ def judge(run: Run, case: Case, *, verb: str = "run", seed: int = 0) -> Verdict:
         case = chosen
     if outcome.status is not Status.DONE:
         return Verdict(case, f"{outcome.status}: {_cause(outcome.text)}", outcome.text, tuple(fixes))
-    if verb == "prove":
+    if verb == "prove" or not compares:
         return Verdict(case, fixes=tuple(fixes))
     return _compare(run, case, outcome, tuple(fixes))
 
@@ -120,7 +122,7 @@ def _same(outcome: Outcome, error: Mapping[str, str]) -> bool:
 def _compare(run: Run, case: Case, outcome: Outcome, fixes: tuple[str, ...]) -> Verdict:
     """Compare a run's losses with those of one process without what only the layout has."""
     alone = case.without(*LAYOUT)
-    if alone.words == case.words:
+    if alone.words == case.words or float(case.setting("train.beta2")) < SMALLEST_BETA2:
         return Verdict(case, fixes=fixes)
     reference = run("run", alone)
     if reference.status is Status.REFUSED:
@@ -135,12 +137,8 @@ def _compare(run: Run, case: Case, outcome: Outcome, fixes: tuple[str, ...]) -> 
 
 
 def is_exact(case: Case) -> bool:
-    """Return whether nothing in a run is rounded to less than float32.
-
-    Nor may an update be little more than the sign of a gradient, as with a beta2 near 0: that of rounding is as large.
-    """
+    """Return whether nothing in a run is rounded to less than float32."""
     rounds = case.setting("train.precision") == "bfloat16" or case.setting("float8.recipe") != "none"
-    rounds |= float(case.setting("train.beta2")) < SMALLEST_BETA2
     return not rounds and not any(is_lossy(case.setting(f"comm.{use}")) for use in ("gradients", "weights"))
 
 

@@ -52,7 +52,7 @@ def judge_stopped(run: Commands, case: Case, *, seed: int = 0) -> Verdict:
 
     Every second case starts from the file of the undisturbed run in place of the preset.
     """
-    verdict = judge(run, case.with_words(WORDS), seed=seed)
+    verdict = judge(run, case.with_words(WORDS), seed=seed, compares=False)
     if verdict.failure or verdict.action:
         return verdict
     rng, source = Random(seed), [verdict.case.preset, *verdict.case.words]

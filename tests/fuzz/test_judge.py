@@ -77,12 +77,17 @@ def test_other_numbers_than_one_process_s_fail(metrics: Metrics) -> None:
     assert metrics == () or judge(runs(RIGHT, metrics), CASE).failure
 
 
+def test_updates_that_are_signs_are_not_compared() -> None:
+    other, signs = with_second(loss_bits_per_byte=9.0), CASE.with_words(["train.beta2=0.1"])
+    assert judge(runs(other), CASE).failure
+    assert not judge(runs(other), signs).failure and not judge(runs(other), CASE, compares=False).failure
+
+
 def test_what_is_rounded_may_differ_a_little() -> None:
     near, far = with_second(loss_bits_per_byte=7.4, grad_norm=0.9), with_second(loss_bits_per_byte=6.9)
     assert list(differences(near, RIGHT, exact=True)) and not list(differences(near, RIGHT, exact=False))
     assert list(differences(far, RIGHT, exact=False))
-    for word in ("train.precision=bfloat16", "float8.recipe=delayed", "comm.gradients=int8", "comm.weights=bf16",
-                 "train.beta2=0.1"):  # fmt: skip
+    for word in ("train.precision=bfloat16", "float8.recipe=delayed", "comm.gradients=int8", "comm.weights=bf16"):
         assert not is_exact(CASE.with_words([word])), word
     assert is_exact(CASE.with_words(["comm.gradients=exact-via-all-to-all", "train.precision=float64"]))
 
