@@ -36,7 +36,7 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     """Yield the lines of the page; headings are not indented. A plan from a file has no configuration."""
     yield f"{name} · {format_count(num_params(plan))} parameters{_trained(plan)}"
     yield from _batch(plan)
-    yield from _items(replicated_note(plan))
+    yield from (f"  {line}" for line in replicated_note(plan))
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
