@@ -126,7 +126,7 @@ ERRORS = {
     "model.layer_list=layer": "no list of modules layer",
     "model.styles.layers.*.up=column": "no module with parameters has such a path",
     "model.styles.layers.*.out=sideways": "'sideways' is no style",
-    "model.styles.layers.*.qkv=column": "a forward with shards of the matrices fails",
+    "model.styles.layers.*.qkv=column": "a forward with shards of the matrices fails at modules.py:",
     f"model.loss={HERE}:los": "has no los",
     "model.loss=loss": "model.loss = loss",
 }

@@ -280,6 +280,7 @@ def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time:
 
 def _line_of(error: Exception) -> str:
     """Return the last line of the model's own code that an error came through, in words."""
+    others = (Path(__file__).parents[2], Path(torch.__file__).parent)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not any(part in Path(one.filename).parts for part in ("torch", "meshwright"))]
+    own = [one for one in frames if not any(Path(one.filename).is_relative_to(folder) for folder in others)]
     return "".join(f" at {Path(one.filename).name}:{one.lineno} in {one.name}" for one in own[-1:])
