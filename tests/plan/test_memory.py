@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -239,3 +240,15 @@ def test_a_process_holds_what_was_predicted(tmp_path):
     [measured] = [event for event in read_events(tmp_path / "run") if event["event"] == "measured"]
     peak = max(rank["peak"] for rank in measured["memory"])
     assert predict_process_memory(planned("llama-tiny", words)) == pytest.approx(peak, rel=0.17)
+
+
+@pytest.mark.parametrize(("ep", "of_experts"), [(2, True), (4, False)])
+def test_gradients_of_experts_that_only_this_rank_has_are_not_gathered_too(ep: int, of_experts: bool) -> None:
+    """With several micro-batches, what is reduced at the end is unsharded until then, in all blocks but two."""
+    words = ["mesh.dp_shard=4", f"mesh.ep={ep}"]
+    plans = [make_plan(load("moe-tiny", [*words, f"train.num_microbatches={number}"])) for number in (1, 2)]
+    one, two = (predict_memory(plan).gathered for plan in plans)
+    kind = plans[0].kind("moe_block")
+    experts = sum(math.prod(p.shape) for p in kind.parameters if p.name.startswith("moe.experts."))
+    unsharded = kind.num_elements - experts + (experts // ep if of_experts else 0)
+    assert two - one == 2 * unsharded * 4
