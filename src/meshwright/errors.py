@@ -19,7 +19,7 @@ def continue_command(folder: Path, words: Sequence[str] = ()) -> str:
 
 
 CONTINUE = "the same command again"
-"""What a fix says where nothing is kept, as in a proof; a run puts the command that continues it in its place."""
+"""Way to go on in a fix: the command again, for which a run puts the command that continues it."""
 
 
 class MeshwrightError(Exception):

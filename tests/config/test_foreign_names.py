@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 
@@ -387,3 +388,13 @@ def test_no_section_of_others_makes_a_name_of_ours_a_crash(section: str) -> None
 def test_a_virtual_stage_s_layers_become_chunks() -> None:
     words = ["model.num_layers=8", "mesh.pp=2", "train.num_microbatches=4"]
     assert outcome([*words, "--num-layers-per-virtual-pipeline-stage=2"]).fix.startswith("pipeline.chunks=2 ")
+
+
+def test_a_name_without_a_counterpart_hides_no_translation(tmp_path: Path) -> None:
+    """In a whole file of torchtitan's, which has both: the unknown one comes next."""
+    text = "[job]\ndescription = 'x'\n[nonsense]\nenable = true\n[optimizer]\nname = 'AdamW'\n[training]\nsteps = 20\n"
+    (tmp_path / "titan.toml").write_text(text)
+    error = outcome([], str(tmp_path / "titan.toml"))
+    assert error.fix == "train.optimizer=adamw train.steps=20 in place of optimizer.name, training.steps"
+    (tmp_path / "titan.toml").write_text(text.partition("[optimizer]")[0])
+    assert "job.description" in outcome([], str(tmp_path / "titan.toml")).what

@@ -75,7 +75,7 @@ def write_text(folder: Path, *names: str) -> None:
 
 
 def script_of(page: str) -> str:
-    """The script that a page gives to Python first."""
+    """Return the script that a page gives to Python first."""
     found = (command for _, text in fences(ROOT / "docs" / page) for command, _ in commands_of(text))
     return next(command.partition("\n")[2] for command in found if command.startswith("python - "))
 
@@ -110,13 +110,31 @@ def write_module(folder: Path) -> None:
     shutil.copy(str(example.__file__), folder / "tiny_gpt.py")
 
 
+def write_both(folder: Path) -> None:
+    """Write the module and the model's folder that the README has."""
+    write_module(folder)
+    write_qwen(folder)
+
+
+def write_beside_the_model(folder: Path) -> None:
+    """Write what the page on Hugging Face models has before it makes its folder."""
+    write_qwen(folder)
+    shutil.rmtree(folder / "qwen")
+
+
+def write_tuned(folder: Path) -> None:
+    """Write other texts, and a folder in the place of an exported one."""
+    write_qwen(folder)
+    (folder / "qwen").rename(folder / "qwen-chat")
+
+
 GIVEN: dict[str, Callable[[Path], None]] = {
-    "README.md": lambda folder: (write_module(folder), write_qwen(folder)),
+    "README.md": write_both,
     "own_module.md": write_module,
     "from-trainer.md": write_qwen,
-    "huggingface.md": lambda folder: write_qwen(folder) or shutil.rmtree(folder / "qwen"),
+    "huggingface.md": write_beside_the_model,
     "data.md": write_corpora,
-    "running.md": lambda folder: write_qwen(folder) or (folder / "qwen").rename("qwen-chat"),
+    "running.md": write_tuned,
     "checkpoints.md": lambda folder: write_text(folder, "my-text/a.txt"),
     "clusters.md": lambda folder: write_text(folder, "my corpus/a.txt"),
 }
@@ -165,12 +183,12 @@ class Reader:
             self.printed += printed.getvalue()
 
     def _newest(self, found: re.Match[str]) -> str:
-        """The newest checkpoint of a run's folder, in place of a step that a short run doesn't reach."""
+        """Return the newest checkpoint of a run's folder, in place of a step that a short run doesn't reach."""
         newest, _ = newest_valid(self._folder / found[1])
         return str(newest and newest.relative_to(self._folder))
 
     def _short(self, command: str, verb: str, words: list[str], lines: tuple[str, ...]) -> list[str]:
-        """Words that make a command short, but for a proof whose output is shown."""
+        """Return words that make a command short, but for a proof whose output is shown."""
         if verb == "prove" and (lines or words[0] == "script"):
             return []
         found = list(SHORT.get(verb, ()))
@@ -184,7 +202,7 @@ class Reader:
 
 
 def weights_are_those_of_the_run(reader: Reader, folder: Path) -> None:
-    """The page's Python has opened the weights that its run has saved."""
+    """Check that the page's Python has opened the weights that its run has saved."""
     import torch
 
     from meshwright.checkpoint import layout_file
@@ -199,7 +217,7 @@ def weights_are_those_of_the_run(reader: Reader, folder: Path) -> None:
 
 
 def exports_talk(reader: Reader, folder: Path) -> None:
-    """The exported folder was asked the page's question, with the template of the model."""
+    """Check that the exported folder was asked the page's question, with the template of the model."""
     assert "<|im_start|>user\nWhat is two and two?<|im_end|>" in reader.printed
     assert all((folder / out / "chat_template.jinja").is_file() for out in ("qwen-text", "qwen-chat"))
 
@@ -209,7 +227,7 @@ CHECKS = {"own_module.md": weights_are_those_of_the_run, "huggingface.md": expor
 
 
 def pieces(page: Path) -> list[tuple[str, Any]]:
-    """The commands, with what is shown after them, and the pieces of Python of a page, in order."""
+    """Return the commands, with what is shown after them, and the pieces of Python of a page, in order."""
     found: list[tuple[str, Any]] = []
     for language, text in fences(page):
         found += [("python", text)] if language == "python" else [("command", one) for one in commands_of(text)]
@@ -241,6 +259,24 @@ def test_what_runs_elsewhere_is_on_a_page():
     assert [one for one in ELSEWHERE if not any(command.startswith(one) for command in commands)] == []
     assert [one for one in PYTHON_ELSEWHERE if not any(one in code for code in python)] == []
     assert len(commands) > 80 and len(python) > 10
+
+
+LEFT_OUT = ("meshwright bench PART", "meshwright launch slurm|kubernetes|torchrun", "srun --ntasks 64")
+"""Beginnings of lines that are patterns of commands."""
+WRITTEN = "clusters.md"
+"""Page with files that `meshwright launch` writes, which tests/cli/test_launch.py compares."""
+
+
+def test_no_line_with_a_command_is_left_out_unseen():
+    command = re.compile(r"\s*(?:\$ )?((?:meshwright|python3?|torchrun|make|hf|srun|export|accelerate) .*)")
+    for page in PAGES:
+        for language, text in fences(page):
+            typed = [one.partition("\n")[0] for one, _ in commands_of(text)]
+            lines = [
+                found[1] for line in re.sub(r"\\\n\s*", "", text).splitlines() if (found := command.fullmatch(line))
+            ]
+            unseen = [line for line in lines if line not in typed and not line.startswith(LEFT_OUT)]
+            assert language == "python" or unseen == [] or (page.name == WRITTEN and language == "bash"), page
 
 
 def test_the_page_shows_the_example():

@@ -33,7 +33,7 @@ class Stopper:
     """Sink that asks the run's command to stop, as a scheduler does."""
 
     def start(self, run: object) -> None:
-        """Nothing: the folder of the case is the current one."""
+        """Do nothing: the folder of the case is the current one."""
 
     def log(self, step: int, values: object) -> None:
         """Send SIGTERM to the command once, and wait until it has told the ranks, on the board that they share."""
@@ -44,7 +44,7 @@ class Stopper:
             wait_until(lambda: any(board.stop_requested() for board in boards))
 
     def close(self, failed: bool) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def judge_stopped(run: Commands, case: Case, *, seed: int = 0) -> Verdict:

@@ -167,7 +167,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "train.lr_schedule": {"cosinewithminlr": "cosine", "warmupstabledecay": "wsd", "linear": "wsd", "constant": "wsd"},
     "train.optimizer": {
         "adam": "adamw", "adamwtorch": "adamw", "adamwtorchfused": "adamw", "fusedadam": "adamw", "adamw8bit": "adamw",
-        "distmuon": "muon", "muonclip": "muon", "momentum": "sgd",
+        "adamw": "adamw", "distmuon": "muon", "muonclip": "muon", "momentum": "sgd",
     },
     "train.max_grad_norm": {"0": "1e30", "0.0": "1e30", "none": "1e30", "inf": "1e30"},
     "train.device": {"gpu": "cuda", "cuda:0": "cuda"},

@@ -119,6 +119,7 @@ class _FamilyKeys:
         self._unread_keys: dict[str, ConfigError] = {}
         """Errors for keys of other families that have a non-default value, by key."""
         self._foreign_keys: list[ForeignKey] = []
+        self._unknown_keys: list[ConfigError] = []
 
     def set(self, overlay: ConfigOverlay, word: str, *, origin: str) -> None:
         """Set one `section.key=value` override."""
@@ -172,7 +173,7 @@ class _FamilyKeys:
         if not others:
             for name, found in _leaves(key, value):
                 self._put_unknown(name, found, origin)
-            if not self._foreign_keys:  # an empty section
+            if not self._foreign_keys and not self._unknown_keys:  # an empty section
                 raise self._unknown(leaf, origin)
             return
         if leaf.startswith("model."):
@@ -212,19 +213,21 @@ class _FamilyKeys:
             raise error
 
     def check_foreign(self, overlay: ConfigOverlay, *, num_ranks: int | None) -> None:
-        """Raise if a key has another framework's name.
+        """Raise if a key has another framework's name, and then if a name is unknown: so one doesn't hide the others.
 
         Raises:
             ConfigError: such a key is set; the error names ours.
         """
         if self._foreign_keys:
             raise foreign_keys_error(self._foreign_keys, overlay, self.kind, num_ranks=num_ranks, rules=self.rules)
+        for error in self._unknown_keys:
+            raise error
 
     def _put_unknown(self, key: str, value: Any, origin: str) -> None:
-        """Keep a key with another framework's name, to report all of them together.
+        """Keep a key with another framework's name, to report all of them together, or the error for any other.
 
         Raises:
-            ConfigError: the name is not known, or is that of another family's key or of an option.
+            ConfigError: the name is that of another family's key.
         """
         meaning = find_meaning(key)
         if meaning is not None and meaning.key in fields(self.kind):
@@ -246,14 +249,16 @@ class _FamilyKeys:
                 fix=f"{preset} {error.fix}",
             )
         if option is None:
-            raise self._unknown(key, origin)
+            self._unknown_keys.append(self._unknown(key, origin))
+            return
         preset = text if Path(text).suffix == ".toml" else nearest_preset(text, preset_names()) or DEFAULT_PRESET
-        raise ConfigError(
+        error = ConfigError(
             what,
             where=where,
             rule=f"it is --{option} of meshwright run" if option else "a preset or a TOML file is the first word",
             fix=f"--{option} {text}" if option else f"{preset} as the first word",
         )
+        self._unknown_keys.append(error)
 
     def _unknown(self, key: str, origin: str) -> ConfigError:
         section, where = key.split(".")[0], f"{origin}, {shorten(key)}"

@@ -341,9 +341,8 @@ class RunConfig(Section):
         """Return a copy with the given dotted keys replaced, without validation."""
         sections: dict[str, Any] = {}
         for key, value in values.items():
-            section, _, name = key.partition(".")
-            before = sections.get(section, getattr(self, section))
-            sections[section] = before.model_copy(update={name: value}) if name else value
+            section, name = key.split(".")
+            sections[section] = sections.get(section, getattr(self, section)).model_copy(update={name: value})
         return self.model_copy(update=sections)
 
     def __reduce__(self) -> tuple[Any, ...]:

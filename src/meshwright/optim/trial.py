@@ -71,8 +71,7 @@ def try_optimizer(optimizer: Optimizer, name: str, cases: Sequence[Tried]) -> No
         trial = _Trial(optimizer, name, case.role, shape)
         one, other = ([starts[0][at], [gradient[at] for gradient in gradients]] for at in (0, 1))
         (whole,) = trial.run([one])
-        if torch.equal(whole[""], starts[0][0]):  # a proof's reference is the same update, and would find nothing wrong
-            raise trial._bad(f"update leaves {trial._of} as it was: change parameter in place, by parameter.sub_(…)")
+        trial.check_moved(whole[""], starts[0][0])
         trial.check_same(whole, trial.run([one])[0], "a second time: it keeps something outside of states(role)")
         trial.check_same(whole, trial.run([one, other])[0], "together with another parameter")
         if isinstance(optimizer, MatrixOptimizer):
@@ -146,6 +145,12 @@ class _Trial:
                 alone = self._call(partial(self._optimizer.transform, stack[index : index + 1].clone()))[0]
                 if not _is_close(alone, together[index]):
                     raise self._bad("transform of two matrices differs from that of each by itself")
+
+    def check_moved(self, updated: Tensor, start: Tensor) -> None:
+        """Check that updates do something: a proof, whose reference is the same update, would find nothing wrong."""
+        if torch.equal(updated, start):
+            steps = counted(NUM_STEPS, "step")
+            raise self._bad(f"update leaves {self._of} as it was for {steps}: change it in place, as by parameter.sub_")
 
     def check_same(self, whole: Tensors, again: Tensors, how: str) -> None:
         """Check that an update gave the same as before."""

@@ -1,4 +1,4 @@
-"""How many parameters a plan's model has, and which share of them tp shards."""
+"""Count the parameters of a plan's model, and those that tp leaves replicated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub, which are answered with the command that downloads them: nothing here does."""
+"""Answer a name on the Hugging Face Hub with the command that downloads it: nothing here does."""
 
 from __future__ import annotations
 
