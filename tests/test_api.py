@@ -95,6 +95,13 @@ def test_a_proof_is_true_where_it_passed(config):
     assert not failed and str(failed) == "why\nNOT PROVED"
 
 
+@pytest.mark.slow
+def test_a_proof_says_what_tp_leaves_replicated(tmp_path):
+    words = ["mesh.tp=2", "train.seq_len=32", "train.global_batch=4", *small_corpus(tmp_path)]
+    proof = meshwright.prove(meshwright.load_config("module-tiny", *words), steps=1)
+    assert proof and any(line.startswith("tp shards 50 % of the parameters") for line in proof.lines)
+
+
 @pytest.mark.parametrize("verb", ["run", "prove"])
 def test_a_plan_that_does_not_fit_is_refused_before_any_process(config, tmp_path, verb):
     words = {"out": tmp_path / "run"} if verb == "run" else {}

@@ -385,6 +385,18 @@ def test_no_section_of_others_makes_a_name_of_ours_a_crash(section: str) -> None
         assert isinstance(outcome([f"{section}.{key}=1"]), MeshwrightError | RunConfig)
 
 
+def test_batches_of_a_validation_become_samples() -> None:
+    assert outcome(["validation.steps=5"]).fix.startswith("train.validation_samples=80 ")
+
+
+@pytest.mark.parametrize("name", ["validation.seq_len", "eval.batch_size", "evaluation.steps"])
+def test_what_is_of_a_validation_is_none_of_training(name: str) -> None:
+    error = outcome([f"{name}=4"])
+    assert error.what == f"unknown key {name}" and not any(
+        key in error.fix for key in ("train.seq_len", "train.global_batch", "train.steps")
+    )
+
+
 def test_a_virtual_stage_s_layers_become_chunks() -> None:
     words = ["model.num_layers=8", "mesh.pp=2", "train.num_microbatches=4"]
     assert outcome([*words, "--num-layers-per-virtual-pipeline-stage=2"]).fix.startswith("pipeline.chunks=2 ")

@@ -44,6 +44,13 @@ def test_a_violation_is_explained_and_every_fix_works(words, kind, what, where):
     assert_every_fix_works(error, words)
 
 
+def test_fewer_micro_batches_come_before_another_batch():
+    """A preset has many: the size of the batch is what a training depends on."""
+    words = ["mesh.dp_shard=2", "train.global_batch=16", "train.num_microbatches=16"]
+    assert outcome(words).fix == "train.num_microbatches=8 or train.global_batch=32"
+    assert outcome(["mesh.dp_shard=3"]).fix.startswith("train.global_batch=")
+
+
 def test_without_sequence_parallel_the_sequence_need_not_divide():
     assert isinstance(outcome(["mesh.tp=2", "train.seq_len=255", "mesh.sequence_parallel=false"]), RunConfig)
 

@@ -117,6 +117,7 @@ def test_ranks_that_notice_nothing_are_ended(tmp_path, action, what):
         run(tmp_path, r1=action)
     assert caught.value.what.startswith(what)
     assert caught.value.where.startswith("rank 1 of 2, step 7, host ")
+    assert "meshwright run" not in caught.value.fix, "nothing says that these ranks are a run's"
 
 
 @pytest.mark.parametrize("cause", ["kill", *(pytest.param(c, marks=pytest.mark.slow) for c in ("exit", "bug"))])

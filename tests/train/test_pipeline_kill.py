@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from meshwright.errors import RunError
+from meshwright.errors import CONTINUE, RunError
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.pipeline_table import lowered_table
@@ -141,7 +141,7 @@ def ended(words, out, moment):
                describe_action=make_plan(config).describe_action)  # fmt: skip
     assert time.monotonic() - float((out / "at").read_text()) < LIMIT_S
     assert not any(is_alive(int(path.read_text())) for path in out.glob("pid-*"))
-    assert caught.value.exit_code == 1 and "meshwright run " in caught.value.fix
+    assert caught.value.exit_code == 1 and CONTINUE in caught.value.fix
     return caught.value
 
 

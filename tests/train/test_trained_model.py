@@ -16,12 +16,14 @@ from meshwright.models.contract.run_facts import Prompt
 from meshwright.models.hf import private
 from meshwright.models.tasks.next_token import generate
 from meshwright.plan.load_config import load
+from meshwright.train import trained_model
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder
 from meshwright.train.trained_model import TrainedModel, UseSpec, find_model, use, use_body
+from tests.docs.console import run_here
 from tests.helpers import SMALL, open_data, small_corpus
 from tests.models.hf.folders import write_model
 
@@ -150,6 +152,17 @@ class Counting:
 def test_generation_stops_after_an_end(ends: tuple[int, ...], expected: list[int]) -> None:
     options = {"seq_len": 16, "num_tokens": 5, "temperature": 0.0, "seed": 0}
     assert generate(Counting(), [2, 3], **options, ends=ends) == expected
+
+
+def test_the_number_of_tokens_has_two_names(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' is one of them."""
+    asked = []
+    monkeypatch.setattr(
+        trained_model, "use", lambda model, folder, prompt: asked.append(prompt.num_tokens) or {"text": ""}
+    )
+    for option in ("--tokens", "--max-new-tokens"):
+        run_here("generate", str(run), option, "7")
+    assert asked == [7, 7]
 
 
 def test_a_prompt_without_tokens_is_refused(run: Path, tmp_path: Path) -> None:

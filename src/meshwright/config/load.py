@@ -24,7 +24,7 @@ from meshwright.config.rules import Rules, check, repair
 from meshwright.config.rules_data import DEFAULT_SOURCE, SOURCE
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
 from meshwright.config.source import DEFAULT_PRESET, preset_names, read_source, smallest_preset
-from meshwright.config.translate import find_meaning, nearest_preset, option_named, why_unavailable
+from meshwright.config.translate import OF_VALIDATION, find_meaning, nearest_preset, option_named, why_unavailable
 from meshwright.data.mixtures.entries import KEY as KEY_OF_MIXTURE
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
@@ -280,6 +280,8 @@ class _FamilyKeys:
 
     def _nearest(self, key: str) -> str | None:
         names = list(fields(self.kind))
+        if key.startswith(OF_VALIDATION):  # the nearest ones are those of training
+            return None
         exact_tail = [name for name in names if "." in name and name.split(".")[-1] == key.split(".")[-1]]
         return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
 

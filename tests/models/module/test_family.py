@@ -138,6 +138,7 @@ def test_what_is_wrong_is_said_before_a_run_starts(word: str) -> None:
         module_config("Model", "mesh.tp=2", word)
     assert ERRORS[word] in found.value.what
     assert found.value.where and found.value.rule and found.value.fix
+    assert ("view(b, t, -1, head_dim)" in found.value.fix) is ("a forward with" in found.value.what)
 
 
 def test_a_length_that_the_module_does_not_take_has_a_fix_that_works() -> None:
