@@ -14,7 +14,18 @@ from meshwright.cli.main import main
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT = "python - <<'END'\n"
-STARTS = ("meshwright ", "export ", "make ", "python ", "python3 ", "torchrun ", "srun ", "hf ", "accelerate ")
+STARTS = (
+    "meshwright ",
+    "export ",
+    "make ",
+    "python ",
+    "python3 ",
+    "torchrun ",
+    "srun ",
+    "hf ",
+    "lm_eval ",
+    "accelerate ",
+)
 """What commands begin with."""
 PATTERN = re.compile(r" \[|…")
 """What stands for other words: the line is no command as it is."""

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "make demo": ".ci/run runs it",
     "make test": ".ci/run runs it",
     "python3 -m venv": ".ci/run installs what it does",
+    "lm_eval": "needs lm-eval, which no extra has: run by hand, with 0.4.13",
     "hf download": "needs the internet; the page makes a folder of its own",
     "torchrun --nnodes 8": "needs eight nodes; tests/cli/test_launch_runs.py starts such commands with stand-ins",
     "torchrun --nproc-per-node 2 docs/examples/compressed_fsdp2.py": "tests/comm/test_compression_docs.py",
