@@ -61,6 +61,20 @@ class Short:
 class Needs(Calls):
     def __init__(self, url): pass
 
+class Losses(Calls):
+    def log(self, values): pass
+
+def losses(): return Losses()
+
+class Plain:
+    @staticmethod
+    def start(run): pass
+
+    @classmethod
+    def log(cls, *values): pass
+
+    close = print
+
 def nothing(): return None
 
 def broken(): raise OSError("no server")
@@ -322,6 +336,7 @@ def test_a_slow_sink_is_noted_once(own, run, caplog, monkeypatch):
     ("name", "what", "fix"),
     [("own_sinks:Short", "lacks log, close", "define start(run)"),
      ("own_sinks:Needs", "without arguments", "defaults"),
+     ("own_sinks:Losses", "Losses.log can't be called with step and values", "log(step, values)"),
      ("own_sinks:number", "not a class or function: 3", "class"),
      ("own_sinks:Cals", "has no Cals", "train.trackers='[\"losses:LossFile\",\"own_sinks:Calls\"]'"),
      ("no_such_module:Sink", "module not found: no_such_module", "PYTHONPATH")],
@@ -331,6 +346,16 @@ def test_what_is_no_sink_is_said_before_the_run(own, name, what, fix):
         check_trackers(["losses:LossFile", name])
     error = caught.value
     assert what in error.what and error.where == "train.trackers" and error.rule and fix in error.fix
+
+
+def test_other_kinds_of_methods_are_a_sink_s(own):
+    check_trackers(["own_sinks:Plain"])
+
+
+def test_what_a_function_returns_is_tried_too(own, run):
+    check_trackers(["own_sinks:losses"])
+    with pytest.raises(ConfigError, match="losses.log can't be called with step and values: too many"):
+        Trackers(["own_sinks:losses"], run)
 
 
 def test_a_function_that_returns_no_sink_is_said_before_the_first_step(own, run):

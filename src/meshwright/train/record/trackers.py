@@ -26,7 +26,8 @@ SINKS = {
     "trackio": "meshwright.train.record.trackio_sink:TrackioSink",
 }
 """Built-in sinks by name, which is also the name of the package and of the extra."""
-METHODS = ("start", "log", "close")
+METHODS = {"start": ("run",), "log": ("step", "values"), "close": ("failed",)}
+DEFINE = "define start(run), log(step, values) and close(failed)"
 SLOW_SHARE, SLOW_S = 0.1, 5.0
 """Share of a run's time that a sink takes, and its seconds in total, from which there is a warning."""
 
@@ -137,14 +138,20 @@ def _find_factory(name: str, names: Sequence[str]) -> Callable[[], Any]:
         raise _not_a_sink(f"{name} is not a class or function: {found!r:.60}", "name the class of the sink")
     if isinstance(found, type):
         _check_methods(name, found)
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
+    if (why := _why_uncallable(found)) is not None:
         fix = "give its parameters defaults, or name a function that makes the sink"
-        raise _not_a_sink(f"{name} can't be called without arguments: {error}", fix) from None
+        raise _not_a_sink(f"{name} can't be called without arguments: {why}", fix)
+    return found
+
+
+def _why_uncallable(function: Callable[..., Any], *arguments: str) -> str | None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
     except ValueError:
         pass  # some built-in classes don't tell their parameters
-    return found
+    return None
 
 
 def _check_installed(name: str, names: Sequence[str]) -> None:
@@ -162,9 +169,14 @@ def _check_installed(name: str, names: Sequence[str]) -> None:
 def _check_methods(name: str, found: Any) -> None:
     abstract = getattr(found, "__abstractmethods__", ())
     missing = [method for method in METHODS if method in abstract or not callable(getattr(found, method, None))]
+    is_class = isinstance(found, type)
     if missing:
-        what = f"{name} lacks {', '.join(missing)}" if isinstance(found, type) else f"{name}() returned {found!r:.60}"
-        raise _not_a_sink(what, f"define {METHODS[0]}(run), {METHODS[1]}(step, values) and {METHODS[2]}(failed)")
+        what = f"{name} lacks {', '.join(missing)}" if is_class else f"{name}() returned {found!r:.60}"
+        raise _not_a_sink(what, DEFINE)
+    for method, arguments in METHODS.items():
+        own = ("self",) if is_class and inspect.isfunction(inspect.getattr_static(found, method, None)) else ()
+        if (why := _why_uncallable(getattr(found, method), *own, *arguments)) is not None:
+            raise _not_a_sink(f"{name}.{method} can't be called with {' and '.join(arguments)}: {why}", DEFINE)
 
 
 def _not_a_sink(what: str, fix: str) -> ConfigError:
