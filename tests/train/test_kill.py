@@ -13,7 +13,7 @@ import torch
 
 from meshwright.checkpoint.manifest import list_checkpoints, newest_valid, verify
 from meshwright.checkpoint.save_load import read_tensors, tensor_names
-from meshwright.errors import RunError
+from meshwright.errors import CONTINUE, RunError
 from tests.helpers import small_corpus
 from tests.train.runs import Fault, assert_bitwise_equal, choose, metrics, num_steps, train
 
@@ -45,7 +45,7 @@ def killed(words, out, fault, *, resume=None):
         train(words, out, fault=fault, resume=resume)
     error = caught.value
     assert f"rank {fault.rank} was killed by SIGKILL" in error.what
-    assert error.where.startswith(f"rank {fault.rank} of ") and "meshwright run " in error.fix
+    assert error.where.startswith(f"rank {fault.rank} of ") and CONTINUE in error.fix
     return error
 
 
