@@ -108,3 +108,13 @@ def wrong_masks(spec, seq_len):
 def _joined(lengths):
     """Join the first two documents."""
     return (sum(lengths[:2]), *lengths[2:])
+
+
+def num_pairs_in(mask: MaskSpec, queries: tuple[int, int], seq_len: int, sample: int = 0) -> int:
+    """Return the number of pairs whose query is in an interval of a sample."""
+    found = start = 0
+    for length in mask.lengths(sample, seq_len):
+        first, last = (min(max(query - start, 0), length) for query in queries)
+        found += mask.num_pairs_before(last, length) - mask.num_pairs_before(first, length)
+        start += length
+    return found

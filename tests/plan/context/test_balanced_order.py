@@ -20,6 +20,7 @@ from meshwright.plan.context.balanced_order import (
     zigzag,
 )
 from meshwright.plan.context.exchange import make_exchange
+from tests.nn.attention.dense_masks import num_pairs_in
 from tests.plan.context.dense import masks, tokens
 from tests.plan.context.document_mixes import MIXES, SEQ_LEN
 
@@ -36,7 +37,7 @@ STACKS = {
 def slowest(layers: list[MaskSpec], shards: tuple[Shard, ...], seq_len: int, sample: int) -> float:
     """Work of the slowest rank relative to the mean, without the index."""
     work = [
-        sum(mask.num_pairs_in(one, seq_len, sample) for mask in layers for one in shard[sample]) for shard in shards
+        sum(num_pairs_in(mask, one, seq_len, sample) for mask in layers for one in shard[sample]) for shard in shards
     ]
     return max(work) * len(work) / sum(mask.num_pairs(seq_len, sample) for mask in layers)
 
@@ -137,7 +138,7 @@ def test_arcs_come_within_a_token_of_their_share(data: st.DataObject) -> None:
     mask = data.draw(masks(seq_len, num_samples=1))
     costs = LayerCosts([mask], seq_len)
     arcs = balanced_arcs(costs, num_ranks, tolerance=0.0)
-    token = max(mask.num_pairs_in((one, one + 1), seq_len) for one in range(seq_len))
+    token = max(num_pairs_in(mask, (one, one + 1), seq_len) for one in range(seq_len))
     share = costs.num_pairs / num_ranks
     for index, arc in enumerate(arcs):
         assert abs(costs.pairs_of(arc) - share) <= token * (index + 1) + 0.003 * share * (index + 1)

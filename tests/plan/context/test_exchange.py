@@ -12,6 +12,7 @@ from meshwright.plan.context.balanced_order import contiguous, zigzag
 from meshwright.plan.context.exchange import Exchange, make_exchange
 from meshwright.plan.context.intervals import intersection, local_rows, union
 from meshwright.plan.context.sample_mask import SampleMask
+from tests.nn.attention.dense_masks import num_pairs_in
 from tests.plan.context.dense import Case, cases, dense, tokens
 
 
@@ -61,7 +62,7 @@ def test_index_agrees_with_the_mask(case: Case) -> None:
         for start, stop in case.held(0, sample):
             assert (index.keys_of((start, stop)),) == union(case.mask.keys_of((start, stop), case.seq_len, sample))
             pairs = index.num_pairs_before(stop) - index.num_pairs_before(start)
-            assert pairs == case.mask.num_pairs_in((start, stop), case.seq_len, sample)
+            assert pairs == num_pairs_in(case.mask, (start, stop), case.seq_len, sample)
 
 
 def test_window_of_contiguous_ranks_comes_from_the_neighbour_only() -> None:

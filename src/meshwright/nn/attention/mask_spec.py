@@ -71,13 +71,6 @@ class MaskSpec:
         """Return the number of pairs of a query and a visible key in a sample."""
         return sum(self.num_pairs_before(length, length) for length in self.lengths(sample, seq_len))
 
-    def num_pairs_in(self, queries: Interval, seq_len: int, sample: int = 0) -> int:
-        """Return the number of pairs whose query is in an interval of a sample."""
-        return sum(
-            self.num_pairs_before(last - start, length) - self.num_pairs_before(first - start, length)
-            for start, length, (first, last) in self._overlaps(queries, seq_len, sample)
-        )
-
     def keys_of(self, queries: Interval, seq_len: int, sample: int = 0) -> Iterator[Interval]:
         """Yield the keys that any query of an interval may attend to: one interval per document."""
         for start, length, (first, last) in self._overlaps(queries, seq_len, sample):
