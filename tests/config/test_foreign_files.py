@@ -81,3 +81,9 @@ def test_a_name_without_a_counterpart_hides_no_translation(tmp_path: Path) -> No
     assert error.fix == "train.optimizer=adamw train.steps=20 in place of optimizer.name, training.steps"
     (tmp_path / "titan.toml").write_text(text.partition("[optimizer]")[0])
     assert "job.description" in outcome([], str(tmp_path / "titan.toml")).what
+
+
+@pytest.mark.parametrize("name", ["--load-checkpoint-path", "optimizer.betas", "mesh.fsd"])
+def test_a_key_that_only_looks_alike_is_not_suggested(name: str) -> None:
+    error = outcome([f"{name}=2"])
+    assert error.what.startswith("unknown") and "nearest" not in error.fix

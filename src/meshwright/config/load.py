@@ -283,7 +283,7 @@ class _FamilyKeys:
         if key.startswith(OF_VALIDATION):  # the nearest ones are those of training
             return None
         exact_tail = [name for name in names if "." in name and name.split(".")[-1] == key.split(".")[-1]]
-        return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.5)), None)
+        return next(iter(exact_tail or difflib.get_close_matches(key, names, n=1, cutoff=0.7)), None)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
