@@ -70,7 +70,7 @@ ERRORS = {
     "checkpoint": "checkpoint ls no-such",
 }
 HELP = ("", "plan", "run", "prove", "report", "presets", "doctor", "bench", "draw", "draw pipeline", "draw capture",
-        "draw reshard", "draw loss", "draw drift", "checkpoint", "checkpoint ls", "checkpoint import", "launch",
+        "draw reshard", "draw loss", "checkpoint", "checkpoint ls", "checkpoint import", "launch",
         "launch slurm", "launch kubernetes", "launch torchrun")  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from meshwright.plan.load_config import load
 from tests.helpers import meshwright
 
 VERBS = (["run"], ["prove"], ["report"], ["launch"], ["launch", "slurm"], ["launch", "kubernetes"],
-         ["launch", "torchrun"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"], ["draw", "drift"],
+         ["launch", "torchrun"], ["presets"], ["doctor"], ["bench"], ["draw"], ["draw", "pipeline"],
          ["checkpoint"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "export"],
          ["checkpoint", "import"])  # fmt: skip
 

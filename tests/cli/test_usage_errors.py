@@ -50,7 +50,6 @@ CASES = {
     "bench train --rounds 0": ("--rounds 0 is not allowed", "--rounds 5"),
     "launch slurm --nodes two --gpus-per-node 8": ("--nodes two is not allowed", "--nodes 2"),
     "prove --steps 0": ("--steps 0 is not allowed", "--steps 3"),
-    "draw drift --steps x": ("--steps x is not allowed", "--steps 30"),
     "prove --steps": ("--steps has no value", "--steps 3"),
     "run --plan": ("--plan has no value", "--plan PLAN"),
     "plan --json": ("--json has no value", "--json JSON"),
@@ -64,14 +63,6 @@ def test_usage_errors(fails, command):
     assert (error["error"], error["fix"]) == CASES[command]
     assert error["where"].startswith("command line") and "\n" not in error["rule"]
     assert "unable to parse" not in error["rule"] and "Value error" not in error["rule"]
-
-
-def test_keys_are_options_of_all_commands_that_train(fails):
-    """Also of the one that draws."""
-    assert (
-        fails("draw drift dit-digits --pp 2 --dp-shard 2 --global-batch 3")["where"]
-        == "command line, train.global_batch"
-    )
 
 
 def commands(group, path=()):

@@ -87,8 +87,7 @@ TORCH_FREE = (
     "train/run_folder.py", "train/run_folder_lock.py", "train/divergence.py",
     "prove/script/__init__.py", "prove/script/layout_choice.py", "prove/script/proof.py",
     "prove/spec.py", "prove/catalogue/__init__.py", "prove/catalogue/case.py", "prove/catalogue/catalogue.py",
-    "prove/catalogue/layouts.py", "prove/drift/__init__.py", "prove/drift/experiment.py", "prove/drift/result.py",
-    "prove/drift/draw.py",
+    "prove/catalogue/layouts.py",
     "meshwright_bench/benchmarks.py", "meshwright_bench/command.py", "meshwright_bench/report.py",
     "meshwright_bench/alternate.py", "meshwright_bench/ranks.py", "meshwright_bench/devices.py",
     "meshwright_bench/*/benchmark.py", "meshwright_bench/*/cases.py", "meshwright_bench/comm/loss_cost.py",
@@ -100,7 +99,7 @@ LATE_TORCH_ALLOWED = (
     "__main__.py", "api.py", "cli/*", "train/launch/launcher.py",
     "meshwright_bench/command.py", "meshwright_bench/devices.py", "meshwright_bench/*/benchmark.py",
     "meshwright_bench/comm/loss_cost.py",
-    "optim/catalogue.py", "prove/drift/experiment.py", "prove/script/proof.py", "models/*/family.py",
+    "optim/catalogue.py", "prove/script/proof.py", "models/*/family.py",
     "models/foreign/foreign_family.py",
     "prove/catalogue/catalogue.py", "testing/*",
 )  # fmt: skip

@@ -1,1 +1,1 @@
-"""`meshwright draw`: figures of schedules, redistributions, captures, drift, losses and catalogues."""
+"""`meshwright draw`: figures of schedules, redistributions, captures, losses and catalogues."""

@@ -14,11 +14,10 @@ import typer
 from meshwright.cli.colors import paint
 from meshwright.cli.draw.capture import capture
 from meshwright.cli.draw.catalogue import catalogue
-from meshwright.cli.draw.drift import drift
 from meshwright.cli.draw.loss import loss
 from meshwright.cli.draw.reshard import reshard
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
-from meshwright.cli.unknown_words import Commands, ConfigCommand
+from meshwright.cli.unknown_words import Commands
 from meshwright.cli.usage_errors import Command
 from meshwright.cli.wrapping import show
 from meshwright.errors import InputError
@@ -35,7 +34,6 @@ HELP = "Draw schedules, CUDA graphs, redistributions, losses and the catalogue o
 app = typer.Typer(cls=Commands, help=HELP, no_args_is_help=True)
 app.command("capture", cls=Command)(capture)
 app.command("catalogue", cls=Command)(catalogue)
-app.command("drift", cls=ConfigCommand)(drift)
 app.command("loss", cls=Command)(loss)
 app.command("reshard", cls=Command)(reshard)
 

@@ -1,1 +1,0 @@
-"""Drift experiment: copies of shared parameters diverge if their gradients are not summed."""
