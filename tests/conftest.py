@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 import hypothesis
 import pytest
 
-from meshwright.testing.gang import PRELOAD, GangPool, start_server
+from tests.gangs.gang import PRELOAD, GangPool, start_server
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
 for name, max_examples in (("default", 20), ("slow", 100)):

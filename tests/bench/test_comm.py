@@ -14,7 +14,6 @@ import torch
 from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError, RunError
-from meshwright.testing.gang import GangError
 from meshwright_bench import devices
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.comm import benchmark, collectives
@@ -23,6 +22,7 @@ from meshwright_bench.comm.cases import DTYPES, FLOOR_BYTES, CudaTask, KernelTas
 from meshwright_bench.comm.kernels import check_bits, cpu_kernels
 from meshwright_bench.comm.kernels_cuda import device_kernels
 from meshwright_bench.report import as_json
+from tests.gangs.gang import GangError
 
 N = 128 * 96
 """Number of elements, a multiple of the block alignment on 2 and on 3 ranks."""

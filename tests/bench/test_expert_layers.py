@@ -13,7 +13,6 @@ import torch
 
 from meshwright.errors import InputError, RunError
 from meshwright.nn.experts.row_map import RowMap
-from meshwright.testing.gang import GangError
 from meshwright_bench import devices
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.expert_layers import benchmark, layer_time
@@ -48,6 +47,7 @@ from meshwright_bench.expert_layers.grouped_gemm import grouped_seconds
 from meshwright_bench.expert_layers.layer_time import both_orders, measure_pairs
 from meshwright_bench.expert_layers.row_moves import all_moves
 from meshwright_bench.report import Report, as_json, table
+from tests.gangs.gang import GangError
 
 DISPATCH = DispatchTask(Path(), num_tokens=40, dim=16, num_experts=16, top_k=4)
 MOVES = MovesTask(Path(), num_tokens=24, dim=16, num_experts=8, top_k=2, rounds=2, steps=1)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import RunError
-from meshwright.testing.gang import GangError
 from meshwright_bench.muon import measure
 from meshwright_bench.muon.benchmark import step_figures, update_figures
 from meshwright_bench.muon.cases import UpdateTask
+from tests.gangs.gang import GangError
 
 TASK = UpdateTask(Path(), size=12, num_matrices=4, rounds=1, steps=1)
 

@@ -13,13 +13,13 @@ from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import InputError, RunError
 from meshwright.parallel import pipeline_shared_gradients
 from meshwright.plan.load_config import load
-from meshwright.testing.gang import GangError
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.byte_counters import SentBytes
 from meshwright_bench.report import as_json
 from meshwright_bench.shared_gradients.benchmark import bench_shared_gradients, sync_figures
 from meshwright_bench.shared_gradients.cases import PP, SyncTask
 from meshwright_bench.shared_gradients.sync import both_sides
+from tests.gangs.gang import GangError
 
 DIM, ROWS = 16, 11
 CONFIG = load("dit-digits", ["model.num_layers=2", f"model.dim={DIM}", "model.num_heads=4", "model.ffn_dim=24",

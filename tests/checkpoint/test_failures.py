@@ -11,8 +11,8 @@ import torch
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import RunError
-from meshwright.testing.gang import GangError
 from tests.checkpoint import failures
+from tests.gangs.gang import GangError
 
 
 def only(results):

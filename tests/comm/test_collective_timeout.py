@@ -18,7 +18,7 @@ from meshwright.comm.collective_timeout import CollectiveError, name_failed_coll
 from meshwright.comm.message_format import format_ranks
 from meshwright.comm.p2p import open_channels
 from meshwright.errors import MeshwrightError, RunError
-from meshwright.testing.gang import GangError
+from tests.gangs.gang import GangError
 
 TIMEOUT_S = 2
 """For what is in vain. What all ranks come to may take `GOOD_S`: on a loaded machine one may be late."""
@@ -102,7 +102,7 @@ def stop(rank, world_size):
 
 @pytest.mark.slow
 def test_a_stopped_rank_ends_the_others(gang, monkeypatch):
-    monkeypatch.setattr("meshwright.testing.gang.GRACE_S", 0.5)  # it does not end
+    monkeypatch.setattr("tests.gangs.gang.GRACE_S", 0.5)  # it does not end
     with pytest.raises(GangError) as caught:
         gang(2).run(stop, timeout_s=BODY_S)
     assert caught.value.ranks == (0,)

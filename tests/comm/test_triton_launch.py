@@ -19,7 +19,6 @@ from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import QUANTISED_DTYPES
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError
-from meshwright.testing.gang import Gang
 from tests.comm.agree import (
     QUANTISED,
     assert_codecs_agree,
@@ -28,6 +27,7 @@ from tests.comm.agree import (
     same,
 )
 from tests.comm.data import assorted
+from tests.gangs.gang import Gang
 from tests.helpers import covering_pairs, quick_and_slow
 from tests.triton_interpreter import interpret_triton, needs_triton
 

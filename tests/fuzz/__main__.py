@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from meshwright.testing.gang import PRELOAD, start_server
 from tests.fuzz.case import Case
 from tests.fuzz.commands import Commands
 from tests.fuzz.draw import draw
@@ -21,6 +20,7 @@ from tests.fuzz.judge import Verdict, judge
 from tests.fuzz.meaning import NEVER
 from tests.fuzz.shrink import shrink
 from tests.fuzz.stopped import judge_stopped
+from tests.gangs.gang import PRELOAD, start_server
 
 FOLDER = Path("build/fuzz")
 PRELOADED = (

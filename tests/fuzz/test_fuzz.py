@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.testing.gang import GangPool
 from tests.fuzz.case import Case
 from tests.fuzz.commands import Commands
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import judge
 from tests.fuzz.meaning import ALWAYS
 from tests.fuzz.stopped import judge_stopped
+from tests.gangs.gang import GangPool
 
 SEED = 106
 """Its first cases are of all families, over each axis, and on few ranks."""

@@ -13,7 +13,7 @@ from tests.house.source import BENCH, PACKAGE, Module, Tree
 FLOORS = {
     "errors": 0, "units": 0, "log": 0, "output_files": 0, "lasting_output": 0, "figure": 0, "settings": 0,
     "__init__": 0, "callable_module": 0,
-    "cluster": 1, "mesh": 1, "nn": 1, "data": 1, "testing": 1,
+    "cluster": 1, "mesh": 1, "nn": 1, "data": 1,
     "comm": 2,
     "pipeline": 3, "checkpoint": 3, "reshard": 3,
     "dtensor_ops": 4, "optim": 4,
@@ -39,7 +39,6 @@ TORCH_FREE = (
     "figure.py", "callable_module.py",
     "cluster/spec.py", "cluster/presets.py",
     "mesh/axes.py", "mesh/layout*.py", "mesh/reduction.py", "mesh/shard_intervals.py",
-    "testing/*",
     "comm/__init__.py", "comm/compression/__init__.py", "comm/compression/catalogue.py",
     "settings/*",
     "nn/__init__.py", "nn/attention/__init__.py", "nn/attention/mask_spec.py", "nn/attention/token_layout.py",
@@ -101,7 +100,7 @@ LATE_TORCH_ALLOWED = (
     "meshwright_bench/comm/loss_cost.py",
     "optim/catalogue.py", "prove/script/proof.py", "models/*/family.py",
     "models/foreign/foreign_family.py",
-    "prove/catalogue/catalogue.py", "testing/*",
+    "prove/catalogue/catalogue.py",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""
 

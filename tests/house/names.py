@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from tests.house.source import Module, Tree
 
-COLLECTIVE_ROOMS = ("comm", "testing")
+COLLECTIVE_ROOMS = ("comm",)
 """The rooms that move bytes between ranks."""
 
 COLLECTIVE = re.compile(

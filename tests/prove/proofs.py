@@ -33,9 +33,9 @@ from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import as_proof
 from meshwright.prove.stage_placement import stage_placement_of
-from meshwright.testing.gang import GangPool
 from meshwright.train import optimizer, pipeline_stages, train_step
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.prove.seeded_faults import Fault
 

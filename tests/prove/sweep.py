@@ -14,7 +14,7 @@ from meshwright.prove.as_run.configuration import as_configured
 from meshwright.prove.as_run.driver import render as render_as_run
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove import proofs
 from tests.prove.as_run import proofs as as_run
 from tests.prove.as_run.test_layouts import BATCH, LAYOUTS, MATRIX, VARIANTS, small_preset

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from meshwright.prove.report import render
-from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
+from tests.gangs.gang import GangPool
 from tests.prove.proofs import proof, small_config, small_dit_config, small_expert_config
 from tests.prove.seeded_faults import Fault
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from meshwright.data.mixtures.joined_windows import JoinedPacked
-from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.data.chats.formats import CHATML, build, many_chats, write_lines
+from tests.gangs.gang import GangPool
 from tests.helpers import quick_and_slow
 from tests.prove.proofs import assert_proved, proof, small_config
 from tests.prove.seeded_faults import Fault

@@ -10,7 +10,7 @@ import pytest
 from meshwright.config.schema import RunConfig
 from meshwright.prove.compare.result import FaultKind
 from meshwright.prove.report import to_json
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.helpers import quick_and_slow
 from tests.prove.context_faults import CONTEXT_FAULTS, NEAR_MISSES
 from tests.prove.proofs import assert_named, assert_proved, proof, small_config, small_expert_config

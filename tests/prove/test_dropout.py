@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
+from tests.gangs.gang import GangPool
 from tests.prove.proofs import assert_proved, proof, small_config, small_dit_config, small_expert_config
 from tests.prove.seeded_faults import Fault
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.prove.report import render
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.helpers import quick_and_slow
 from tests.prove.expert_faults import EXPERT_FAULTS, UNKNOWN_FAULTS
 from tests.prove.proofs import assert_named, assert_proved, proof, small_expert_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.prove.report import render
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove.muon_faults import MUON, MUON_FAULTS, UNKNOWN_MUON_FAULTS
 from tests.prove.proofs import assert_named, assert_proved, proof, small_config, small_expert_config
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.prove.proofs import assert_proved, proof, small_config
 from tests.prove.seeded_faults import Fault

@@ -13,7 +13,7 @@ from meshwright.pipeline.shared_parameters import SharedParameter
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.report import render
 from meshwright.prove.stage_placement import StagePlacement, stage_placement_of
-from meshwright.testing.gang import GangError, GangPool
+from tests.gangs.gang import GangError, GangPool
 from tests.prove.pipeline_faults import LOUD_FAULTS, PIPELINE_FAULTS
 from tests.prove.proofs import assert_named, proof, prove_with, record_on_rank, small_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove.branch_faults import BRANCH_FAULTS
 from tests.prove.data_faults import DATA_FAULTS, IMAGE_FAULTS
 from tests.prove.forward_faults import FORWARD_FAULTS

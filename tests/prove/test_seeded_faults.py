@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 
 from meshwright.prove.report import render, to_json
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove.proofs import prove_with, record_few_steps, record_on_rank, small_config
 from tests.prove.seeded_faults import FAULTS
 

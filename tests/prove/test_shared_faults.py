@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.prove.report import render, to_json
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove.proofs import proof, small_config, small_dit_config
 from tests.prove.shared_faults import SHARED_FAULTS
 

@@ -14,7 +14,7 @@ from meshwright.models.foreign.probe import probe
 from meshwright.models.foreign.roles import parameter_roles
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data, quick_and_slow
 from tests.models.hf.folders import open_folder, write_model
 from tests.models.hf.runs import hf_config, run, saved

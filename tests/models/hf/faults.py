@@ -13,10 +13,10 @@ from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
 from meshwright.prove.locate.layout_pass import RankPass, record_activations
 from meshwright.prove.record.layout_run import RankRecord, record_rank
-from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import Job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.train_step import TrainStep
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.prove.proofs import FEW_STEPS, REPLACED, prove_with, restored
 from tests.prove.seeded_faults import skip_partial_sums_over_tp, sum_accumulated_over_tp

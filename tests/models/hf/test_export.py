@@ -17,8 +17,8 @@ from meshwright.models.hf import export, private
 from meshwright.models.hf.build_model import original_config
 from meshwright.models.hf.export import TransformersWeights
 from meshwright.models.hf.source import Source
-from meshwright.testing.gang import GangPool
 from tests.data.chats.formats import CHATML, build, chat, write_lines
+from tests.gangs.gang import GangPool
 from tests.models.hf.folders import change_config, write_model
 from tests.models.hf.runs import hf_config, run, saved
 

@@ -12,7 +12,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.report import render, reported_findings
 from meshwright.prove.spec import as_proof
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.models.hf.faults import FAULTS, proof_of
 from tests.models.hf.runs import hf_config
 

@@ -20,8 +20,8 @@ from meshwright.models.hf.export import TransformersWeights
 from meshwright.plan.load_config import load
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
-from meshwright.testing.gang import GangPool
 from tests.data.chats.formats import CHATML, Tokenizer, build, chat, parts, write_lines
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.models.hf.folders import open_folder, write_model
 from tests.models.hf.runs import run, saved

@@ -27,8 +27,8 @@ from meshwright.plan.memory import predict_memory
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof, overridden
-from meshwright.testing.gang import GangPool
 from meshwright.train.run_folder import check_continues
+from tests.gangs.gang import GangPool
 from tests.helpers import alternatives, quick_and_slow
 from tests.models.hf.faults import proof_of
 from tests.models.hf.runs import hf_config, run

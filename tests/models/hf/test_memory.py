@@ -20,7 +20,7 @@ from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.plan.test_memory import MOMENTS
 from tests.prove.proofs import SOURCE
 from tests.train.jobs import load_words, make_job, run_on

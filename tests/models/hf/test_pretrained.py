@@ -19,9 +19,9 @@ from meshwright.models.hf.tiny_config import tiny_config
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
-from meshwright.testing.gang import GangPool
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data, quick_and_slow
 from tests.models.hf.folders import change_config, open_folder, write_model
 from tests.models.hf.runs import hf_config, run

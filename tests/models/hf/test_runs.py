@@ -12,7 +12,7 @@ from meshwright.models.contract.task import SimpleBatch
 from meshwright.models.hf.export import TransformersWeights
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.models.hf.faults import records_of
 from tests.models.hf.folders import open_folder
 from tests.models.hf.runs import hf_config, run, saved

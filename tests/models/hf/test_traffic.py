@@ -8,7 +8,7 @@ from meshwright.models.foreign import derive
 from meshwright.models.hf.family import _structure
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import predict_traffic
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove.proofs import SOURCE
 from tests.train.jobs import load_words
 from tests.train.test_traffic import all_leaving

@@ -11,7 +11,7 @@ from meshwright.models.module import example
 from meshwright.plan.load_config import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.models.hf.faults import proof_of
 from tests.models.module import modules
 from tests.prove.proofs import SOURCE

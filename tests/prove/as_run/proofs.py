@@ -19,9 +19,9 @@ from meshwright.prove.as_run.configuration import as_configured, num_steps
 from meshwright.prove.as_run.judge import judge
 from meshwright.prove.as_run.record_run import AsRunRecord, record_as_run
 from meshwright.prove.as_run.result import AsRunResult
-from meshwright.testing.gang import GangPool
 from meshwright.train import optimizer, pipeline_stages, train_step
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.prove.proofs import SMALL, SMALL_DIT, SMALL_EXPERTS, SMALL_PICTURES, SOURCE, few_pictures, restored
 

@@ -14,7 +14,7 @@ from meshwright.plan.load_config import load
 from meshwright.prove.as_run.configuration import as_configured
 from meshwright.prove.as_run.driver import render
 from meshwright.prove.as_run.result import AsRunResult
-from meshwright.testing.gang import GangPool
+from tests.gangs.gang import GangPool
 from tests.prove.as_run.proofs import SIZES, as_run_config, proof
 from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, SMALL_VIDEOS, SOURCE
 

@@ -29,9 +29,9 @@ from typing import Any
 
 from meshwright.errors import RunError
 from meshwright.log import get_logger
-from meshwright.testing import gang_worker
-from meshwright.testing.gang_worker import Body, Call, Meeting, Pipe, Raised, Regroup, Reply, Request, Returned
 from meshwright.units import counted
+from tests.gangs import gang_worker
+from tests.gangs.gang_worker import Body, Call, Meeting, Pipe, Raised, Regroup, Reply, Request, Returned
 
 PRELOAD = (
     "torch",
@@ -40,7 +40,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint",
     "pytest",  # the test modules import it, and so does the parent's main module
-    "meshwright.testing.gang_worker",
+    "tests.gangs.gang_worker",
 )
 START_TIMEOUT_S = 60.0
 """Limit for processes to start and form a group; on an idle machine it takes about a second."""

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from meshwright.testing.gang import GangError, GangPool
-from meshwright.testing.gang_worker import MANY_THREADS
+from tests.gangs.gang import GangError, GangPool
+from tests.gangs.gang_worker import MANY_THREADS
 
 
 def add(rank, world_size, left, right=0):
@@ -162,7 +162,7 @@ def test_one_thread_and_loopback_only(gang):
 
 
 def test_an_exception_names_the_rank_and_brings_its_traceback(gang, monkeypatch):
-    monkeypatch.setattr("meshwright.testing.gang.GRACE_S", 0.5)  # rank 0 waits for ever
+    monkeypatch.setattr("tests.gangs.gang.GRACE_S", 0.5)  # rank 0 waits for ever
     with pytest.raises(GangError, match=r"rank 1 raised ValueError: no luck") as caught:
         gang(2).run(raise_on, 1)
     assert "in raise_on" in str(caught.value)
@@ -271,7 +271,7 @@ def test_a_pool_keeps_the_gangs_used_last():
 
 
 def test_the_gang_module_imports_no_torch():
-    code = "import sys, meshwright.testing.gang; sys.exit('torch' in sys.modules)"
+    code = "import sys, tests.gangs.gang; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -279,7 +279,7 @@ def test_the_gang_module_imports_no_torch():
 def test_workers_die_with_their_parent(tmp_path):
     code = (
         "import os, signal\n"
-        "from meshwright.testing.gang import Gang, start_server\n"
+        "from tests.gangs.gang import Gang, start_server\n"
         "start_server(['torch.distributed'])\n"
         "gang = Gang(2)\n"
         "assert gang.run(max) == [2, 2]\n"

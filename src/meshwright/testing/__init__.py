@@ -1,1 +1,0 @@
-"""Test utilities: gangs of worker processes."""

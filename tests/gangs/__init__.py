@@ -1,0 +1,1 @@
+"""Gangs of worker processes, which run the bodies of distributed tests."""
