@@ -21,12 +21,11 @@ COPY, COMPUTE = "copy", "compute"
 
 
 class Wait(Enum):
-    """The four waits, by the operation of `Streams` that makes each."""
+    """The three waits, by the operation of `Streams` that makes each."""
 
     COMPUTE_FOR_COPY = "compute_waits"
     HOST_FOR_COPY = "host_waits"
     ALLOCATOR_FOR_COMPUTE = "keep_for_compute"
-    COPY_FOR_CONSUMER = "copy_waits"
 
 
 class Order(Enum):
@@ -88,16 +87,9 @@ class FakeStreams:
     def copy_event(self) -> FakeEvent:
         return self._record(COPY)
 
-    def compute_event(self) -> FakeEvent:
-        return self._record(COMPUTE)
-
     def compute_waits(self, event: FakeEvent) -> None:
         if self._without is not Wait.COMPUTE_FOR_COPY:
             self._queues[COMPUTE].append(lambda: event.happened)
-
-    def copy_waits(self, event: FakeEvent) -> None:
-        if self._without is not Wait.COPY_FOR_CONSUMER:
-            self._queues[COPY].append(lambda: event.happened)
 
     def host_waits(self, event: FakeEvent) -> None:
         if self._without is not Wait.HOST_FOR_COPY:
@@ -105,7 +97,7 @@ class FakeStreams:
                 assert self._run_one(), "the host waits for ever"
 
     def keep_for_compute(self, x: Tensor) -> None:
-        if self._without is not Wait.ALLOCATOR_FOR_COMPUTE and id(x) in self._blocks:  # a destination is the caller's
+        if self._without is not Wait.ALLOCATOR_FOR_COMPUTE:
             self._blocks[id(x)].used_by_compute = True
 
     # ---- for tests

@@ -1,26 +1,19 @@
 """Copies of host tensors to the device, beside the computation.
 
-[Note: waits of a copy] A copy touches three pieces of memory on two streams and a host thread. Four waits keep them in
+[Note: waits of a copy] A copy touches three pieces of memory on two streams and a host thread. Three waits keep them in
 order, and each is necessary:
 
 1. The compute stream waits for the copy's event before it reads the result (`Handle.wait_stream`).
 2. Pinned memory is written again only after the event of the copy that reads it (`_Staging`): the host waits.
 3. Fresh device memory belongs to the copy stream, so the allocator would give freed memory to the next copy at once. It
    is told that the compute stream uses it too (`record_stream`), and so keeps it until the computation is done.
-4. Device memory that the caller reuses (`Destination`) never goes back to the allocator, so the copy stream itself
-   waits for the event of its last consumer before it overwrites it.
 
-`wait_stream` orders the two streams and does not block the host; a host that reads the result has to `wait_host`. Both
-return the tensors, which cannot be had in any other way.
-
-Training copies its batches to fresh memory and reads them on the compute stream only (`train/train_step.py`), so
-it takes waits 1 to 3. Wait 4 and `wait_host` are for callers with memory of their own, or with a host that reads.
+`wait_stream` returns the tensors for work on the compute stream, not for the host; they can't be had in any other way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -39,22 +32,6 @@ class Handle(Protocol):
 
     def wait_stream(self) -> Tensors:
         """Make the current compute stream wait for the copy, and return the tensors for work on that stream."""
-
-    def wait_host(self) -> Tensors:
-        """Make the host wait for the copy, and return the tensors for reading on the host."""
-
-
-class Destination:
-    """Device memory that copies overwrite one after the other, such as the inputs of a CUDA graph."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tuple(tensors)
-        self.consumed: Event | None = None
-        """Event after which the last copy's contents are not needed any more."""
-
-    def release(self, streams: Streams) -> None:
-        """Declare that the work launched so far on the current compute stream is the last that reads the contents."""
-        self.consumed = streams.compute_event()
 
 
 class Copies(Protocol):
@@ -82,21 +59,13 @@ class StreamCopies:
         self._streams = streams
         self._stagings: deque[_Staging] = deque()
 
-    def start(self, tensors: Tensors, into: Destination | None = None) -> Handle:
-        """Start copying CPU tensors, and return when they may be written again.
-
-        Args:
-            tensors: CPU tensors of any shape and dtype.
-            into: device memory of the same shapes and dtypes to overwrite; fresh memory if None.
-        """
+    def start(self, tensors: Tensors) -> Handle:
+        """Start copying CPU tensors of any shape and dtype, and return when they may be written again."""
         streams, staging = self._streams, self._free_staging(tensors)
         for x, pinned in zip(tensors, staging.tensors, strict=True):
             pinned.copy_(x)
-        if into is not None and into.consumed is not None:
-            streams.copy_waits(into.consumed)
-        targets = tuple(streams.empty_like(x) for x in tensors) if into is None else into.tensors
+        targets = tuple(streams.empty_like(x) for x in tensors)
         for pinned, target in zip(staging.tensors, targets, strict=True):
-            assert (pinned.shape, pinned.dtype) == (target.shape, target.dtype), "a copy does not convert"
             streams.copy(pinned, target)
         staging.copied = streams.copy_event()
         self._stagings.append(staging)
@@ -142,11 +111,6 @@ class _Copying:
             self._streams.keep_for_compute(x)
         return self._tensors
 
-    def wait_host(self) -> Tensors:
-        """Wait for the copy."""
-        self._streams.host_waits(self._copied)
-        return self._tensors
-
 
 class _Arrived:
     """Handle of tensors that are there."""
@@ -155,9 +119,5 @@ class _Arrived:
         self._tensors = tensors
 
     def wait_stream(self) -> Tensors:
-        """Return the tensors."""
-        return self._tensors
-
-    def wait_host(self) -> Tensors:
         """Return the tensors."""
         return self._tensors

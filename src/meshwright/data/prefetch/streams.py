@@ -29,14 +29,8 @@ class Streams(Protocol):
     def copy_event(self) -> Event:
         """Record an event after all work launched on the copy stream."""
 
-    def compute_event(self) -> Event:
-        """Record an event after all work launched on the current compute stream."""
-
     def compute_waits(self, event: Event) -> None:
         """Make the current compute stream wait for an event; the host goes on."""
-
-    def copy_waits(self, event: Event) -> None:
-        """Make the copy stream wait for an event; the host goes on."""
 
     def host_waits(self, event: Event) -> None:
         """Make the host wait for an event."""
@@ -71,18 +65,9 @@ class CudaStreams:
         event: torch.cuda.Event = self._copies.record_event()
         return event
 
-    def compute_event(self) -> torch.cuda.Event:
-        """Record an event on the calling thread's current stream."""
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
-        return event
-
     def compute_waits(self, event: torch.cuda.Event) -> None:
         """Make the calling thread's current stream wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
-
-    def copy_waits(self, event: torch.cuda.Event) -> None:
-        """Make the copy stream wait."""
-        self._copies.wait_event(event)
 
     def host_waits(self, event: torch.cuda.Event) -> None:
         """Wait, with the GIL released."""
