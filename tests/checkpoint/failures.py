@@ -76,7 +76,7 @@ class Unpicklable(Exception):
 def fail_beyond_pickling(rank, world_size, root):
     """Rank 1 meets an exception that can't be pickled, in planning and then in writing."""
     results = []
-    for place in ("dcp_planners._check_dense", "writer.write_tensors"):
+    for place in ("dcp_planners._check_dense", "save_load.write_tensors"):
 
         def fail(*args, **kwargs):
             raise Unpicklable("no", "pickle")

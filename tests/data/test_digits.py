@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.digits import (
+from meshwright.data.images import (
     DIGIT_SIZE,
     MIN_CANVAS,
     VIDEO_FPS,

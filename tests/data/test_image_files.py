@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from meshwright.data import image_files
-from meshwright.data.image_files import read_images
+from meshwright.data import images
+from meshwright.data.images import read_images
 from meshwright.errors import DataError
 
 
@@ -30,7 +30,7 @@ file_names = st.sets(st.text("abcdef/", min_size=1, max_size=9), min_size=2, max
 @settings(max_examples=30)
 @given(names=file_names)
 def test_both_parts_have_images(names):
-    held_out = image_files._held_out_flags(names)
+    held_out = images._held_out_flags(names)
     assert len(held_out) == len(names) and 0 < sum(held_out) < len(names)
 
 
@@ -38,17 +38,15 @@ def test_both_parts_have_images(names):
 @given(base=st.integers(0, 10**6))
 def test_adding_an_image_moves_no_other(base):
     names = [f"{number}.png" for number in range(base, base + 200)]
-    assert image_files._held_out_flags(names)[:-1] == image_files._held_out_flags(names[:-1])
+    assert images._held_out_flags(names)[:-1] == images._held_out_flags(names[:-1])
 
 
 def test_golden_hold_out():
     """Pinned, and the same as that of text files: another choice would train on what was held out before."""
     names = [f"file{number}.txt" for number in range(100)]
-    held_out = [
-        name for name, is_held_out in zip(names, image_files._held_out_flags(names), strict=True) if is_held_out
-    ]
+    held_out = [name for name, is_held_out in zip(names, images._held_out_flags(names), strict=True) if is_held_out]
     assert held_out == [f"file{number}.txt" for number in (9, 11, 14, 21, 34, 37, 43, 79)]
-    assert image_files._held_out_flags(["file1.txt", "file2.txt"]) == [False, True]
+    assert images._held_out_flags(["file1.txt", "file2.txt"]) == [False, True]
 
 
 def test_a_class_is_the_name_of_a_folder(tmp_path, monkeypatch):
@@ -173,4 +171,4 @@ def test_nothing_found_says_what_is_near(tmp_path):
     with pytest.raises(DataError) as caught:
         read_images(os.path.join(tmp_path, "cats", "tabby", "*.png"), size=4, num_channels=1)
     assert f"the nearest existing directory is {tmp_path / 'cats'})" in caught.value.what
-    assert caught.value.rule.startswith(image_files.SOURCE_RULE) and image_files.USE_DIGITS in caught.value.fix
+    assert caught.value.rule.startswith(images.SOURCE_RULE) and images.USE_DIGITS in caught.value.fix

@@ -8,9 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from meshwright.data import digits, image_files
 from meshwright.data import images as image_room
-from meshwright.data.images import open_images
+from meshwright.data.images import SOURCE_RULE, VIDEO_FPS, open_images
 from meshwright.errors import DataError
 from tests.helpers import alternatives, clean_environment
 
@@ -58,7 +57,7 @@ def test_both_parts_have_the_shape_that_was_asked_for(source, size, frames):
         assert images.shape == (len(labels), 1, frames, size, size) and images.dtype == np.uint8
         assert labels.dtype == fps.dtype == np.int64 and fps.shape == labels.shape
         assert set(labels) == set(range(found.num_classes)) == set(range(10))
-        assert set(fps) == ({0} if source == "digits" else set(digits.VIDEO_FPS))
+        assert set(fps) == ({0} if source == "digits" else set(VIDEO_FPS))
         assert images.min() == 0 and images.max() > 250
         assert images.max(axis=(1, 2, 3, 4)).min() > 120, "an empty sample"
 
@@ -161,7 +160,7 @@ def test_a_close_word_is_suggested():
     for word, near in (("digit", "digits"), ("digits_video", "digits-video"), ("digits-vidoe", "digits-video")):
         with pytest.raises(DataError) as caught:
             open_images(**{**DEFAULT, "source": word})
-        assert caught.value.fix == f"data.source={near}" and caught.value.rule == image_files.SOURCE_RULE
+        assert caught.value.fix == f"data.source={near}" and caught.value.rule == SOURCE_RULE
 
 
 def test_importing_it_imports_neither_torch_nor_what_reads_images():

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from meshwright.dtensor_ops import sharded_slices
+from meshwright.dtensor_ops import operator_context
 from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.reshard.dtensor.redistribute import redistribute
@@ -55,14 +55,14 @@ def received(rank, world_size):
     """Return the rows that this rank receives for a slice of three of 4,096 rows, and for one as wide as two shards."""
     mesh = init_device_mesh("cpu", (world_size,))
     x = distribute_tensor(torch.arange(8192.0).view(4096, 2), mesh, [S0])
-    rows, send = [], sharded_slices.all_to_all_into
+    rows, send = [], operator_context.all_to_all_into
 
     def counted(out, given, *, send_splits, recv_splits, group):
         rows.append(sum(recv_splits) - recv_splits[rank])
         send(out, given, send_splits=send_splits, recv_splits=recv_splits, group=group)
 
     with pytest.MonkeyPatch.context() as patch, torch.distributed.tensor.debug.CommDebugMode() as messages:
-        patch.setattr(sharded_slices, "all_to_all_into", counted)
+        patch.setattr(operator_context, "all_to_all_into", counted)
         with for_dtensor():
             x[1022:1025], x[512:2560]
     return rows, messages.get_total_counts()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.dtensor_ops.sharding_rules_torch_2_11 import constant_pad_rule, mean_rule, select_rule, slice_rule
+from meshwright.dtensor_ops.sharding_rules import constant_pad_rule, mean_rule, select_rule, slice_rule
 from meshwright.reshard.dtensor.placements import layout_of_placements
 from tests.reshard.placing import numbers
 

@@ -59,7 +59,7 @@ TORCH_FREE = (
     "data/cache_directory.py", "data/cache_file.py",
     "data/document_ends.py", "data/packing.py", "data/packed_windows.py", "data/packed_corpus.py",
     "data/sources/*", "data/tokenise/*", "data/chats/*", "data/loss_mask.py",
-    "data/images.py", "data/digits.py", "data/image_files.py", "data/image_grid.py",
+    "data/images.py", "data/images.py", "data/images.py", "data/image_grid.py",
     "config/*", "config/*/*",
     "plan/*",
     "pipeline/actions.py", "pipeline/schedule_table.py", "pipeline/serialize.py", "pipeline/generate/*",

@@ -10,8 +10,7 @@ import pytest
 
 from meshwright.errors import InputError
 from meshwright.pipeline import Action, ActionKind, Costs, EdgeCosts, StageCosts, generate, simulate
-from meshwright.pipeline.draw import draw, draw_comparison, text_timeline
-from meshwright.pipeline.figure_layout import ROW_HEIGHT, place_boxes
+from meshwright.pipeline.draw import ROW_HEIGHT, draw, draw_comparison, place_boxes, text_timeline
 from meshwright.pipeline.generate import ScheduleKind
 from meshwright.pipeline.timeline import Span, Timeline
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.context.kept_bytes import kept_by_context
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import kept_by_context
 from meshwright_bench.recompute.live_bytes import inputs_of_last_block, live_bytes
 from tests.helpers import small_corpus
 from tests.train.jobs import load_words, make_job

@@ -3,32 +3,56 @@
 `torch.distributed.checkpoint` plans the shards and propagates failures to every rank; `writer` and `reader` do the I/O;
 `atomic_directory` commits checkpoints atomically. A checkpoint holds a flat dict of tensors: plain tensors, equal on
 all ranks, and DTensors on any mesh.
+
+Storage writer for `torch.distributed.checkpoint`, which does the planning and exchanges results and failures.
+
+Each rank with data to write creates one safetensors file; the coordinator adds `layout.json` and commits. Uses only
+public PyTorch names, checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
+import errno
+import math
+import os
+import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_planned
 from torch.distributed.checkpoint.state_dict_saver import save as save_planned
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
 
-from meshwright.checkpoint import atomic_directory, layout_file
-from meshwright.checkpoint.dcp_planners import CheckedLoadPlanner, CheckedSavePlanner, FetchedSavePlanner, placeholder
-from meshwright.checkpoint.layout_file import CheckpointLayout
+from meshwright.checkpoint import atomic_directory, layout_file, manifest
+from meshwright.checkpoint.dcp_planners import (
+    CheckedLoadPlanner,
+    CheckedSavePlanner,
+    FetchedSavePlanner,
+    placeholder,
+    tensor_data,
+    with_picklable_errors,
+)
+from meshwright.checkpoint.durable_files import DurableFile, FileEntry, sync_directory, write_file
+from meshwright.checkpoint.layout_file import LAYOUT, CheckpointLayout, StoredShard, TensorEntry, shard_key
 from meshwright.checkpoint.reader import SafetensorsReader, read_tensor
-from meshwright.checkpoint.safetensors_file import TensorToWrite
-from meshwright.checkpoint.writer import SafetensorsWriter, SaveRequest
+from meshwright.checkpoint.safetensors_file import TensorToWrite, dtype_name, write_tensors
+from meshwright.checkpoint.sidecars import sidecar_path
 from meshwright.comm import collectives
 from meshwright.comm.collective_timeout import name_failed_collective
-from meshwright.errors import CheckpointError, MeshwrightError
-from meshwright.units import counted
+from meshwright.errors import CONTINUE, CheckpointError, MeshwrightError, RunError
+from meshwright.log import get_logger
+from meshwright.units import counted, format_bytes
 
 
 def save(
@@ -195,3 +219,200 @@ def _first_error(failure: CheckpointException) -> BaseException:
         what = f"{first.what} (and {counted(len(others), 'more rank')} failed)"
         return type(first)(what, where=first.where, rule=first.rule, fix=first.fix)
     return first
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Arguments of `save_load.save`."""
+
+    root: Path
+    step: int
+    model: Mapping[str, Any]
+    run: Mapping[str, Any]
+    keep: int
+    sidecars: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """A written shard, as reported to the coordinator."""
+
+    name: str
+    dtype: str
+    full_shape: tuple[int, ...]
+    shard: StoredShard
+    file_entry: FileEntry
+
+
+class SafetensorsWriter(StorageWriter):
+    """Storage writer of one rank for one checkpoint; on the coordinator, it also commits the checkpoint."""
+
+    def __init__(self, request: SaveRequest, *, rank: int) -> None:
+        self._request = request
+        self._rank = rank
+        self._temporary = atomic_directory.temporary_path(request.root, request.step)
+        self._lock: int | None = None
+        """Descriptor of the lock of the root, on the coordinator."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a writer serves one save."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Reject ids: the request contains the path."""
+        return False
+
+    @with_picklable_errors
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """On the coordinator, create the directory that all ranks write to."""
+        if not is_coordinator:
+            return
+        request = self._request
+        # Values that the manifest cannot hold should fail now, not after all data has been written.
+        manifest.encode(step=request.step, model=request.model, run=request.run, files={})
+        with self._translate_os_errors(self._temporary):
+            self._lock = atomic_directory.lock(request.root)
+            atomic_directory.clean(request.root)
+            atomic_directory.begin(request.root, request.step)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the planner's plan unchanged."""
+        return plan
+
+    @with_picklable_errors
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Add the checkpoint's total size to every rank's plan, for the error message if the disk is full."""
+        total = sum(_num_bytes(item) for plan in plans for item in plan.items)
+        return [replace(plan, storage_data=total) for plan in plans]
+
+    @with_picklable_errors
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, if it has data to write.
+
+        Raises:
+            RunError: the file cannot be written.
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._write_items(plan, planner) if plan.items else [])
+        return future
+
+    @with_picklable_errors
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the checkpoint on the coordinator once all ranks have written, and prune old checkpoints.
+
+        Raises:
+            RunError: the layout or the manifest cannot be written, or a rank's file is not visible here.
+        """
+        request = self._request
+        shards: list[WrittenShard] = [result.storage_data for of_rank in results for result in of_rank]
+        entries = {stored.shard.file: stored.file_entry for stored in shards}
+        with self._translate_os_errors(self._temporary / LAYOUT):
+            entries |= self._write_sidecars()
+            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout_file.encode(_tensor_entries(shards)))
+            final = atomic_directory.commit(
+                self._temporary, step=request.step, model=request.model, run=request.run, files=entries
+            )
+        try:
+            atomic_directory.prune(request.root, request.keep, protect=final)
+        except OSError as error:  # the new checkpoint is saved
+            _log.warning("%s is saved, but an older checkpoint can't be removed: %s", final, error)
+
+    def close(self) -> None:
+        """End the save on the coordinator, and remove what it has written after a failure."""
+        if self._lock is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            atomic_directory.unlock(self._request.root, self._lock)
+
+    def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        path = self._temporary / f"rank-{self._rank:05d}.safetensors"
+        tensors = [_tensor_to_write(item, planner) for item in plan.items]
+        needed = sum(tensor.num_bytes() for tensor in tensors)
+        with self._translate_os_errors(path, needed=needed, total=plan.storage_data), DurableFile(path) as file:
+            entry = write_tensors(file, tensors)
+        return [_write_result(item, path.name, entry) for item in plan.items]
+
+    def _write_sidecars(self) -> dict[str, FileEntry]:
+        entries = {}
+        for name, content in self._request.sidecars.items():
+            path = self._temporary / sidecar_path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            entries[sidecar_path(name)] = write_file(path, content)
+        for folder in {(self._temporary / name).parent for name in entries}:
+            sync_directory(folder)
+        return entries
+
+    @contextmanager
+    def _translate_os_errors(self, path: Path, *, needed: int = 0, total: int = 0) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in FULL_DISK:
+                raise self._disk_full(path, needed=needed, total=total) from error
+            if isinstance(error, FileNotFoundError):
+                raise RunError(
+                    f"rank {self._rank} can't find {self._temporary}, which rank 0 created",
+                    where=str(path),
+                    rule="all ranks write to the same directory",
+                    fix="put the run folder on a file system that all nodes share",
+                ) from error
+            raise RunError(
+                f"rank {self._rank} can't write {path.name}: {error.strerror or error}",
+                where=str(path),
+                fix=f"make the directory writable, and continue with {CONTINUE}",
+            ) from error
+
+    def _disk_full(self, path: Path, *, needed: int, total: int) -> RunError:
+        root = self._request.root
+        free = shutil.disk_usage(next(place for place in (root, *root.absolute().parents) if place.exists())).free
+        written = path.stat().st_size if path.is_file() else 0
+        size = f"{format_bytes(written)} of the {format_bytes(needed)} of its part" if needed else "all but the index"
+        earlier = manifest.newest_complete(root)
+        room = f"{format_bytes(total)} on that disk" if total else "some room on that disk"
+        return RunError(
+            f"the disk at {root} is full: {format_bytes(free)} free when rank {self._rank} had written {size}"
+            f" of the checkpoint of step {self._request.step}",
+            where=str(path),
+            rule=f"the newest earlier checkpoint, {earlier}, is intact" if earlier else "no earlier checkpoint exists",
+            fix=f"free {room} and continue with {CONTINUE}; a smaller checkpoint.keep needs less",
+        )
+
+
+def _num_bytes(item: WriteItem) -> int:
+    data = tensor_data(item)
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _tensor_to_write(item: WriteItem, planner: SavePlanner) -> TensorToWrite:
+    data = tensor_data(item)
+    offset, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+
+    def fetch() -> Tensor:
+        value = planner.resolve_data(item)
+        assert isinstance(value, Tensor)
+        return value
+
+    key = shard_key(item.index.fqn, offset, shape, tuple(data.size))
+    return TensorToWrite(key, data.properties.dtype, shape, fetch)
+
+
+def _write_result(item: WriteItem, file: str, entry: FileEntry) -> WriteResult:
+    data = tensor_data(item)
+    offset, shape, full_shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+    shard = StoredShard(offset, shape, file, shard_key(item.index.fqn, offset, shape, full_shape))
+    stored = WrittenShard(item.index.fqn, dtype_name(data.properties.dtype), full_shape, shard, entry)
+    return WriteResult(item.index, _num_bytes(item), stored)
+
+
+def _tensor_entries(shards: list[WrittenShard]) -> dict[str, TensorEntry]:
+    by_name: dict[str, list[WrittenShard]] = defaultdict(list)
+    for stored in shards:
+        by_name[stored.name].append(stored)
+    return {
+        name: TensorEntry(stored[0].dtype, stored[0].full_shape, tuple(one.shard for one in stored))
+        for name, stored in by_name.items()
+    }

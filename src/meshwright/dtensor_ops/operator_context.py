@@ -2,27 +2,66 @@
 
 Corrections are layers: each layer calls the next one, and the last calls DTensor. Operators that no layer changes are
 not intercepted: they run through DTensor's C++ dispatch as outside of the context (see `interception`).
+
+Layer that corrects operators that DTensor 2.13 computes incorrectly on partial values.
+
+DTensor reads a scalar from the local partial value, so `x.sum().item()` differs between ranks; it also fails in
+inference mode. `fill_` sets every partial value to the fill value, so the sum is too large by a factor of the number
+of ranks. The result of a lookup in a sharded tensor can be used only once: a second use fails.
+
+Layer that computes mean losses of sharded inputs as a global sum divided by the global count.
+
+DTensor 2.13 averages the averages of the shards, which is incorrect if shards have different weights, because a dim is
+sharded unevenly or classes are ignored or weighted. Its gradients of elementwise mean losses divide by the shard size,
+so they are too large by a factor of the number of shards. Sums have neither problem and need no extra communication.
+
+Layer that slices along a sharded dim by moving only the slice's rows.
+
+DTensor gathers the dim and slices the gathered copy. A sharding rule cannot do better, since it can only name
+placements of the inputs. Here each rank sends the rows of the slice that it holds to the ranks that shard the dim with
+it, so a rank receives the slice less its own rows, the least that can give every rank the slice. The placements of the
+result are those of DTensor: replicated over the axis that shards the dim, unchanged over the others.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import cache, partial
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from meshwright.comm.alltoallv import all_to_all_into
 from meshwright.comm.collectives import rank
 from meshwright.dtensor_ops.gathered_views import GatheredViews, OnGather
 from meshwright.dtensor_ops.interception import Handlers, depends_on_context
-from meshwright.dtensor_ops.mean_losses import MEAN_LOSSES, correct_mean_losses
-from meshwright.dtensor_ops.partial_ops import CORRECTIONS, correct_partial_ops
-from meshwright.dtensor_ops.private import OpOverload, inplace_views, views_and_writes
+from meshwright.dtensor_ops.private import (
+    OpOverload,
+    apply_masks,
+    correct_aliasing,
+    gather_full,
+    has_custom_handler,
+    has_default_order,
+    inplace_views,
+    local_tensor,
+    schema_of,
+    shard_dim,
+    views_and_writes,
+    with_dim,
+    with_meta,
+)
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.dtensor_ops.shard_order_ops import ShardOrders
-from meshwright.dtensor_ops.sharded_slices import ShardedSlices
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.log import get_logger
 from meshwright.reshard.dtensor import HandlerTable, active_interceptor, intercepted, redistribution_hook, run_below
+from meshwright.reshard.dtensor.placements import has_layout
 from meshwright.reshard.dtensor.redistribute_local import Redistributor
 
 _log = get_logger(__name__)
@@ -129,3 +168,225 @@ def for_dtensor() -> Iterator[None]:
     else:
         with operator_context(OperatorContext()):
             yield
+
+
+aten = torch.ops.aten
+
+
+def correct_partial_ops(call: OpCall, run: RunOp) -> Any:
+    """Compute `call` with its correction if there is one, else with `run`."""
+    correct = CORRECTIONS.get(call.operator)
+    return run(call) if correct is None or not isinstance(call.args[0], DTensor) else correct(call, run)
+
+
+def _read_scalar(call: OpCall, run: RunOp) -> Any:
+    """Read the scalar from the full tensor."""
+    return call.operator(gather_full(call.args[0]))
+
+
+def _fill_partial(call: OpCall, run: RunOp) -> Any:
+    """Fill with the value on the first rank of each sum or product, and with the identity on the other ranks."""
+    x, value = call.args
+    partials = {axis: placement for axis, placement in enumerate(x.placements) if placement.is_partial()}
+    coordinate = x.device_mesh.get_coordinate()
+    if not partials or not has_layout(x.placements) or coordinate is None:
+        return run(call)
+    for axis, placement in partials.items():
+        if coordinate[axis] and placement.reduce_op in IDENTITIES:
+            value = IDENTITIES[placement.reduce_op]
+    local_tensor(x).fill_(value)
+    return x
+
+
+def _unmask_lookup(call: OpCall, run: RunOp) -> Any:
+    """Return the lookup's result as plain partial sums, which can be used more than once."""
+    result = run(call)
+    return apply_masks(result) if isinstance(result, DTensor) else result
+
+
+IDENTITIES = {"sum": 0, "product": 1}
+"""Identity elements by reduction; other reductions allow the same value on all ranks."""
+CORRECTIONS: dict[OpOverload, Callable[[OpCall, RunOp], Any]] = {
+    aten._local_scalar_dense.default: _read_scalar,
+    aten.item.default: _read_scalar,
+    aten.is_nonzero.default: _read_scalar,
+    aten.fill_.Scalar: _fill_partial,
+    aten.embedding.default: _unmask_lookup,
+    aten.gather.default: _unmask_lookup,
+}
+"""Corrections by operator, for calls whose first argument is a DTensor."""
+
+
+class LossReduction(IntEnum):
+    """The `reduction` argument of ATen loss operators."""
+
+    NONE = 0
+    MEAN = 1
+    SUM = 2
+
+
+ELEMENTWISE_LOSSES = frozenset({
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default,
+})  # fmt: skip
+"""Elementwise losses of an input and a target."""
+ELEMENTWISE_BACKWARD = frozenset({
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default,
+})  # fmt: skip
+"""Backward operators of elementwise losses: gradient, input, target."""
+CLASS_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
+"""Classification losses, which also return the total weight; it makes their gradients correct."""
+MEAN_LOSSES = ELEMENTWISE_LOSSES | ELEMENTWISE_BACKWARD | CLASS_LOSSES
+"""All operators that this layer may change."""
+
+
+def correct_mean_losses(call: OpCall, run: RunOp) -> Any:
+    """Compute `call` with `run`, replacing mean losses by sums."""
+    operator = call.operator
+    if operator in CLASS_LOSSES:
+        return _mean_class_loss(call, run)
+    if operator not in MEAN_LOSSES:
+        return run(call)
+    if _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
+        return run(call)
+    if operator in ELEMENTWISE_LOSSES:
+        return _mean_elementwise_loss(call, run)
+    gradient, *inputs = call.args
+    scaled = run(OpCall(aten.div.Scalar, (gradient, _num_elements(inputs))))
+    return run(_with_reduction(OpCall(operator, (scaled, *inputs), call.kwargs), LossReduction.SUM))
+
+
+def _mean_elementwise_loss(call: OpCall, run: RunOp) -> Any:
+    dtype = call.args[0].dtype
+    if dtype is not torch.float16:
+        total = run(_with_reduction(call, LossReduction.SUM))
+        return run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
+    elements = run(_with_reduction(call, LossReduction.NONE))  # a sum may overflow float16
+    total = run(OpCall(aten.sum.default, (elements,), {"dtype": torch.float32}))
+    mean = run(OpCall(aten.div.Scalar, (total, _num_elements(call.args))))
+    return run(OpCall(aten._to_copy.default, (mean,), {"dtype": dtype}))
+
+
+def _mean_class_loss(call: OpCall, run: RunOp) -> Any:
+    is_loss_parallel = has_custom_handler(call.operator)
+    if is_loss_parallel or _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
+        return run(call)
+    total, weight = run(_with_reduction(call, LossReduction.SUM))
+    return run(OpCall(aten.div.Tensor, (total, weight))), weight
+
+
+def _has_sharded_input(call: OpCall) -> bool:
+    return any(not placement.is_replicate() for tensor in call.dtensors() for placement in tensor.placements)
+
+
+def _num_elements(inputs: Any) -> int:
+    x, target = inputs[:2]
+    return math.prod(torch.broadcast_shapes(x.shape, target.shape))  # type: ignore[no-untyped-call]
+
+
+def _reduction_index(operator: OpOverload) -> int:
+    return next(i for i, argument in enumerate(schema_of(operator).arguments) if argument.name == "reduction")
+
+
+def _reduction(call: OpCall) -> LossReduction:
+    index = _reduction_index(call.operator)
+    default: Any = schema_of(call.operator).arguments[index].default_value
+    return LossReduction(call.args[index] if index < len(call.args) else call.kwargs.get("reduction", default))
+
+
+def _with_reduction(call: OpCall, reduction: LossReduction) -> OpCall:
+    index = _reduction_index(call.operator)
+    if index >= len(call.args):
+        return OpCall(call.operator, call.args, call.kwargs | {"reduction": int(reduction)})
+    return OpCall(call.operator, (*call.args[:index], int(reduction), *call.args[index + 1 :]), call.kwargs)
+
+
+SLICES = (aten.slice.Tensor, aten.select.int)
+
+
+class ShardedSlices:
+    """Layer that slices along a sharded dim.
+
+    Args:
+        mover: the hook that counts redistributions; from the count, the view layer infers which views are gathered.
+    """
+
+    def __init__(self, mover: Redistributor) -> None:
+        self._mover = mover
+
+    def __call__(self, call: OpCall, run: RunOp) -> Any:
+        """Compute `call` by moving the rows, if it is a slice along a dim that one axis shards, else with `run`."""
+        axis = _sharding_axis(call)
+        if axis is None:
+            return run(call)
+        self._mover.num_redistributions += 1
+        return _slice_along(axis, call)
+
+
+def _sharding_axis(call: OpCall) -> int | None:
+    """Return the only axis that shards the sliced dim, unless the slice is the full dim or empty."""
+    x = call.args[0]
+    if call.operator not in SLICES or not isinstance(x, DTensor) or not x.dim():
+        return None
+    if any(type(p) not in (Shard, Replicate, Partial) for p in x.placements) or not has_default_order(x):
+        return None
+    dim = _dim(call)
+    axes = [axis for axis, p in enumerate(x.placements) if getattr(p, "dim", None) == dim]
+    if len(axes) != 1 or x.device_mesh.get_coordinate() is None:
+        return None
+    return axes[0] if 0 < len(_rows(call)) < x.shape[dim] else None
+
+
+def _dim(call: OpCall) -> int:
+    x, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
+    return int(dim) % int(x.dim())
+
+
+def _rows(call: OpCall) -> range:
+    """Return the indices that the call selects."""
+    size = call.args[0].shape[_dim(call)]
+    if call.operator is aten.select.int:
+        return range(size)[call.args[2] :][:1]
+    start, end, step = (*call.args[2:], *(None,) * 3)[:3]
+    return range(size)[slice(start, end, step)]
+
+
+def _slice_along(axis: int, call: OpCall) -> DTensor:
+    x, dim, rows = call.args[0], _dim(call), _rows(call)
+    num_ranks, rank = x.device_mesh.size(axis), x.device_mesh.get_coordinate()[axis]
+    chunk = math.ceil(x.shape[dim] / num_ranks)
+    held = [_between(rows, each * chunk, (each + 1) * chunk) for each in range(num_ranks)]
+    own = _take(local_tensor(x), dim, held[rank], rank * chunk)
+    local = own.new_empty((len(rows), *own.shape[1:]))
+    sent = own.repeat(num_ranks, *[1] * (own.dim() - 1))
+    counts = [len(each) for each in held]
+    group = x.device_mesh.get_group(axis)
+    all_to_all_into(local, sent, send_splits=[len(held[rank])] * num_ranks, recv_splits=counts, group=group)
+    local = local.movedim(0, dim).contiguous()
+    if call.operator is aten.select.int:
+        local = local.squeeze(dim)
+    meta = call.operator(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), *call.args[1:])
+    placements = [_placement(p, dim, call) for p in x.placements]
+    placements[axis] = Replicate()
+    result = with_meta(local, x.device_mesh, tuple(placements), meta)
+    view: DTensor = correct_aliasing(call.operator, call.args, call.kwargs, result)
+    return view
+
+
+def _between(rows: range, low: int, high: int) -> range:
+    return rows[bisect_left(rows, low) : bisect_left(rows, high)]
+
+
+def _take(local: Tensor, dim: int, rows: range, offset: int) -> Tensor:
+    """Return the rows, as a contiguous tensor with `dim` first, of a shard that starts at row `offset`."""
+    first = local.movedim(dim, 0)
+    taken = first[rows.start - offset : rows[-1] + 1 - offset : rows.step] if rows else first[:0]
+    return taken.contiguous()
+
+
+def _placement(placement: Placement, dim: int, call: OpCall) -> Placement:
+    """Return the result's placement over an axis that does not shard the sliced dim; `select` removes that dim."""
+    sharded = shard_dim(placement)
+    is_later = call.operator is aten.select.int and sharded is not None and sharded > dim
+    return with_dim(placement, sharded - 1) if is_later and sharded is not None else placement

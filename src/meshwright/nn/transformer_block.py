@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.nn.attention.module import Attention, TokenContext
-from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT, BlockDropout
+from meshwright.nn.dropout_add.module import NO_DROPOUT, BlockDropout
 from meshwright.nn.linear import Linear
 
 

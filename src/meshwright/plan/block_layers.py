@@ -1,4 +1,7 @@
-"""Layers of a block that communicate: attention and mixtures of experts, as a plan has them. Doesn't import torch."""
+"""Layers of a block that communicate: attention and mixtures of experts, as a plan has them. Doesn't import torch.
+
+Bytes that a kind keeps between its forward and its backward, as a value.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.float8.recipe import Float8Recipe
+from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.context.method import ContextMethod
 from meshwright.plan.mesh_views import Atoms
 
@@ -63,3 +67,17 @@ class Float8Layers:
     """Steps that scales look back on; 0 unless they are delayed."""
     cached: bool = False
     """Whether weights are cast once per step instead of in every forward and backward."""
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that a kind keeps between forward and backward under each policy, per rank and sample."""
+
+    none: int
+    selective: int
+    full: int
+
+    def under(self, policy: RecomputePolicy) -> int:
+        """Return the bytes under a policy."""
+        found: int = getattr(self, policy)
+        return found

@@ -19,9 +19,8 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.optim.planned import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.shared_parameters import SharedParameter
-from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers
+from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers, SavedBytes
 from meshwright.plan.mesh_views import Atoms, Mesh
-from meshwright.plan.saved_bytes import SavedBytes
 
 FORMAT = 5
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from meshwright.data.prefetch.device_copies import (
     NUM_STAGINGS,
+    CudaStreams,
     DirectCopies,
     StreamCopies,
     open_copies,
 )
-from meshwright.data.prefetch.streams import CudaStreams
 from tests.data.prefetch.fake_streams import FakeStreams, Order, Wait
 
 NUM_BATCHES = 8

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.data.loader import IGNORED_TARGET
+from meshwright.models.foreign.derive import parameter_roles
 from meshwright.models.foreign.probe import probe
-from meshwright.models.foreign.roles import parameter_roles
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
 from tests.gangs.gang import GangPool

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.attention.attention import attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
-from meshwright.nn.attention.backends import find_blocks
+from meshwright.nn.attention.backends import cpu_blocks
 from meshwright.nn.attention.mask_spec import MaskSpec
 from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
 
@@ -79,7 +79,7 @@ def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"MAX_DENSE_PAIRS": 0, "NARROW_ROWS": 3, "WIDE_ROWS": 5, "NARROW_KEYS": 8, "MIN_CAUSAL": 6}
         for name, value in sizes.items():
-            patch.setattr(find_blocks, name, value)
+            patch.setattr(cpu_blocks, name, value)
         yield
 
 
@@ -156,7 +156,7 @@ def test_blocks_of_a_window_cover_little_more_than_the_window():
     """The work of the blocks, in pairs; its time is a benchmark's."""
     spec, seq_len = MaskSpec(causal=True, window=256), 4096
     bounds = AttentionMask(spec, seq_len, device=CPU).bounds
-    finder = find_blocks.BlockFinder(1, torch.float32)
+    finder = cpu_blocks.BlockFinder(1, torch.float32)
     runs = list(finder.find(bounds.first_bs, bounds.last_bs, bounds.positions_bt, 1))
     pairs = sum(run.count * run.num_queries * run.num_keys for run in runs)
     assert spec.num_pairs(seq_len) <= pairs <= 1.3 * spec.num_pairs(seq_len)
@@ -168,7 +168,7 @@ def test_long_causal_documents_are_blocks_of_their_own():
 
     def causal(spec, *part):
         mask = AttentionMask.at(spec, 1600, part, part, device=CPU) if part else AttentionMask(spec, 1600, device=CPU)
-        found = find_blocks.BlockFinder(1, torch.float32).find(
+        found = cpu_blocks.BlockFinder(1, torch.float32).find(
             mask.bounds.first_bs, mask.bounds.last_bs, mask.bounds.positions_bt, 1
         )
         return [(run.first_query, run.num_queries, run.first_key, run.num_keys) for run in found if run.is_causal]
@@ -274,7 +274,7 @@ def test_runs_of_blocks_agree(spec, shortest):
     inputs = Case(spec, 2, 39, (4, 2), 8, torch.float64, None, 5).inputs()
     with small_blocks():
         bounds = AttentionMask(spec, 39, device=CPU).bounds
-        finder = find_blocks.BlockFinder(1, torch.float64)
+        finder = cpu_blocks.BlockFinder(1, torch.float64)
         runs = list(finder.find(bounds.first_bs, bounds.last_bs, bounds.positions_bt, 2))
         assert max(run.count for run in runs) >= shortest
         check([attention(*inputs, mask=spec)], [softmax_attention(*inputs, dense_batch(spec, 39, 2))[0]], inputs)

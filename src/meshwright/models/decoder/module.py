@@ -20,7 +20,7 @@ from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.module import Attention, token_contexts
 from meshwright.nn.attention.rope import RopeScaling, RotaryEmbedding
 from meshwright.nn.attention.token_layout import TokenLayout
-from meshwright.nn.dropout_add.block_dropout import BlockDropout
+from meshwright.nn.dropout_add.module import BlockDropout
 from meshwright.nn.linear import Linear
 from meshwright.nn.transformer_block import TransformerBlock
 

@@ -21,7 +21,7 @@ from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.module import Attention, TokenContext, token_contexts
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.condition_embedding import MlpEmbedder, sinusoids
-from meshwright.nn.dropout_add.block_dropout import NO_DROPOUT, BlockDropout
+from meshwright.nn.dropout_add.module import NO_DROPOUT, BlockDropout
 from meshwright.nn.linear import Linear
 from meshwright.nn.patch_embedding import PatchGrid, position_table
 

@@ -4,10 +4,13 @@ A custom operator, opaque to torch.compile, so that a compiled block has the sam
 numbers and computes the mask again. It is the same operator without a residual, hence differentiable, too.
 
 Shapes: b batch, t time, d channels; more or fewer leading dims work as well.
+
+Dropout of a block's two branches, at sites numbered by layer.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,8 @@ from meshwright.nn.dropout_add.random import DropoutKey, drop_threshold
 
 if TYPE_CHECKING:
     from meshwright.nn.dropout_add.triton_launch import Launch
+
+
 _log = get_logger(__name__)
 
 
@@ -169,3 +174,28 @@ def find_triton() -> Launch | None:
         _log.warning("dropout with torch operations, many times slower than with Triton: %s", error)
         return None
     return launch
+
+
+BRANCHES = 2
+"""Branches of a block: attention, and the feed-forward layer or experts."""
+
+
+@dataclass(frozen=True)
+class BlockDropout:
+    """Dropout of one block."""
+
+    p: float
+    """Probability of dropping."""
+    seed: int
+    """Seed of the run."""
+    layer: int
+
+    def adds(self) -> tuple[DropoutAdd, DropoutAdd]:
+        """Return the residual additions of the branches."""
+        first, second = (
+            DropoutAdd(self.p, seed=self.seed, site=BRANCHES * self.layer + branch) for branch in range(BRANCHES)
+        )
+        return first, second
+
+
+NO_DROPOUT = BlockDropout(0.0, seed=0, layer=0)

@@ -8,26 +8,166 @@ from styles; sums come from units, step sums and groups of shared parameters. Th
 
 Checks run from simple to subtle. They work per kind and stage, so their cost does not depend on the mesh size. `prove`
 checks the actual modules, which this package does not see.
+
+Verify how a step's batch is split and its loss is reduced.
+
+Verify mixture-of-experts layers: where their experts are sharded, as tokens are sent there.
+
+Verify the mesh of a plan: its atoms, views and nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.block_layers import ExpertLayer
+from meshwright.plan.mesh_views import Mesh
+from meshwright.plan.run_plan import FORMAT, Kind, RunPlan, Shard
 from meshwright.plan.verify.attention import attention_faults
-from meshwright.plan.verify.batch_and_loss import step_faults
-from meshwright.plan.verify.error import Fault, merge_faults
-from meshwright.plan.verify.experts import expert_faults
+from meshwright.plan.verify.error import Fault, format_count, join_names, merge_faults, qualified_name
 from meshwright.plan.verify.float8 import float8_faults
 from meshwright.plan.verify.fsdp_units import unit_faults
 from meshwright.plan.verify.gradient_sums import sum_faults
 from meshwright.plan.verify.kinds import kind_faults
-from meshwright.plan.verify.mesh import mesh_faults
 from meshwright.plan.verify.names import name_faults
 from meshwright.plan.verify.shared_parameters import shared_faults
 from meshwright.plan.verify.stages import stage_faults
 from meshwright.units import counted
+
+VIEWS = ("batch", "replicas", "fsdp", "cp", "tp", "ep")
+
+
+def mesh_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults in the format version and the mesh."""
+    if plan.format != FORMAT:
+        yield Fault(f"the plan has format {plan.format}", f"this version supports format {FORMAT}", "format")
+    names = [name for name, _ in plan.mesh.atoms]
+    for name, size in plan.mesh.atoms:
+        if size < 1:
+            yield Fault(f"{name} has {size} ranks", "an axis has at least one rank", f"mesh.atoms[{name}]", axis=name)
+        if names.count(name) > 1:
+            yield Fault(f"{name} occurs {format_count(names.count(name))}", "names are unique", "mesh.atoms", axis=name)
+    if names[:1] != ["pp"]:
+        rule = "pp is the outermost axis, of size 1 without pipeline parallelism"
+        yield Fault(f"the axes are {join_names(names)}", rule, "mesh.atoms", axis="pp")
+    yield from _views(plan.mesh, names)
+    if isinstance(plan.mesh.nodes, int):
+        right, has = plan.mesh.nodes > 0, f"{counted(plan.mesh.nodes, 'rank')} on a node"
+    else:
+        right, has = len(plan.mesh.nodes) == plan.mesh.num_ranks(), f"nodes of {counted(len(plan.mesh.nodes), 'rank')}"
+    if not right:
+        ranks = plan.mesh.num_ranks()
+        yield Fault(f"{has}, on a mesh of {ranks}", "each rank is on a node", "mesh.nodes")
+
+
+def _views(mesh: Mesh, names: list[str]) -> Iterator[Fault]:
+    views = dict(mesh.views)
+    for name, atoms in mesh.views:
+        for atom in dict.fromkeys(atoms):
+            if atom not in names or atom == "pp" or atoms.count(atom) > 1:
+                what = f"view {name} names {atom} {format_count(atoms.count(atom))}"
+                rule = f"a view is a set of axes inside a stage, from {join_names(n for n in names if n != 'pp')}"
+                yield Fault(what, rule, f"mesh.views[{name}]", axis=atom)
+        order = tuple(atom for atom in names if atom in atoms)
+        if set(order) == set(atoms) and len(order) == len(atoms) and order != atoms:
+            what = f"view {name} is {join_names(atoms)}, but mesh order is {join_names(order)}"
+            yield Fault(what, "axes are listed in mesh order", f"mesh.views[{name}]", axis=atoms[0])
+    missing = [name for name in VIEWS if name not in views]
+    if missing or len(views) < len(mesh.views):
+        what = f"missing views: {join_names(missing)}" if missing else "duplicate views"
+        yield Fault(what, f"each of {join_names(VIEWS)} occurs once", "mesh.views")
+        return
+    data = {*views["batch"], *views["cp"]}
+    if outside := next((atom for atom in views["ep"] if atom not in views["fsdp"]), None):
+        rule = "experts are sharded over some of the axes that other parameters are stored over"
+        yield Fault(f"view ep names {outside}, which fsdp does not", rule, "mesh.views[ep]", axis=outside)
+    for name in names:
+        held = name in views["replicas"], name in views["fsdp"]
+        if name != "pp" and sum(held) != (name in data):
+            what = f"{name} occurs {format_count(sum(held))} in replicas and fsdp"
+            rule = "axes of batch and cp either replicate or shard parameters; other axes do neither"
+            yield Fault(what, rule, "mesh.views", axis=name)
+        if name != "pp" and (name in data) + (name in views["tp"]) != 1:
+            what = f"{name} occurs {format_count((name in data) + (name in views['tp']))} in batch, cp and tp"
+            yield Fault(what, "an axis inside a stage is either a data axis or tp", "mesh.views", axis=name)
+
+
+def expert_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults of layers with experts."""
+    for kind in plan.kinds:
+        if kind.experts is not None:
+            yield from _layer(plan, kind, kind.experts)
+
+
+def _layer(plan: RunPlan, kind: Kind, layer: ExpertLayer) -> Iterator[Fault]:
+    field, ep = f"kinds[{kind.name}].experts", plan.mesh.view("ep")
+    axis = next(iter((*ep, *layer.axes)), None)
+    if layer.axes != ep:
+        what = f"tokens of {kind.name} are sent over {join_names(layer.axes) or 'no axis'}, not {join_names(ep)}"
+        yield Fault(what, "tokens are sent over the view ep", f"{field}.axes", axis=axis)
+    cp = plan.mesh.view("cp")
+    scopes = {"counted": ("a micro-batch", plan.mesh.view("batch") + cp), "sample_counted": ("each sample", cp)}
+    for name, (scope, axes) in scopes.items():
+        if (found := getattr(layer, name)) not in ((), axes):
+            what = f"counts of {scope} in {kind.name} are summed over {join_names(found)}, not {join_names(axes)}"
+            rule = "counts are summed over the ranks with different tokens: of a sample over cp, of the batch over all"
+            yield Fault(what, rule, f"{field}.{name}", axis=found[0])
+    for parameter in kind.parameters:
+        name = qualified_name(kind, parameter)
+        is_inside = parameter.name.startswith(f"{layer.experts}.")
+        due = (Shard(0, ep),) if ep and is_inside else ()
+        found = tuple(shard for shard in parameter.used if set(shard.axes) & {*ep} or (is_inside and shard.dim == 0))
+        if found != due:
+            has = ", ".join(f"dim {shard.dim} over {join_names(shard.axes)}" for shard in found) or "no dim"
+            wanted = f"dim 0 over {join_names(ep)}" if due else "no dim"
+            rule = f"experts are sharded along dim 0 over ep, where their tokens are sent; here {wanted}"
+            what = f"{name} is sharded along {has}"
+            yield Fault(what, rule, f"kinds[{kind.name}].parameters[{parameter.name}].used", parameter=name, axis=axis)
+    for unit in kind.units if ep else ():
+        if (few := unit.num_secondary()) is not None:
+            what = f"unit {unit.name} of {kind.name} keeps secondary shards over {counted(few, 'rank')}"
+            rule = "with ep, experts and other parameters are stored on different ranks, without secondary shards"
+            yield Fault(what, rule, f"kinds[{kind.name}].units[{unit.name}].freed", axis=axis)
+
+
+def step_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults in the batch and the loss."""
+    yield from _batch(plan)
+    yield from _loss(plan)
+
+
+def _batch(plan: RunPlan) -> Iterator[Fault]:
+    batch, ranks = plan.batch, plan.mesh.size(*plan.mesh.view("batch"))
+    if min(batch.global_batch, batch.num_microbatches, batch.samples, batch.tokens) < 1:
+        yield Fault(f"the batch is {batch}", "all batch sizes must be positive", "batch")
+    product = batch.samples * batch.num_microbatches * ranks
+    if batch.global_batch != product:
+        parts = f"{batch.samples} samples × {counted(batch.num_microbatches, 'micro-batch')} × {counted(ranks, 'rank')}"
+        what = f"the global batch is {batch.global_batch}, but {parts} = {product}"
+        axis = next(iter(plan.mesh.view("batch")), None)
+        yield Fault(what, "all data-parallel ranks have equal shares of the global batch", "batch", axis=axis)
+    if batch.num_microbatches != plan.schedule.num_microbatches:
+        found = counted(batch.num_microbatches, "micro-batch")
+        what = f"the batch has {found}, but the schedule {plan.schedule.num_microbatches}"
+        yield Fault(what, "the schedule must run all micro-batches of the step", "batch.num_microbatches")
+
+
+def _loss(plan: RunPlan) -> Iterator[Fault]:
+    mesh, loss = plan.mesh, plan.loss
+    summed = {*mesh.view("batch"), *mesh.view("cp"), *(["pp"] if mesh.size("pp") > 1 else [])}
+    equal = set(mesh.view("tp"))
+    for has, due, words_of in ((loss.summed, summed, "summed"), (loss.equal, equal, "equal")):
+        for axis in (*mesh.in_stage(), "pp"):
+            if has.count(axis) != (axis in due):
+                what = f"loss.{words_of} names {axis} {has.count(axis)} times, but the loss is "
+                what += "partial there" if axis in summed else "replicated there" if axis in equal else "complete there"
+                rule = (
+                    f"it is summed over {join_names(sorted(summed))}, and replicated over {join_names(sorted(equal))}"
+                )
+                yield Fault(what, rule, f"loss.{words_of}", axis=axis)
+    if loss.units is not None and loss.units < 1:
+        yield Fault(f"the loss is divided by {loss.units}", "the divisor of the loss must be positive", "loss.units")
+
 
 CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (mesh_faults,),
