@@ -10,8 +10,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from meshwright.cli.colors import paint
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright_bench.benchmarks import BENCHMARKS, DeviceChoice, Options, find_benchmark, load_body

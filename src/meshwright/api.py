@@ -41,7 +41,7 @@ from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import check_machine
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.launch.threads import BusyCores, advice
 from meshwright.train.record.loss_curves import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from meshwright.data.sources import text_pieces
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.own_documents import read_texts as read_own
 from meshwright.data.sources.record_field import TextField
+from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import list_documents
 from meshwright.errors import DataError

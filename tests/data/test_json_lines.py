@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.sources.json_lines import read_texts
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import TextField
 from meshwright.data.sources.record_files import check_record_field
+from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice, list_documents
 from meshwright.errors import DataError

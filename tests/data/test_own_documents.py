@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.own_documents import is_own, read_texts
+from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.sources.text_source import split_indices
 from meshwright.data.text_corpus import open_corpus
 from meshwright.errors import ConfigError, DataError

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.parquet import read_texts
 from meshwright.data.sources.record_field import TextField
+from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice
 from meshwright.errors import DataError

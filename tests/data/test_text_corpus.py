@@ -22,7 +22,7 @@ from meshwright.data.corpus_checks import check_vocab, check_windows
 from meshwright.data.text_corpus import Corpus, open_corpus
 from meshwright.data.token_cache import CorpusMetadata, map_tokens
 from meshwright.data.token_windows import num_windows
-from meshwright.data.tokenise import batches as batches_module
+from meshwright.data.tokenise import encode as batches_module
 from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer
 from meshwright.errors import DataError
 

@@ -24,8 +24,8 @@ from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import unsharded_parameters
 from meshwright.pipeline import generate, lower
 from meshwright.plan.make_plan import make_plan
+from meshwright.train.forward_only import validate
 from meshwright.train.graph_capture import agree_on_capture, average_over_ranks
-from meshwright.train.validation_loss import validate
 from tests.helpers import small_corpus
 from tests.train.jobs import generate_on, load_words, make_job, make_task, run_on
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.train.forward_only import validate
 from meshwright.train.pipeline_stages import Pipeline
-from meshwright.train.validation_loss import validate
 from tests.helpers import small_corpus
 from tests.train.jobs import generate_on, make_job, make_task, run_on
 from tests.train.runs import Fault, metrics, train

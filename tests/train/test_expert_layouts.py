@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.nn.experts.swiglu_experts import Experts
+from meshwright.nn.experts.layer import Experts
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan

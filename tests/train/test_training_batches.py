@@ -14,8 +14,8 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.task import BatchUse, Task, prepare_batch
 from meshwright.models.tasks.next_token import TextTask
 from meshwright.plan.make_plan import make_plan
+from meshwright.train.forward_only import validate
 from meshwright.train.train_step import microbatch_order
-from meshwright.train.validation_loss import validate
 from tests.helpers import open_data, small_corpus
 from tests.train import runs
 from tests.train.jobs import load_words, make_job, make_task, run_on

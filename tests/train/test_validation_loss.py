@@ -7,9 +7,9 @@ import torch
 
 from meshwright.optim.catalogue import AdamW
 from meshwright.optim.role import Role
+from meshwright.train.forward_only import validate
 from meshwright.train.optimizer import named_state
 from meshwright.train.pipeline_stages import Pipeline
-from meshwright.train.validation_loss import validate
 from tests.helpers import open_data, small_corpus
 from tests.train.jobs import generate_on, make_job, make_task, run_on
 

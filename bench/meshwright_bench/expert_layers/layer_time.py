@@ -20,10 +20,9 @@ from meshwright.comm.collectives import world_size
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
-from meshwright.nn.experts.layer import MixtureOfExperts
+from meshwright.nn.experts.layer import Experts, MixtureOfExperts
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright.nn.experts.swiglu_experts import Experts
 from meshwright.nn.forward_cache import ForwardCache
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.train.launch.rank_context import RankContext

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
-from meshwright.cli.colors import paint
 from meshwright.cli.unknown_words import Commands
 from meshwright.cli.usage_errors import Command
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.errors import CheckpointError, continue_command
 from meshwright.units import counted, format_bytes
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright import __version__
-from meshwright.cli.colors import paint
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.units import GIB, counted, format_bytes
 
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "safetensors", "matplotlib", "pyyaml", "jinja2")

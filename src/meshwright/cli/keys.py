@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.colors import paint
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.errors import InputError
 
 

@@ -21,11 +21,10 @@ from meshwright.cli import (
     run,
     use_model,
 )
-from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
 from meshwright.cli.draw import pipeline
 from meshwright.cli.unknown_words import Commands, ConfigCommand
 from meshwright.cli.usage_errors import Command
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import CLEAR_LINE, is_terminal, paint, show, tolerate
 from meshwright.errors import MeshwrightError
 from meshwright.lasting_output import lasting_output, unwritten
 

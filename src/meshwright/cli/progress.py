@@ -8,8 +8,7 @@ import shutil
 import sys
 import time
 
-from meshwright.cli.colors import CLEAR_LINE, is_terminal, paint, tolerate
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import CLEAR_LINE, is_terminal, paint, show, tolerate
 from meshwright.lasting_output import lasting
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.traffic import Traffic

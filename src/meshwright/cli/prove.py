@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.colors import paint
 from meshwright.cli.config_arguments import Words, split_words
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright.units import counted, format_duration

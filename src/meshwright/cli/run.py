@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.colors import CLEAR_LINE, is_terminal
 from meshwright.cli.config_arguments import Words, path_of, split_words
+from meshwright.cli.wrapping import CLEAR_LINE, is_terminal
 
 
 def run(
@@ -48,7 +48,7 @@ def run(
 
     # The configuration is valid, so the cost of importing numpy is acceptable from here on.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.launch.run_spec import RunSpec
+    from meshwright.train.launch.rank_context import RunSpec
 
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     say = partial(_say_waiting, quiet=quiet)

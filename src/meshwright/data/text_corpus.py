@@ -28,9 +28,9 @@ from meshwright.data.document_ends import SplitDocuments, check_ends
 from meshwright.data.loss_mask import LossMask
 from meshwright.data.packed_windows import PackedSplits
 from meshwright.data.sources.record_field import record_field
+from meshwright.data.sources.source_text import Use
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import TextSource, open_source
-from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, map_ends, map_mask, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file

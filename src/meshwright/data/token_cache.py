@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.loss_mask import LossMask, check_mask
-from meshwright.data.sources.use import Use
+from meshwright.data.sources.source_text import Use
 from meshwright.units import counted
 
 _END = np.dtype("<u8")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.dtensor_ops.consensus import all_reduce_int, any_rank
+from meshwright.dtensor_ops.gathered_views import all_reduce_int, any_rank
 from meshwright.dtensor_ops.incorrect_ops import intercepted_operators, is_incorrect
 from meshwright.dtensor_ops.interception import has_empty_shards
 from meshwright.dtensor_ops.operator_context import OperatorContext, operator_context

@@ -9,6 +9,8 @@ base would not show in the view. Within `for_dtensor` and `replicate_fallback`, 
 
 All ranks agree on which views are gathered, because gathering communicates. They may disagree on which views are still
 alive, since each rank runs garbage collection at its own time, so the ranks reach consensus before they gather.
+
+Agree on a flag or an integer across the ranks of a mesh.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.dtensor_ops.consensus import any_rank
 from meshwright.dtensor_ops.private import (
     OpOverload,
     become_view,
@@ -273,3 +275,14 @@ class GatheredViews:
         family.has_gathered_views = any_rank(len(family.gathered_views) > 0, family.spec.mesh)
         if family.has_gathered_views:
             family.refresh_views(family.gather_base())
+
+
+def any_rank(condition: bool, mesh: DeviceMesh) -> bool:
+    """Return True if `condition` holds on any rank of the mesh. Must be called on all ranks."""
+    return all_reduce_int(int(condition), mesh, "max") == 1
+
+
+def all_reduce_int(value: int, mesh: DeviceMesh, op: str) -> int:
+    """Return the minimum ("min") or maximum ("max") of `value` over all ranks of the mesh."""
+    local = torch.tensor([value], device=mesh.device_type)
+    return int(DTensor.from_local(local, mesh, [Partial(op)] * mesh.ndim, run_check=False).full_tensor().item())

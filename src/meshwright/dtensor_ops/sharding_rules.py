@@ -27,8 +27,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
 from meshwright.dtensor_ops.private import Rule, clear_sharding_cache, masked_partial, register_rule, with_dim
-from meshwright.dtensor_ops.sharding_rule_helpers import Sharding, Spec, all_replicated, dim_shards, partials
-from meshwright.dtensor_ops.sharding_rules_windows import SHAPE_ARGUMENTS, WINDOW_RULES, pass_partials, unpadded_dims
+from meshwright.dtensor_ops.sharding_rules_windows import (
+    SHAPE_ARGUMENTS,
+    WINDOW_RULES,
+    Sharding,
+    Spec,
+    all_replicated,
+    dim_shards,
+    partials,
+    pass_partials,
+    unpadded_dims,
+)
 
 aten = torch.ops.aten
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.config.optimizer.parameter_groups import group_settings
 from meshwright.config.schema import TrainConfig
-from meshwright.mesh.local_shards import local_box, num_shards, to_local
-from meshwright.mesh.sharded_zeros import sharded_zeros
+from meshwright.mesh.local_shards import local_box, num_shards, sharded_zeros, to_local
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot
 from meshwright.optim.owner_updates import OwnerUpdates, Site

@@ -1,14 +1,22 @@
 """Run folders: a run's metrics, plan and checkpoints, and the checkpoint it resumes from.
 
 Torch-free, so that a folder in use or another model's checkpoint is rejected before any process starts.
+
+Lock that keeps two runs from writing to the same run folder. Torch-free.
+
+The lock is held on a file that names its holder and is removed on release. The kernel drops the lock when the process
+ends, so a file left behind by a killed run is not locked. On file systems without locks, a run warns and continues.
 """
 
 from __future__ import annotations
 
+import fcntl
+import io
 import os
+import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from errno import EISDIR
 from fnmatch import fnmatchcase
@@ -36,6 +44,7 @@ from meshwright.data.tokenise.special_tokens import NONE
 from meshwright.data.tokenizer import BYTES, tokenizer_identity
 from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, tokenizer_files
 from meshwright.errors import CheckpointError, InputError, MeshwrightError, continue_command
+from meshwright.log import get_logger
 from meshwright.models.tasks.text_sources import all_sources
 from meshwright.optim.catalogue import KEY as OPTIMIZER
 from meshwright.optim.catalogue import OTHERS
@@ -45,7 +54,6 @@ from meshwright.plan.serialize import from_json
 from meshwright.settings.violation import format_fix, format_value
 from meshwright.train.continued_run import AUTO, RUNS, changed_keys, folder_numbers, last_folder
 from meshwright.train.record.loss_curves import read_metrics
-from meshwright.train.run_folder_lock import hold_folder
 from meshwright.units import counted
 
 FILES = (CONFIG_FILE, "metrics.jsonl", "plan.json", "loss.png", "events.jsonl", "report.html")
@@ -395,3 +403,67 @@ def _new_folder(name: str) -> Path:
             raise _not_writable(path, error) from None
         else:
             return path
+
+
+LOCK = "run.lock"
+
+_log = get_logger(__name__)
+
+
+def hold_folder(folder: Path, hold: ExitStack) -> None:
+    """Lock the existing `folder` until `hold` is closed or this process ends.
+
+    Raises:
+        InputError: another run holds the lock; the message names its process and host.
+    """
+    path = folder / LOCK
+    try:
+        file = _locked(path)
+    except BlockingIOError:
+        raise InputError(
+            f"{folder} is being written by another run: {_holder(path)}",
+            where=str(path),
+            rule="one run at a time writes to a run folder",
+            fix=f"another --out; or {continue_command(folder)}, once that run has ended",
+        ) from None
+    except OSError as error:
+        _log.warning("can't lock %s (%s): another run could write to the same folder", folder, error)
+        return
+    hold.callback(_release, file, path)
+
+
+def _locked(path: Path) -> io.FileIO:
+    """Open and lock the file; reopen it if the previous holder removed it in between."""
+    while True:
+        file = path.open("ab", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, path):
+                with suppress(OSError):  # the lock is held even if the disk is full
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+
+
+def _is_at(file: io.FileIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace").strip() or "it has just started"
+    except OSError:
+        return "it has just ended"
+
+
+def _release(file: io.FileIO, path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()  # still locked, so the file can't belong to another run
+    file.close()

@@ -150,10 +150,9 @@ def use_body(context: RankContext, spec: UseSpec) -> None:
     from meshwright.checkpoint.manifest import read_manifest
     from meshwright.checkpoint.save_load import load as load_tensors
     from meshwright.train.build_job import build_job, choose_device, rank_group, refresh_shared_parameters
-    from meshwright.train.forward_only import PipelineForward
+    from meshwright.train.forward_only import PipelineForward, validate
     from meshwright.train.optimizer import named_state
     from meshwright.train.pipeline_stages import Pipeline
-    from meshwright.train.validation_loss import validate
 
     config, path = spec.model.config, spec.model.checkpoint
     plan, f, device = make_plan(config), _facts(config), choose_device(config, context)

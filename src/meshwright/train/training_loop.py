@@ -28,7 +28,7 @@ from meshwright.plan.traffic import predict_traffic
 from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
-from meshwright.train.forward_only import PipelineForward
+from meshwright.train.forward_only import PipelineForward, validate
 from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
 from meshwright.train.measure.run_measurement import measured_steps
@@ -40,7 +40,6 @@ from meshwright.train.record.step_profiler import StepProfiler
 from meshwright.train.record.timeline_trace import write_trace
 from meshwright.train.run_folder import RunFolder, files_to_carry, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
-from meshwright.train.validation_loss import validate
 from meshwright.units import counted
 
 LOSS, EXPERT_LOAD = "loss.png", "expert-load.png"

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.mixtures.entries import Entry, parse_mixture, shares
-from meshwright.data.mixtures.shares import ONE
+from meshwright.data.mixtures.entries import ONE, Entry, parse_mixture, shares
 from meshwright.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from meshwright.data.loader import IGNORED_TARGET, validation_windows
 from meshwright.data.mixtures.chosen_validation import chosen_validation
+from meshwright.data.mixtures.entries import ONE
 from meshwright.data.mixtures.joined_windows import JoinedPacked, JoinedWindows
-from meshwright.data.mixtures.shares import ONE
 from meshwright.data.token_windows import TokenWindows
 from tests.data.test_packed_windows import open_windows
 

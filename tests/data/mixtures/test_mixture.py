@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright.data.mixtures.describe import describe
+from meshwright.data.mixtures.entries import BLOCK, ONE
 from meshwright.data.mixtures.mixture import Mixture, train_order, train_sizes, validation_shares
-from meshwright.data.mixtures.shares import BLOCK, ONE
 from meshwright.data.text_corpus import Corpus
 
 QUARTERS = (ONE // 4, 3 * ONE // 4)

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.mixtures.entries import parse_mixture, shares
+from meshwright.data.mixtures.entries import BLOCK, MIN_SHARE, ONE, parse_mixture, shares
 from meshwright.data.mixtures.mixture_order import MAX_SAMPLES, MixtureOrder
-from meshwright.data.mixtures.shares import BLOCK, MIN_SHARE, ONE
 
 weights = st.lists(st.integers(1, 300), min_size=1, max_size=6)
 seeds = st.integers(0, 2**63)

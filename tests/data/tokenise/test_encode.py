@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data.sources.text_pieces import Continued
-from meshwright.data.tokenise import batches as batches_module
-from meshwright.data.tokenise.batches import batches
-from meshwright.data.tokenise.encode import AHEAD, AT_ONCE, encode, encode_in_order, texts_sha256
+from meshwright.data.tokenise import encode as batches_module
+from meshwright.data.tokenise.encode import AHEAD, AT_ONCE, batches, encode, encode_in_order, texts_sha256
 from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import ByteTokenizer
 from meshwright.errors import DataError

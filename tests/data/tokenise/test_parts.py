@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.data import cache_file
 from meshwright.data.text_corpus import open_corpus
-from meshwright.data.tokenise import batches as batches_module
+from meshwright.data.tokenise import encode as batches_module
 from meshwright.data.tokenise import parts as parts_module
-from meshwright.data.tokenise.batches import batches
+from meshwright.data.tokenise.encode import batches
 from meshwright.data.tokenise.parts import Parts
 from meshwright.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.data.mixtures.entries import ONE
 from meshwright.data.mixtures.mixture import Mixture
 from meshwright.data.mixtures.mixture_order import MixtureOrder
-from meshwright.data.mixtures.shares import ONE
 from meshwright.data.sources import text_pieces
-from meshwright.data.sources.use import Use
+from meshwright.data.sources.source_text import Use
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.tasks.text_data import check_overlaps
 from meshwright.models.tasks.text_sources import RunSource

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.nn.deferred_weight_gradients import WeightGradStore, compute_deferred
 from meshwright.nn.experts import grouped_linear as module
 from meshwright.nn.experts.grouped_linear import RowGroups, fits_grouped_mm, grouped_linear
-from meshwright.nn.experts.swiglu_experts import Experts
+from meshwright.nn.experts.layer import Experts
 from tests.nn.experts.uninitialized import poisoned_memory
 
 WIDTHS = {"aligned": (16, 24), "not aligned": (5, 7)}

@@ -4,28 +4,31 @@
 static memory and replays the forward's graph; its backward does the same for gradients. Deferred weight gradients are
 an entry of the stage's `WeightGradStore`, as those of any layer. Gradients of parameters reach `.grad` as
 `weight_gradients` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
+
+Static tensors of a layer and a micro-batch: where its graphs find and leave what.
+
+Replays of a layer's graphs in autograd; see [Note: replays in autograd] in `runner`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.lifetimes import Content, Role
+from meshwright.capture.lifetimes import Content, Role, first_with, follows_another
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
 from meshwright.capture.run.backend import CapturedLayer, LayerFailed, LayerGraphs, MakeGraphs, Times
-from meshwright.capture.run.binding import Binding, bind
 from meshwright.capture.run.call import difference, flatten, rebuild
 from meshwright.capture.run.progress import Progress
-from meshwright.capture.run.replay import LayerReplay, Replay
 from meshwright.capture.run.snapshot import host_state, unchanged
 from meshwright.capture.run.static_tensors import Static, StaticTensors
 from meshwright.capture.run.static_weights import TensorFacts
+from meshwright.capture.signature import LayerSignature
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
@@ -381,3 +384,106 @@ class Runner:
             ((stage, _),) = self._plan.chunks
             return stage, layer
         return layer
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Static tensors of a layer and a micro-batch; None for gradients that there are none of."""
+
+    inputs: tuple[Static, ...]
+    """The input, or the output of the layer that this one follows, and the arguments."""
+    outputs: tuple[Static, ...]
+    """The output and the further results."""
+    output_gradients: tuple[Static | None, ...]
+    input_gradients: tuple[Static | None, ...]
+    leaving_output: Content | None
+    """Copy of the output for the next stage, if it has one."""
+    leaving_gradient: Content | None
+    """Copy of the input's gradient for the previous stage, if it has one."""
+    inner: tuple[Static, ...]
+    """Those that nothing outside the chunk reads."""
+
+
+def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: StaticTensors) -> Binding:
+    """Return the static tensors of a layer and a micro-batch.
+
+    Args:
+        one: the layer.
+        m: the micro-batch.
+        layers: captured layers of its chunk.
+        statics: static tensors of the plan.
+    """
+    observed, number = one.observed, one.number
+    own = Content(Role.INPUT, one.stage, number, m)
+    source = replace(own, role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
+    arguments = [replace(own, layer=first_with(layers, n), number=n) for n in observed.numbers]
+    inputs = [source, *arguments]
+    outputs = [replace(own, role=Role.OUTPUT, number=at) for at in range(len(observed.outputs))]
+    gradients = [replace(content, role=Role.OUTPUT_GRADIENT) for content in outputs]
+    if number + 1 < len(layers) and follows_another(layers, number + 1):
+        gradients[0] = replace(own, role=Role.INPUT_GRADIENT, layer=number + 1)
+    has_gradient = [observed.outputs[at].requires_grad for at in observed.order()]
+    found = [replace(own, role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
+    wanted = [facts.requires_grad for facts in observed.inputs]
+    given = [statics.at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
+    returned = [statics.at(c) if has else None for c, has in zip(found, wanted, strict=True)]
+    is_first, is_last = number == 0, number == len(layers) - 1
+    inner = [statics.at(c) for c in inputs if c.role is Role.INPUT]
+    inner += [statics.at(c) for c in outputs[1 if is_last else 0 :]]
+    inner += [static for static in (*given, *returned[1 if is_first else 0 :]) if static is not None]
+    leaving = [replace(own, role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
+    copies = [content if statics.has(content) else None for content in leaving]
+    return Binding(
+        tuple(map(statics.at, inputs)),
+        tuple(map(statics.at, outputs)),
+        tuple(given),
+        tuple(returned),
+        leaving_output=copies[0],
+        leaving_gradient=copies[1],
+        inner=tuple(inner),
+    )
+
+
+class Replays(Protocol):
+    """Interface of whatever replays graphs."""
+
+    def forward(self, one: CapturedLayer, m: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Replay a layer's forward; returns static tensors."""
+
+    def backward(
+        self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
+    ) -> tuple[list[Tensor | None], Collection[int]]:
+        """Replay a layer's backward; returns static gradients, and the positions of weights that have got one."""
+
+
+@dataclass(frozen=True)
+class LayerReplay:
+    """A layer and a micro-batch."""
+
+    runner: Replays
+    layer: CapturedLayer
+    microbatch: int
+    parameters: list[nn.Parameter]
+    """Parameters that get the gradients of the layer's trained weights. FSDP2 has others outside of the forward."""
+
+
+class Replay(torch.autograd.Function):
+    """A replay of a layer's graphs as one node of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: LayerReplay, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.replay, ctx.num_weights = replay, len(tensors) - num_inputs
+        found = replay.runner.forward(replay.layer, replay.microbatch, tensors[:num_inputs])
+        outputs = [one.detach() for one in found]
+        has_gradient = [replay.layer.observed.outputs[at].requires_grad for at in replay.layer.observed.order()]
+        ctx.mark_non_differentiable(*(one for one, has in zip(outputs, has_gradient, strict=True) if not has))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        replay: LayerReplay = ctx.replay
+        found, stored = replay.runner.backward(replay.layer, replay.microbatch, gradients, replay.parameters)
+        result = replay.layer.gradients.result
+        weights = (result(at) if at in stored else None for at in range(ctx.num_weights))
+        return (None, None, *found, *weights)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.colors import paint
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.units import counted
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from typing import Annotated, TextIO
 
 import typer
 
-from meshwright.cli.colors import paint
 from meshwright.cli.draw.capture import capture
 from meshwright.cli.draw.catalogue import catalogue
 from meshwright.cli.draw.loss import loss
@@ -19,7 +18,7 @@ from meshwright.cli.draw.reshard import reshard
 from meshwright.cli.schedule_argument import COMMAND_LINE, SCHEDULE_HELP, load_schedule
 from meshwright.cli.unknown_words import Commands
 from meshwright.cli.usage_errors import Command
-from meshwright.cli.wrapping import show
+from meshwright.cli.wrapping import paint, show
 from meshwright.errors import InputError
 from meshwright.figure import check_figure
 from meshwright.output_files import check_output, write_output

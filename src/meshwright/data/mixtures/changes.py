@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.data.mixtures.entries import KEY, parse_mixture, shares
-from meshwright.data.mixtures.shares import ONE
+from meshwright.data.mixtures.entries import KEY, ONE, parse_mixture, shares
 from meshwright.errors import ConfigError
 
 KEYS = (

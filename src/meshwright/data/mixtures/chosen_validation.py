@@ -8,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 
 from meshwright.data.loader import validation_windows
-from meshwright.data.mixtures.shares import ONE
+from meshwright.data.mixtures.entries import ONE
 from meshwright.data.token_windows import Int64Array
 
 

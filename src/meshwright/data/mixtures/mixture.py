@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.data.mixtures.entries import ONE
 from meshwright.data.mixtures.mixture_order import MixtureOrder
-from meshwright.data.mixtures.shares import ONE
 from meshwright.data.sampler import SampleOrder, WindowOrder
 from meshwright.data.text_corpus import Corpus
 from meshwright.data.token_windows import num_windows

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.mixtures.shares import BLOCK, MIN_SHARE, ONE
+from meshwright.data.mixtures.entries import BLOCK, MIN_SHARE, ONE
 from meshwright.data.sampler import WindowOrder, shuffled
 
 MAX_SAMPLES = 2**42

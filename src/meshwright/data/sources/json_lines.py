@@ -11,9 +11,8 @@ from typing import Any, BinaryIO
 
 from meshwright.data.chats.messages import kind_of, likely_chat_field
 from meshwright.data.sources.compressed_files import contents_name, recode
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
-from meshwright.data.sources.source_text import RecordText
+from meshwright.data.sources.source_text import EmptyTexts, RecordText
 from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields
 from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, opened
 from meshwright.errors import DataError

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
-from meshwright.data.sources.left_out import EmptyTexts
+from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_documents import BOM, damage
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.settings.import_object import OBJECT_NAME, import_object, raised

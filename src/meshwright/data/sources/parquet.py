@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.data.chats.messages import likely_chat_field
 from meshwright.data.sources.compressed_files import UNPACK, contents_name, require_datasets, suffix_of_compression
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
-from meshwright.data.sources.source_text import RecordText
+from meshwright.data.sources.source_text import EmptyTexts, RecordText
 from meshwright.data.sources.text_fields import field_not_set, likely_field, list_fields, not_text
 from meshwright.data.text_documents import HOLD_OUT_DIVISOR, Extent, TextSlice, unreadable_file
 from meshwright.errors import DataError

@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from meshwright.data.sources import json_lines, parquet
-from meshwright.data.sources.left_out import EmptyTexts
 from meshwright.data.sources.record_field import RecordField
-from meshwright.data.sources.source_text import RecordText
+from meshwright.data.sources.source_text import EmptyTexts, RecordText
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.text_documents import Document, TextSlice
 from meshwright.errors import DataError

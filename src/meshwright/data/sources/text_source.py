@@ -11,12 +11,10 @@ from typing import Any
 from meshwright.data import text_documents
 from meshwright.data.chats.chat_format import ChatFormat, Conversation
 from meshwright.data.sources import own_documents, record_files, saved_dataset
-from meshwright.data.sources.left_out import EmptyTexts, LeftOut
 from meshwright.data.sources.record_field import RecordField
-from meshwright.data.sources.source_text import SourceText
+from meshwright.data.sources.source_text import EmptyTexts, LeftOut, SourceText, Use
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_pieces import read_pieces
-from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, Extent, TextSlice, is_held_out
 from meshwright.errors import DataError
 from meshwright.units import counted, format_bytes

@@ -4,6 +4,8 @@ Threads, not processes: `tokenizers` releases Python's lock while it encodes, so
 processes take, which would copy every text and its tokens, and could die. Only turning ids into an array holds the
 lock, 60 ns per token where a core encodes for 2.6 µs: it is the limit beyond 30 cores or so. `tokenizers` spreads the
 documents of each batch over all cores, so a few batches at once are enough, and bound the memory whatever their number.
+
+Texts in batches of about a megabyte, so that the whole corpus is never in memory. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.chats.chat_format import Conversation, EncodedConversation
-from meshwright.data.tokenise.batches import Batch
+from meshwright.data.sources.source_text import SourceText
+from meshwright.data.sources.text_pieces import Continued
 from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import Tokenizer, Tokens, token_dtype
 
@@ -131,3 +134,36 @@ def _digest(data: list[bytes], is_end: list[bool]) -> str:
     digest = hashlib.sha256(lengths.tobytes() + bytes(is_end))
     digest.update(b"".join(data))
     return digest.hexdigest()
+
+
+_BATCH_CHARS = 2**20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive texts of a split.
+
+    Args:
+        texts: the texts.
+        is_end: for each text, whether a document ends with it; the rest of a long one follows otherwise.
+        goes_on: whether the first text goes on with the last document of the batch before.
+    """
+
+    texts: list[str | Conversation]
+    is_end: list[bool]
+    goes_on: bool = False
+
+
+def batches(texts: Iterable[SourceText]) -> Iterator[Batch]:
+    """Group texts into batches. Where they are cut is no part of the result: any other size gives the same tokens."""
+    batch, num_chars = Batch([], []), 0
+    for item in texts:
+        text = item.text if isinstance(item, Continued) else item
+        batch.texts.append(text)
+        batch.is_end.append(not isinstance(item, Continued))
+        num_chars += len(text) if isinstance(text, str) else text.num_chars
+        if num_chars >= _BATCH_CHARS:
+            yield batch
+            batch, num_chars = Batch([], [], goes_on=isinstance(item, Continued)), 0
+    if batch.texts:
+        yield batch

@@ -19,8 +19,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright.data import cache_file
-from meshwright.data.tokenise.batches import Batch
-from meshwright.data.tokenise.encode import Encoded, encode_in_order, texts_sha256
+from meshwright.data.tokenise.encode import Batch, Encoded, encode_in_order, texts_sha256
 from meshwright.data.tokenizer import Tokenizer, token_dtype
 from meshwright.errors import DataError
 from meshwright.log import get_logger

@@ -14,13 +14,11 @@ from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.corpus_fingerprint import Fingerprint
 from meshwright.data.document_ends import EndsWriter
 from meshwright.data.loss_mask import MaskWriter
-from meshwright.data.sources.left_out import LeftOut
-from meshwright.data.sources.source_text import SourceText
+from meshwright.data.sources.source_text import LeftOut, SourceText
 from meshwright.data.sources.text_source import TextSource
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata
-from meshwright.data.tokenise.batches import batches
-from meshwright.data.tokenise.encode import Encoded, encode_in_order
+from meshwright.data.tokenise.encode import Encoded, batches, encode_in_order
 from meshwright.data.tokenise.parts import Parts
 from meshwright.data.tokenise.special_tokens import Framing
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype

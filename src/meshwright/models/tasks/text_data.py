@@ -8,15 +8,13 @@ from dataclasses import replace
 from itertools import combinations
 
 from meshwright.data.corpus_checks import check_vocab, check_windows
-from meshwright.data.mixtures.describe import describe
+from meshwright.data.mixtures.describe import check_exhaustion, describe, with_validation
 from meshwright.data.mixtures.entries import shares
-from meshwright.data.mixtures.exhaustion import check_exhaustion
 from meshwright.data.mixtures.mixture import Mixture, Text, train_order, train_sizes
 from meshwright.data.mixtures.mixture_order import MixtureOrder
-from meshwright.data.mixtures.validation_source import with_validation
 from meshwright.data.packed_corpus import pack_corpus
 from meshwright.data.sources.own_documents import is_own
-from meshwright.data.sources.use import Use
+from meshwright.data.sources.source_text import Use
 from meshwright.data.text_corpus import Corpus, open_corpus
 from meshwright.data.text_documents import list_documents
 from meshwright.data.token_files import is_token_file

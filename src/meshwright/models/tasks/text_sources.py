@@ -10,9 +10,9 @@ from pathlib import Path
 from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.images import DIGITS, DIGITS_VIDEO
 from meshwright.data.mixtures import entries
+from meshwright.data.sources.source_text import Use
 from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import has_records
-from meshwright.data.sources.use import Use
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer

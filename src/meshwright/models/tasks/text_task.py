@@ -19,7 +19,7 @@ from meshwright.data.mixtures.mixture import Text, corpora, train_order, validat
 from meshwright.data.packed_corpus import packed_splits
 from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
 from meshwright.data.packed_windows import PackedWindows
-from meshwright.data.sources.left_out import LeftOut
+from meshwright.data.sources.source_text import LeftOut
 from meshwright.data.sources.text_pieces import Continued
 from meshwright.data.text_corpus import Conversations, Corpus, Tokens
 from meshwright.models.contract.run_facts import RunFacts

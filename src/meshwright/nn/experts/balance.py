@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwright.nn.experts.row_order import count
+from meshwright.nn.experts.row_map import count
 from meshwright.nn.step_handles import LoadCounter, StepHandle
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from meshwright.nn.experts.grouped_linear import RowGroups
 from meshwright.nn.experts.padded_slots import PaddedSlots
 from meshwright.nn.experts.router import Routing
-from meshwright.nn.experts.row_map import RowMap
-from meshwright.nn.experts.row_order import sort_by_expert
+from meshwright.nn.experts.row_map import RowMap, sort_by_expert
 from meshwright.nn.forward_cache import ForwardCache
 
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.nn.experts.router import Routing
-from meshwright.nn.experts.row_map import RowMap
-from meshwright.nn.experts.row_order import sort_by_expert
+from meshwright.nn.experts.row_map import RowMap, sort_by_expert
 
 
 class PaddedSlots:

@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
-from meshwright.nn.experts.layer import MixtureOfExperts
-from meshwright.nn.experts.swiglu_experts import Experts
+from meshwright.nn.experts.layer import Experts, MixtureOfExperts
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.prove.context_placement import ContextPlacement
 from meshwright.prove.record.evidence import ContextEvidence
