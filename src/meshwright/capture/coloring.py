@@ -1,4 +1,4 @@
-"""Assign numbers to intervals so that those that overlap have different ones. Torch-free.
+"""Assign numbers to intervals so that those that overlap have different ones.
 
 Intervals are closed: one that ends where another begins overlaps it, because a layer writes its output while it still
 reads its input.

@@ -1,6 +1,6 @@
 """Slots of a capture plan over time, as text and as a figure: one row per slot, which a micro-batch holds at a time.
 
-Every computation of the table takes one unit of time. Torch-free.
+Every computation of the table takes one unit of time.
 """
 
 from __future__ import annotations

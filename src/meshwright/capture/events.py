@@ -1,4 +1,4 @@
-"""A rank's row of a lowered table as events of captured layers. Torch-free.
+"""A rank's row of a lowered table as events of captured layers.
 
 The layers of a chunk run in order in a forward, and in reverse in a backward and in the deferred weight gradients. Both
 computations of an overlapped pair take turns in an order that the table does not say: their events count as

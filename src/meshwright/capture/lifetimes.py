@@ -1,4 +1,4 @@
-"""Lifetimes of the static tensors of a rank's captured layers. Torch-free.
+"""Lifetimes of the static tensors of a rank's captured layers.
 
 [Note: lifetimes] A layer's input and the gradient of its output are read by its backward and, if that is split, by its
 deferred weight gradients, whichever comes last. The input of a layer that follows another one is that layer's output,

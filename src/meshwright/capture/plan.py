@@ -1,7 +1,7 @@
 """Plan the CUDA graphs of a rank's step: which graph each layer and micro-batch replays, and what memory they share.
 
 A plan is a value: it is made, verified and drawn without a GPU, and ranks compare its fingerprint before they capture
-anything. Torch-free.
+anything.
 
 [Note: slots] A micro-batch occupies a slot of its chunk from its first computation to its last, deferred weight
 gradients included. In mode `slot` each slot has its own graphs of all layers of the chunk, and its own memory pool, so

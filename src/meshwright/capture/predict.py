@@ -1,4 +1,4 @@
-"""Predict a run's CUDA graphs and their memory from its plan, before it starts. Torch-free.
+"""Predict a run's CUDA graphs and their memory from its plan, before it starts.
 
 For the scope `layer`. What blocks save for the backward lies in memory pools instead of PyTorch's allocator, so it is
 in the plan's activations already; static tensors and copies of weights come on top.

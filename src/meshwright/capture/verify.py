@@ -1,7 +1,7 @@
 """Verify a capture plan by running it on paper: every read must find what the computation before it wrote.
 
 The plan's lifetimes aren't trusted. Each buffer holds the name of the tensor that was last written to it; the events
-run in the order of the table and name what they read and write. Torch-free.
+run in the order of the table and name what they read and write.
 
 What eager code may have kept (see the note on lifetimes) counts as read once more when it can read it for the last
 time: when the micro-batch is done in the chunk, or where the table frees what has been sent.

@@ -1,4 +1,4 @@
-"""Sidecar files: small files that a checkpoint carries for its export, such as the tokenizer's. Torch-free.
+"""Sidecar files: small files that a checkpoint carries for its export, such as the tokenizer's.
 
 They are in a folder of the checkpoint and in its manifest, and every later checkpoint of the run has them too: a path
 to them could be gone by the time of the export, and earlier checkpoints are removed.

@@ -1,4 +1,4 @@
-"""Every configuration key with its meaning, and a search by words. Torch-free."""
+"""Every configuration key with its meaning, and a search by words."""
 
 from __future__ import annotations
 

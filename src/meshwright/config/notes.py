@@ -1,4 +1,4 @@
-"""What plan, prove and run say of a configuration before they start. Torch-free."""
+"""What plan, prove and run say of a configuration before they start."""
 
 from __future__ import annotations
 

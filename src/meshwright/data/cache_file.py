@@ -6,7 +6,7 @@ A file is written under a temporary name, synced and then renamed, so a killed p
 under the final name; a file of inconsistent length is rebuilt. One process per machine builds a file while the others
 wait; if it is killed, another of them goes on, with what is in the file's folder of parts (see `tokenise/parts.py`).
 Without file locks several may build it at once: they write the same bytes, the last rename wins, and memory maps
-of an earlier file stay valid. Torch-free.
+of an earlier file stay valid.
 """
 
 from __future__ import annotations

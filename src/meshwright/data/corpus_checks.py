@@ -1,4 +1,4 @@
-"""Check a corpus against the length of a run's samples and its model's vocabulary. Torch-free."""
+"""Check a corpus against the length of a run's samples and its model's vocabulary."""
 
 from __future__ import annotations
 

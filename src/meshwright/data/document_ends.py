@@ -1,7 +1,4 @@
-"""Documents of a corpus: where each of them ends, written while the corpus is read and memory-mapped afterwards.
-
-Torch-free.
-"""
+"""Documents of a corpus: where each of them ends, written while the corpus is read and memory-mapped afterwards."""
 
 from __future__ import annotations
 

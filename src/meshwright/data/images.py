@@ -1,6 +1,6 @@
 """Image and video datasets as arrays, opened from `data.source` for a diffusion transformer.
 
-Torch-free. A dataset is held in memory, one byte per channel and pixel: a million RGB images of 64 × 64 take 12 GB in
+A dataset is held in memory, one byte per channel and pixel: a million RGB images of 64 × 64 take 12 GB in
 every process that opens them, and briefly twice that while the splits are copied.
 
 Shapes: n samples, c channels, f frames (1 for images), h rows, w columns.

@@ -1,4 +1,4 @@
-"""Loss masks: for each token of a corpus, whether it counts in the loss; one bit each, memory-mapped. Torch-free."""
+"""Loss masks: for each token of a corpus, whether it counts in the loss; one bit each, memory-mapped."""
 
 from __future__ import annotations
 

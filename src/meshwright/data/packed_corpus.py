@@ -1,4 +1,4 @@
-"""Both splits of a corpus with their documents packed into windows. Torch-free."""
+"""Both splits of a corpus with their documents packed into windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of packed documents: what each holds, without reading tokens, and its tokens. Torch-free.
+"""Windows of packed documents: what each holds, without reading tokens, and its tokens.
 
 Their index is built once, cached, and memory-mapped by all ranks and later runs:
 

@@ -1,4 +1,4 @@
-"""Packing of documents into windows: documents are split into pieces, and pieces assigned to windows. Torch-free.
+"""Packing of documents into windows: documents are split into pieces, and pieces assigned to windows.
 
 A document of L tokens has L - 1 pairs of an input and its target, the next token; a pair never spans two documents.
 A window has room for T pairs (T is `train.seq_len`). A document with more than T pairs is split into pieces of T

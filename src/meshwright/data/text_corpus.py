@@ -1,6 +1,6 @@
 """Text corpora as arrays of token ids, opened from `data.source` and `data.tokenizer`.
 
-Text is tokenised once and cached; all ranks and later runs memory-map the same file. Torch-free.
+Text is tokenised once and cached; all ranks and later runs memory-map the same file.
 
 A corpus is read in windows of T + 1 tokens: T inputs and, shifted by one, T targets. Window w covers tokens
 w·T … w·T + T, so windows share no input, and the last target of one is the first input of the next. With the ends of

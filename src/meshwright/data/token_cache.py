@@ -1,4 +1,4 @@
-"""Cache files of tokenised corpora: tokens, their loss mask, the ends of the documents, then metadata. Torch-free.
+"""Cache files of tokenised corpora: tokens, their loss mask, the ends of the documents, then metadata.
 
     tokens | loss mask, a bit per token | ends of the documents, uint64 | metadata        (see cache_file.py)
 

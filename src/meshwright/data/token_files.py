@@ -1,7 +1,7 @@
 """Pre-tokenised corpora: a 1-D integer `.npy`, or a `.bin` of raw little-endian elements.
 
 The file is memory-mapped in place. One pass computes its largest id and its hash, which are cached under the file's
-path, size and modification time. The last tenth is held out for validation. Torch-free.
+path, size and modification time. The last tenth is held out for validation.
 
 A file may say the id of its separator, the last token of each document. Then the same pass finds the documents' ends,
 and validation starts at the document nearest to the last tenth. What follows the last separator is a document too.

@@ -1,4 +1,4 @@
-"""Windows of a stream of tokens: T inputs and, shifted by one, T targets. Torch-free.
+"""Windows of a stream of tokens: T inputs and, shifted by one, T targets.
 
 Window w covers tokens w·T … w·T + T, so windows share no input, and the last target of one is the first input of the
 next.

@@ -1,6 +1,6 @@
 """Tokenizers: UTF-8 bytes, without dependencies, and Hugging Face `tokenizer.json` files.
 
-Torch-free. The optional `tokenizers` package is imported only when a `tokenizer.json` is opened.
+The optional `tokenizers` package is imported only when a `tokenizer.json` is opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of a tokenizer in Hugging Face's format, as bytes: to carry them along with weights. Torch-free."""
+"""Files of a tokenizer in Hugging Face's format, as bytes: to carry them along with weights."""
 
 from __future__ import annotations
 

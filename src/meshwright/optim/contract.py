@@ -1,4 +1,4 @@
-"""Contract of optimizers: states kept for each parameter, and an update on shards or from whole matrices. Torch-free.
+"""Contract of optimizers: states kept for each parameter, and an update on shards or from whole matrices.
 
 `train.optimizer = package.module:factory` names a class, or a function without arguments, that gives an `Optimizer`.
 Nothing else in Meshwright knows it: states are stored, checkpointed, resharded and counted in the plan as `states`

@@ -1,7 +1,7 @@
 """Which run a command continues: its folder, the configuration it was started with, and the command that continues it.
 
 A run folder is all that a run needs to go on. Its `config.toml` gives the configuration, so a preset's defaults don't
-slip in: what a command doesn't say stays as it was. Torch-free.
+slip in: what a command doesn't say stays as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors for diverged runs that name the last good checkpoint. Torch-free.
+"""Errors for diverged runs that name the last good checkpoint.
 
 A checkpoint is saved after its step's update, and only the next loss shows whether that update ruined the weights, so
 the newest checkpoint of a diverging run may already be bad. A checkpoint is considered good once a later step or a

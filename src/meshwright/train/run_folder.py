@@ -2,7 +2,7 @@
 
 Torch-free, so that a folder in use or another model's checkpoint is rejected before any process starts.
 
-Lock that keeps two runs from writing to the same run folder. Torch-free.
+Lock that keeps two runs from writing to the same run folder.
 
 The lock is held on a file that names its holder and is removed on release. The kernel drops the lock when the process
 ends, so a file left behind by a killed run is not locked. On file systems without locks, a run warns and continues.

@@ -1,4 +1,4 @@
-"""Conversations as tokens and a loss mask, by the chat template and the tokens of one tokenizer. Torch-free.
+"""Conversations as tokens and a loss mask, by the chat template and the tokens of one tokenizer.
 
 The full text of a conversation is encoded at once, so tokens are those of `apply_chat_template(…)` in `transformers`:
 special tokens in it are special, and none is added. A token counts in the loss if any of its characters are the

@@ -1,4 +1,4 @@
-"""A chat template, in Jinja's language, as a function of messages. Torch-free.
+"""A chat template, in Jinja's language, as a function of messages.
 
 Templates are those of `transformers`, and see the environment that they see there (5.23): a sandbox, without the line
 breaks after blocks, with `raise_exception`, `strftime_now`, `tojson`, loop controls and `{% generation %}`. The library

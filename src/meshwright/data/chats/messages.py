@@ -1,4 +1,4 @@
-"""Check the messages of a conversation: a list of objects with a role and a text, `content`. Torch-free."""
+"""Check the messages of a conversation: a list of objects with a role and a text, `content`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Say how the sources of a run differ from those of an earlier one. Torch-free."""
+"""Say how the sources of a run differ from those of an earlier one."""
 
 from __future__ import annotations
 

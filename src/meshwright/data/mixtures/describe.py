@@ -1,8 +1,8 @@
-"""Describe a mixture for people: its sources with their weights, sizes and epochs. Torch-free.
+"""Describe a mixture for people: its sources with their weights, sizes and epochs.
 
-Check that a run ends before a source runs out, if `data.when_exhausted` says so. Torch-free.
+Check that a run ends before a source runs out, if `data.when_exhausted` says so.
 
-Validate a corpus with text of another source, `data.validation_source`, in place of a held-out part. Torch-free.
+Validate a corpus with text of another source, `data.validation_source`, in place of a held-out part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Windows of several sources as one: numbered source by source, as in a `SampleOrder`. Torch-free."""
+"""Windows of several sources as one: numbered source by source, as in a `SampleOrder`."""
 
 from __future__ import annotations
 

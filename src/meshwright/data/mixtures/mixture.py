@@ -1,4 +1,4 @@
-"""A mixture of corpora, and what it has in common with a single one: sources and order. Torch-free."""
+"""A mixture of corpora, and what it has in common with a single one: sources and order."""
 
 from __future__ import annotations
 

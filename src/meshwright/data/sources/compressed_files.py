@@ -1,4 +1,4 @@
-"""Compressed files, read as what they hold: `a.jsonl.gz` is JSON lines and `b.txt.xz` text. Torch-free.
+"""Compressed files, read as what they hold: `a.jsonl.gz` is JSON lines and `b.txt.xz` text.
 
 Zstandard isn't in Python's library before 3.14: the optional `pyarrow` package, which comes with `datasets`, reads it.
 """

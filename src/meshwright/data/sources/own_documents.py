@@ -1,4 +1,4 @@
-"""Read documents from the user's own code, `data.source=package.module:Source`. Torch-free."""
+"""Read documents from the user's own code, `data.source=package.module:Source`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Records of sources: texts, pieces of long ones, and conversations. Torch-free.
+"""Records of sources: texts, pieces of long ones, and conversations.
 
-Uses of a source of text: split for training and validation, or whole for one of them. Torch-free.
+Uses of a source of text: split for training and validation, or whole for one of them.
 
 Count what a corpus leaves out: files that are not text, and documents whose text is empty.
 """

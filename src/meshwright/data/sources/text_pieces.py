@@ -1,4 +1,4 @@
-"""Read text files; long ones piece by piece, so that no more than a few megabytes of them are in memory. Torch-free.
+"""Read text files; long ones piece by piece, so that no more than a few megabytes of them are in memory.
 
 A piece ends where a tokenizer may cut a text (see `tokenizer.pieces`), so the tokens are those of the whole text. A
 file without such places, such as one long line, is one piece.

@@ -1,4 +1,4 @@
-"""Find the documents that `data.source` names, and split them into training and held-out texts. Torch-free."""
+"""Find the documents that `data.source` names, and split them into training and held-out texts."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A part is a cache file with the tokens of consecutive batches of a split and, of conversations, their loss mask, and
 with digests of them and of their texts.
 The texts are read again to get to the first that has no tokens yet, so a part is used only for the very texts that it
-was made of, whatever an earlier process or version thought that the corpus was. Torch-free.
+was made of, whatever an earlier process or version thought that the corpus was.
 """
 
 from __future__ import annotations

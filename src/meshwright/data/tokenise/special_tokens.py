@@ -2,7 +2,7 @@
 
 A document is framed as the tokenizer itself frames a text, by the post-processor of its `tokenizer.json`, and it always
 ends: with what the post-processor adds, else with the `eos_token` that the files declare. `add_bos_token` and
-`add_eos_token` decide nothing, as in transformers 5, which leaves both to the post-processor. Torch-free.
+`add_eos_token` decide nothing, as in transformers 5, which leaves both to the post-processor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write the tokens of a corpus of texts, and the ends of its documents, as a cache file. Torch-free."""
+"""Write the tokens of a corpus of texts, and the ends of its documents, as a cache file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of a decoder. Torch-free."""
+"""Configuration of a decoder."""
 
 from __future__ import annotations
 

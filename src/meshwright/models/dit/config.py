@@ -1,4 +1,4 @@
-"""Configuration of a diffusion transformer and its diffusion. Torch-free."""
+"""Configuration of a diffusion transformer and its diffusion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise schedules and prediction types of a diffusion. Torch-free."""
+"""Noise schedules and prediction types of a diffusion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections `model` and `lora` of a transformers model. Torch-free."""
+"""The sections `model` and `lora` of a transformers model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model class of `transformers` as a value: what conversion needs to know of it. Torch-free.
+"""A model class of `transformers` as a value: what conversion needs to know of it.
 
 Our models are given as `ModelFacts.identity`, the form stored in checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Checks that tensors are exactly those of the configuration, for both directions. Torch-free."""
+"""Checks that tensors are exactly those of the configuration, for both directions."""
 
 from __future__ import annotations
 

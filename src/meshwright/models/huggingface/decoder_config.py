@@ -1,4 +1,4 @@
-"""Keys of `config.json` that all decoders have: dimensions and rotary embedding, in both directions. Torch-free.
+"""Keys of `config.json` that all decoders have: dimensions and rotary embedding, in both directions.
 
 Written files suit both generations: transformers 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`;
 transformers 5 merges the first two into `rope_parameters`, renames the third to `dtype`, and still accepts the old

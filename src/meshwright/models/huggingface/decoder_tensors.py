@@ -1,4 +1,4 @@
-"""Parameters that all our decoders share with Hugging Face's, with both names. Torch-free.
+"""Parameters that all our decoders share with Hugging Face's, with both names.
 
 Our rotary embedding pairs elements like Hugging Face's (first half with second half), so weights map by name alone.
 """

@@ -1,4 +1,4 @@
-"""JSON files of a Hugging Face directory: strictly typed fields, and errors that name the key. Torch-free."""
+"""JSON files of a Hugging Face directory: strictly typed fields, and errors that name the key."""
 
 from __future__ import annotations
 

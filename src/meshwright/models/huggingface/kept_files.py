@@ -1,4 +1,4 @@
-"""Files of a Hugging Face directory besides the weights: kept by an import, and written again by exports. Torch-free.
+"""Files of a Hugging Face directory besides the weights: kept by an import, and written again by exports.
 
 Tokenizer and generation settings are copied. `config.json` keeps every key of the original, since a checkpoint only
 loads into the model that it describes. What training can change is set: dtype, context length, end of generation.

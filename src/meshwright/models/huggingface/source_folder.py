@@ -1,4 +1,4 @@
-"""Check that what is to be imported is a folder with `config.json`, not a model's name on a hub. Torch-free."""
+"""Check that what is to be imported is a folder with `config.json`, not a model's name on a hub."""
 
 from __future__ import annotations
 

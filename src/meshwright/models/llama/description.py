@@ -1,4 +1,4 @@
-"""Dimensions of a Llama model. Torch-free."""
+"""Dimensions of a Llama model."""
 
 from __future__ import annotations
 

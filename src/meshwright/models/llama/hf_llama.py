@@ -1,4 +1,4 @@
-"""Hugging Face's Llama, for import and export: `config.json`, and names of parameters. Torch-free."""
+"""Hugging Face's Llama, for import and export: `config.json`, and names of parameters."""
 
 from __future__ import annotations
 

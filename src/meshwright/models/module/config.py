@@ -1,4 +1,4 @@
-"""The `model` section of a module of one's own. Torch-free."""
+"""The `model` section of a module of one's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Mixtral, for import and export: `config.json`, and names of parameters. Torch-free.
+"""Hugging Face's Mixtral, for import and export: `config.json`, and names of parameters.
 
 A Mixtral (Jiang et al. 2024) has experts in every layer, none of them shared, and softmax weights of the chosen experts
 that sum to 1. Keys that matter only to training there, such as `router_aux_loss_coef` and `router_jitter_noise`, are

@@ -1,4 +1,4 @@
-"""Sources of a run's text: what `data.source`, `data.mixture` and `data.validation_source` name. Torch-free."""
+"""Sources of a run's text: what `data.source`, `data.mixture` and `data.validation_source` name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of a script, as given on the command line: a number of processes and further arguments. Torch-free."""
+"""Layouts of a script, as given on the command line: a number of processes and further arguments."""
 
 from __future__ import annotations
 

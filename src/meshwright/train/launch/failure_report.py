@@ -1,4 +1,4 @@
-"""Failure reports for local runs: the rank that failed first, its last action, and a fix. Torch-free."""
+"""Failure reports for local runs: the rank that failed first, its last action, and a fix."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checks of the number of ranks and the predicted memory against this machine, made before ranks are started.
 
-Torch-free. Both limits are generous: they catch mistakes, such as a mesh or model meant for a cluster, and allow runs
+Both limits are generous: they catch mistakes, such as a mesh or model meant for a cluster, and allow runs
 that may just fit.
 """
 

@@ -2,7 +2,7 @@
 
 Torch-free, since the launcher, which starts in milliseconds, imports it too.
 
-Specification of a run, passed by the launcher to every rank. Torch-free.
+Specification of a run, passed by the launcher to every rank.
 """
 
 from __future__ import annotations

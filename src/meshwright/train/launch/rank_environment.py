@@ -1,4 +1,4 @@
-"""Environment variables that ranks read when they start, before any of our code runs. Torch-free."""
+"""Environment variables that ranks read when they start, before any of our code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads per rank, and how busy this machine's cores are with other programs. Torch-free."""
+"""Threads per rank, and how busy this machine's cores are with other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that a rank really sent in a step, by purpose and link, beside those predicted. Torch-free.
+"""Bytes that a rank really sent in a step, by purpose and link, beside those predicted.
 
 What is counted is an operation on a group of ranks; the plan's messages say which purposes have such operations on
 that group. Purposes that can't be told apart share an entry.

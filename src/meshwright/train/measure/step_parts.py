@@ -1,4 +1,4 @@
-"""Where a rank's time of a step went. Torch-free."""
+"""Where a rank's time of a step went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw a heat map of the load of mixture-of-experts layers over a run. Torch-free."""
+"""Draw a heat map of the load of mixture-of-experts layers over a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plot the losses of several runs and their differences from the first run. Torch-free."""
+"""Plot the losses of several runs and their differences from the first run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Events of a run in `events.jsonl`, for its report: what `metrics.jsonl`, the configuration and the plan don't have.
 
 A line is an object with `event` and `time`. Lines are only appended, so the events of a run that was killed are there,
-and those of every attempt of a run that was resumed. Torch-free.
+and those of every attempt of a run that was resumed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load of mixture-of-experts layers: statistics of a step, and counts over a run. Torch-free.
+"""Load of mixture-of-experts layers: statistics of a step, and counts over a run.
 
 The load of an expert is its number of tokens relative to the mean over the experts of its layer: 1 if balanced.
 """

@@ -1,4 +1,4 @@
-"""Loss curves read from run folders. Torch-free."""
+"""Loss curves read from run folders."""
 
 from __future__ import annotations
 

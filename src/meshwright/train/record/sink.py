@@ -1,4 +1,4 @@
-"""Interface of a sink: where a run's metrics go besides `metrics.jsonl`. Torch-free."""
+"""Interface of a sink: where a run's metrics go besides `metrics.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured and predicted timelines of one step, and their files, which `train.trace=true` writes. Torch-free.
+"""Measured and predicted timelines of one step, and their files, which `train.trace=true` writes.
 
 The measured timeline shows each computation on each rank of the first pipeline, relative to a common start. The
 prediction simulates the same table with the median time of each kind of computation per stage and zero-cost transfers;

@@ -1,4 +1,4 @@
-"""Sink for Trackio, which keeps its runs on this machine unless its own variables name a server. Torch-free."""
+"""Sink for Trackio, which keeps its runs on this machine unless its own variables name a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sink for Weights & Biases. Torch-free.
+"""Sink for Weights & Biases.
 
 The project, entity and mode are those of wandb's own variables, such as `WANDB_PROJECT` and `WANDB_MODE=offline`.
 """

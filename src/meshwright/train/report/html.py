@@ -1,4 +1,4 @@
-"""Small pieces of HTML: escaped elements, tables whose rows can be linked to, and sections. Torch-free."""
+"""Small pieces of HTML: escaped elements, tables whose rows can be linked to, and sections."""
 
 from __future__ import annotations
 

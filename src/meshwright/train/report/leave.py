@@ -1,4 +1,4 @@
-"""Leave a report in the folder of a run, however it ended. Torch-free."""
+"""Leave a report in the folder of a run, however it ended."""
 
 from __future__ import annotations
 

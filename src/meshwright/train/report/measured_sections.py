@@ -1,4 +1,4 @@
-"""Sections of a run's report on what was predicted and measured: time, timeline, memory and bytes. Torch-free."""
+"""Sections of a run's report on what was predicted and measured: time, timeline, memory and bytes."""
 
 from __future__ import annotations
 

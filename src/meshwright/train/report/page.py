@@ -1,8 +1,8 @@
-"""Compose the report of one or several runs as one HTML page. Torch-free.
+"""Compose the report of one or several runs as one HTML page.
 
 The page loads nothing, runs no script, and follows the reader's color scheme.
 
-Sections that compare several runs: their results, the keys that differ, and their curves. Torch-free.
+Sections that compare several runs: their results, the keys that differ, and their curves.
 """
 
 from __future__ import annotations

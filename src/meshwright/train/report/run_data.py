@@ -1,4 +1,4 @@
-"""Read what a run folder holds, for its report. Torch-free.
+"""Read what a run folder holds, for its report.
 
 Only the configuration and the metrics are needed; what an earlier version or a killed run has not written is left out.
 """

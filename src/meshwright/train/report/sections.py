@@ -1,4 +1,4 @@
-"""Sections of a run's report: what ran, curves, samples, checkpoints and messages. Torch-free."""
+"""Sections of a run's report: what ran, curves, samples, checkpoints and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures as inline SVG: curves over steps, stacked bars, and timelines. Torch-free.
+"""Figures as inline SVG: curves over steps, stacked bars, and timelines.
 
 Plots stretch to the page's width; their labels are HTML beside them, so that text keeps its size on every screen.
 Colors are classes of the style sheet, which has a scheme for light and one for dark.
