@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.torch_version import TorchVersion
 
-from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright.dtensor_ops.incorrect_ops import CHECKS, is_incorrect
+from meshwright.dtensor_ops.fallback import CHECKS, is_incorrect, replicate_fallback
 from meshwright.dtensor_ops.run_replicated import OpCall
 from tests.reshard.placing import numbers, place
 

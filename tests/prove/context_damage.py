@@ -20,7 +20,7 @@ from meshwright.nn.attention.token_indices import shard_indices
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.parallel.context import ring
 from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.plan.context.balanced_order import contiguous
+from meshwright.plan.context.layers import contiguous
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.cross_mesh.explain_transfer import explain_transfer
 from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan, plan_transfer, reduction_layouts
-from meshwright.reshard.cross_mesh.verify_transfer import verify_transfer
+from meshwright.reshard.cross_mesh.verify_transfer import explain_transfer, verify_transfer
 
 Ints = NDArray[np.int64]
 MESHES = [(1,), (4,), (2, 3), (3, 2), (2, 2, 2), (3, 1, 2)]

@@ -6,12 +6,17 @@ set, the rule and a working fix. No value is silently changed to satisfy a rule.
 Suggested fixes that would violate another rule are omitted from the error.
 
 Rules for the optimizer: that it exists, and that the model's parameters can have its states and updates.
+
+Rules of expert parallelism: the ranks that share a layer's experts.
+
+Rules of context parallelism and packed documents: models whose attention takes shards of tokens and documents.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -24,19 +29,18 @@ from meshwright.config.profiled_steps import profile_violations
 from meshwright.config.recompute_blocks import recompute_violations
 from meshwright.config.rules_capture import capture_violations
 from meshwright.config.rules_compression import comm_violations
-from meshwright.config.rules_context import context_violations, packing_violations
 from meshwright.config.rules_data import data_violations
-from meshwright.config.rules_experts import expert_violations
 from meshwright.config.rules_trackers import tracker_violations
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.models.contract.tp_styles import OWN_PARAMETERS
 from meshwright.optim.catalogue import BUILT_IN, KEY, OTHERS, OWN_RULE, RULE, optimizers_by_role
 from meshwright.optim.contract import MatrixOptimizer
 from meshwright.optim.role import Role
 from meshwright.settings.import_object import OBJECT_NAME
-from meshwright.settings.nearby_sizes import round_up
+from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
 from meshwright.settings.violation import Fix, Violation, format_fix, format_value
 from meshwright.units import counted
 
@@ -338,3 +342,125 @@ def _unread(train: TrainConfig) -> Iterator[Violation]:
             what, rule = f"train.{key} = {format_value(value)} has no effect", f"it applies to {others}"
             fixes = [{f"train.{key}": default}]
             yield Violation(ConfigError, what, f"train.{key}", f"{rule}, but {KEY} is {train.optimizer}", fixes)
+
+
+EP = "mesh.ep"
+
+
+def expert_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield violations of the rules for `mesh.ep`."""
+    ep, mesh = config.mesh.ep, config.mesh
+    if ep == 1:
+        return
+    counts = [kind.experts.num_experts for kind in model_facts(config).kinds if kind.experts is not None]
+    if not counts:
+        yield Violation(LayoutError, f"mesh.ep = {ep} for a model without experts", EP, "ep shards experts", [{EP: 1}])
+        return
+    ranks = mesh.dp_shard * mesh.cp
+    sizes: list[Fix] = [{EP: size} for size in by_distance(divisors(math.gcd(ranks, *counts)), ep)]
+    if ranks % ep or (ep % mesh.cp and mesh.cp % ep):
+        yield Violation(
+            LayoutError,
+            f"mesh.ep = {ep} does not divide {counted(ranks, 'rank')}",
+            EP,
+            f"ep divides dp_shard × cp = {mesh.dp_shard} × {mesh.cp}, and is a multiple of cp or divides it",
+            [*sizes, {"mesh.dp_shard": round_up(mesh.dp_shard, ep)}],
+        )
+    for count in counts:
+        if count % ep:
+            yield Violation(
+                LayoutError,
+                f"mesh.ep = {ep} does not divide {counted(count, 'expert')}",
+                EP,
+                "every ep rank holds the same number of experts of a layer",
+                sizes,
+            )
+    if config.comm.secondary_shards is not None:
+        yield Violation(
+            ConfigError,
+            f"comm.secondary_shards = {config.comm.secondary_shards} with mesh.ep = {ep}",
+            "comm.secondary_shards",
+            "experts and other parameters are stored on different groups of ranks, which secondary shards don't follow",
+            [{"comm.secondary_shards": None}, {EP: 1}],
+        )
+
+
+CP, CP_METHOD = "mesh.cp", "mesh.cp_method"
+
+
+def context_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield violations of the rules for `mesh.cp`."""
+    mesh, facts = config.mesh, model_facts(config)
+    if mesh.cp == 1:
+        if mesh.cp_method != "auto":
+            what = f"{CP_METHOD} = {mesh.cp_method} has no effect"
+            yield Violation(ConfigError, what, CP_METHOD, "it applies to mesh.cp > 1", [{CP_METHOD: "auto"}])
+        return
+    off: list[Fix] = [{CP: 1, "mesh.dp_shard": mesh.dp_shard * mesh.cp}, {CP: 1}]
+    if unable := _why_not(facts):
+        yield Violation(LayoutError, f"{CP} = {mesh.cp}: {unable}", CP, "cp shards samples by tokens", off)
+        return
+    yield from _tokens(config, facts)
+    yield from _heads(config, facts)
+
+
+def packing_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation if documents are packed for a model whose attention may not know of documents."""
+    facts = model_facts(config)
+    without = [kind.name for kind in facts.kinds if kind.attention is None]
+    if config.data.packing != "none" and without and not facts.keeps_documents_apart:
+        yield Violation(
+            ConfigError,
+            f"data.packing = {config.data.packing}, but blocks {without[0]} don't describe their attention",
+            "data.packing",
+            "packed documents must not attend to each other, so a model says where its attention is "
+            "(KindFacts.attention)",
+            [{"data.packing": "none"}] if config.data.chat_field is None else [],
+            otherwise="" if config.data.chat_field is None else "a model that does",
+        )
+
+
+def _why_not(facts: ModelFacts) -> str:
+    """Return why a model's samples can't be sharded by tokens, or an empty string."""
+    if facts.edge.sequence_dim is None:
+        return "this model's blocks need the full sequence"
+    for kind in facts.kinds:
+        if kind.attention is None:
+            return f"blocks {kind.name} don't describe their attention (KindFacts.attention)"
+        experts = kind.experts
+        if experts is not None and experts.capacity is not None:
+            return f"the capacity of experts in {kind.name} counts all tokens of a sample"
+        if experts is not None and experts.uniform:
+            return f"uniform routing in {kind.name} counts all tokens of a sample"
+    return ""
+
+
+def _tokens(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
+    mesh, tokens = config.mesh, facts.tokens
+    tp = mesh.tp if mesh.sequence_parallel else 1
+    if tokens % (mesh.cp * tp):
+        product = f"cp × tp = {mesh.cp} × {tp}, with mesh.sequence_parallel" if tp > 1 else f"cp = {mesh.cp}"
+        yield Violation(
+            LayoutError,
+            f"{product} does not divide {counted(tokens, 'token')} of a sample",
+            CP,
+            "every cp rank holds the same number of tokens of a sample",
+            [
+                *({CP: size} for size in by_distance(divisors(max(1, tokens // tp)), mesh.cp)),
+                {"train.seq_len": -(-tokens // (mesh.cp * tp)) * mesh.cp * tp},
+            ],
+        )
+
+
+def _heads(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
+    mesh = config.mesh
+    layers = [kind.attention for kind in facts.kinds if kind.attention is not None]
+    heads = math.gcd(*(layer.num_kv_heads for layer in layers), *(layer.num_heads for layer in layers)) // mesh.tp
+    if mesh.cp_method == "heads" and heads % mesh.cp:
+        yield Violation(
+            LayoutError,
+            f"{CP_METHOD} = heads, but cp = {mesh.cp} does not divide the key/value heads of a tp rank ({heads})",
+            CP_METHOD,
+            "heads gives each cp rank the same number of heads",
+            [{CP_METHOD: "auto"}, *({CP: size} for size in by_distance(divisors(max(1, heads)), mesh.cp))],
+        )

@@ -7,9 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.cross_mesh.explain_transfer import explain_transfer
 from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan, plan_transfer
-from meshwright.reshard.cross_mesh.verify_transfer import verify_transfer
+from meshwright.reshard.cross_mesh.verify_transfer import explain_transfer, verify_transfer
 from meshwright.reshard.draw.draw_plan import draw_plan
 from meshwright.reshard.draw.explain_plan import explain_plan
 from meshwright.reshard.planner.link_cost import Topology

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.models.hf import private, tiny_config
-from meshwright.models.hf.tiny_by_hand import BY_HAND, FLOAT32_ONLY
+from meshwright.models.hf.tiny_config import BY_HAND, FLOAT32_ONLY
 from tests.models.hf.tiny_models import build_tiny, future_leak, random_tokens, step
 
 transformers = pytest.importorskip("transformers")

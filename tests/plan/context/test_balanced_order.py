@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from meshwright.errors import ConfigError
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_layout import Shard
-from meshwright.plan.context.balanced_order import (
+from meshwright.plan.context.exchange import make_exchange
+from meshwright.plan.context.layers import (
     LayerCosts,
     balanced_arcs,
     context_shards,
@@ -19,7 +20,6 @@ from meshwright.plan.context.balanced_order import (
     imbalance,
     zigzag,
 )
-from meshwright.plan.context.exchange import make_exchange
 from tests.nn.attention.dense_masks import num_pairs_in
 from tests.plan.context.dense import masks, tokens
 from tests.plan.context.document_mixes import MIXES, SEQ_LEN

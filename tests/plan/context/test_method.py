@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.plan.context.balanced_order import context_shards, zigzag
 from meshwright.plan.context.exchange import Exchange, make_exchange
+from meshwright.plan.context.layers import context_shards, zigzag
 from meshwright.plan.context.method import AttentionDims, ContextMethod, SentBytes, choose, heads_bytes, ring_bytes
 from tests.plan.context.dense import Case, cases, dense, tokens
 

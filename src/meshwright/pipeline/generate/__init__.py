@@ -10,9 +10,8 @@ from collections.abc import Callable
 from enum import Enum
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.generate.dualpipe_v import dualpipe_v
 from meshwright.pipeline.generate.gpipe_and_1f1b import f_then_b, interleaved, one_f_one_b, zb_h1
-from meshwright.pipeline.generate.zero_bubble_v import v_half, v_min, zb_v
+from meshwright.pipeline.generate.zero_bubble_v import dualpipe_v, v_half, v_min, zb_v
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.units import counted
 

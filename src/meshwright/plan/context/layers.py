@@ -1,17 +1,30 @@
 """Attention layers of a plan: over which ranks and by which method their tokens are sharded, and the tokens of each
-rank of a micro-batch."""
+rank of a micro-batch.
+
+Tokens of each context-parallel rank: equally many, with equal attention work under the masks of all layers.
+
+Three orders are tried for each sample: contiguous, zigzag (as in Megatron), and arcs of equal work. Of those whose
+slowest rank has at most 5 % more work than the mean, the one with the fewest received keys is chosen.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
+from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import AttentionFacts, ModelFacts
-from meshwright.nn.attention.mask_spec import Documents, MaskSpec
+from meshwright.nn.attention.mask_spec import Documents, Interval, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
 from meshwright.plan.block_layers import AttentionLayer
-from meshwright.plan.context.balanced_order import context_shards, imbalance
 from meshwright.plan.context.exchange import make_exchange
+from meshwright.plan.context.intervals import Intervals, count, union
 from meshwright.plan.context.method import AttentionDims, ContextChoice, ContextMethod, choose
+from meshwright.plan.context.sample_mask import SampleMask
 from meshwright.plan.mesh_views import Mesh
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan
 
@@ -93,3 +106,246 @@ def attention_dims(layer: AttentionLayer, mesh: Mesh, dtype: str) -> AttentionDi
     """Return the sizes of an attention layer on a tensor-parallel rank."""
     tp = mesh.size(*mesh.view("tp"))
     return AttentionDims(layer.num_heads // tp, layer.num_kv_heads // tp, layer.head_dim, BYTES[dtype])
+
+
+NUM_BORDERS = 32
+"""Longest documents whose ends an order tries to respect. Short ones cost little when they are split."""
+NUM_POINTS = 16
+"""Equally spaced tokens at which to look too, since many short documents may have no border among the longest."""
+MAX_IMBALANCE = 1.05
+"""Work of the slowest rank relative to the mean, up to which orders are compared by what they send."""
+TOLERANCE = 0.04
+"""Imbalance to which arcs are searched; the rest is for rounding to tokens."""
+SIMPLICITY = 0.05
+"""Fraction of the received keys that an order must save over a simpler one to be preferred."""
+PRECISION = 0.003
+"""Deviation from its share at which the search for an arc stops, as a fraction of the share."""
+
+
+class LayerCosts:
+    """Costs of the queries of one sample, summed over layers. FLOPs are proportional to pairs of query and key, if all
+    layers have as many heads of the same size."""
+
+    def __init__(self, masks: Sequence[MaskSpec], seq_len: int, sample: int = 0) -> None:
+        """Index a sample of `seq_len` tokens; `masks` has one for each layer."""
+        self.seq_len = seq_len
+        self._layers = [(SampleMask.make(mask, seq_len, sample), times) for mask, times in Counter(masks).items()]
+        self._before: dict[int, int] = {}
+        self.num_pairs = self.pairs_before(seq_len)
+
+    def pairs_before(self, token: int) -> int:
+        """Return the pairs whose query is before `token`."""
+        if (found := self._before.get(token)) is None:
+            found = self._before[token] = sum(times * mask.num_pairs_before(token) for mask, times in self._layers)
+        return found
+
+    def pairs_of(self, queries: Intervals) -> int:
+        """Return the pairs whose query is in the intervals."""
+        return sum(self.pairs_before(stop) - self.pairs_before(start) for start, stop in queries)
+
+    def num_received(self, queries: Intervals) -> int:
+        """Return the keys that a rank with these tokens must receive from others."""
+        return sum(times * (count(mask.keys(queries)) - count(queries)) for mask, times in self._layers)
+
+    def landmarks(self) -> list[int]:
+        """Return tokens at which splitting is worth trying, in ascending order: ends of the longest documents, and
+        equally spaced tokens."""
+        points = {self.seq_len * index // NUM_POINTS for index in range(NUM_POINTS)}
+        for starts in {mask.starts for mask, _ in self._layers}:
+            documents = list(zip(starts, starts[1:], strict=False))
+            documents.sort(key=lambda one: one[0] - one[1])
+            points.update(end for one in documents[:NUM_BORDERS] for end in one)
+        return sorted(points)
+
+
+def context_shards(masks: Sequence[MaskSpec], seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
+    """Distribute the tokens of each sample over context-parallel ranks.
+
+    Each sample is balanced by itself. If no order is within 5 %, which happens to ranks of a few tokens, the best
+    balanced one is returned.
+
+    Args:
+        masks: the masks of the model's layers, one for each; those with documents have the same.
+        seq_len: tokens of a sample.
+        num_ranks: number of context-parallel ranks.
+
+    Returns:
+        The tokens of each rank in ascending order: an entry for each sample if there are documents, or a single one.
+
+    Raises:
+        ConfigError: the ranks don't divide the sample.
+    """
+    if seq_len % num_ranks:
+        what, rule = f"cp = {num_ranks} does not divide {seq_len} tokens", "all ranks hold equally many tokens"
+        raise ConfigError(what, where="mesh.cp", rule=rule, fix=f"use {seq_len - seq_len % num_ranks} tokens")
+    samples = max((len(mask.documents) for mask in masks if mask.documents is not None), default=1)
+    orders = [
+        _order(tuple(_of_sample(mask, sample) for mask in masks), seq_len, num_ranks) for sample in range(samples)
+    ]
+    return tuple(zip(*orders, strict=True))
+
+
+def imbalance(masks: Sequence[MaskSpec], shards: Sequence[Shard], seq_len: int, sample: int = 0) -> float:
+    """Return the attention work of the slowest rank on a sample, relative to the mean over ranks."""
+    costs = LayerCosts(masks, seq_len, sample)
+    return _imbalance(costs, tuple(shard[min(sample, len(shard) - 1)] for shard in shards))
+
+
+def contiguous(seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
+    """Give each rank consecutive tokens."""
+    size = seq_len // num_ranks
+    return tuple(((rank * size, (rank + 1) * size),) for rank in range(num_ranks))
+
+
+def zigzag(seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
+    """Give each rank a chunk from the start and its mirror image from the end, which balances causal masks."""
+    size = seq_len // num_ranks
+
+    def chunk(index: int) -> Interval:
+        return index * size // 2, (index + 1) * size // 2
+
+    return tuple(union((chunk(rank), chunk(2 * num_ranks - 1 - rank))) for rank in range(num_ranks))
+
+
+def _of_sample(mask: MaskSpec, sample: int) -> MaskSpec:
+    return mask if mask.documents is None else replace(mask, documents=(mask.documents[sample],))
+
+
+@lru_cache(maxsize=256)
+def _order(masks: tuple[MaskSpec, ...], seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
+    """Choose the order of one sample."""
+    costs = LayerCosts(masks, seq_len)
+    orders = [contiguous(seq_len, num_ranks), zigzag(seq_len, num_ranks)]
+    orders.append(balanced_arcs(costs, num_ranks, tolerance=TOLERANCE))
+    balanced = [
+        (sum(map(costs.num_received, order)) * (1 + SIMPLICITY * index), index)
+        for index, order in enumerate(orders)
+        if _imbalance(costs, order) <= MAX_IMBALANCE
+    ]
+    return orders[min(balanced)[1]] if balanced else min(orders, key=lambda order: _imbalance(costs, order))
+
+
+def _imbalance(costs: LayerCosts, order: tuple[Intervals, ...]) -> float:
+    return max(map(costs.pairs_of, order)) * len(order) / costs.num_pairs
+
+
+@dataclass(frozen=True)
+class _Circle:
+    """Tokens that no rank has yet, joined in order, the last with the first. Places on it count these tokens."""
+
+    costs: LayerCosts
+    segments: Intervals
+    places: list[int]
+    """Place of each segment's first token, and the number of tokens."""
+    pairs: list[int]
+    """Pairs of the queries before each segment, and of all."""
+
+    @staticmethod
+    def make(costs: LayerCosts, segments: Intervals) -> _Circle:
+        places = accumulate((stop - start for start, stop in segments), initial=0)
+        pairs = accumulate((costs.pairs_of((one,)) for one in segments), initial=0)
+        return _Circle(costs, segments, list(places), list(pairs))
+
+    def pairs_of_arc(self, place: int, size: int) -> int:
+        """Return the pairs of the queries of an arc."""
+        last = place + size - self.places[-1]
+        wrapped = self.pairs[-1] + self._before(last) if last > 0 else self._before(place + size)
+        return wrapped - self._before(place)
+
+    def _before(self, place: int) -> int:
+        segment = bisect_right(self.places, place) - 1
+        if segment == len(self.segments):
+            return self.pairs[-1]
+        start = self.segments[segment][0]
+        before = self.costs.pairs_before(start + place - self.places[segment])
+        return self.pairs[segment] + before - self.costs.pairs_before(start)
+
+    def split(self, place: int, size: int) -> tuple[Intervals, Intervals]:
+        """Return the tokens of an arc, and the others."""
+        last = place + size - self.places[-1]
+        if last <= 0:
+            return union(self._between(place, place + size)), union(
+                [*self._between(0, place), *self._between(place + size, self.places[-1])]
+            )
+        arc = [*self._between(0, last), *self._between(place, self.places[-1])]
+        return union(arc), union(self._between(last, place))
+
+    def _between(self, place: int, end: int) -> Iterator[tuple[int, int]]:
+        for (start, _), first, stop in zip(self.segments, self.places, self.places[1:], strict=False):
+            if max(first, place) < min(stop, end):
+                yield start + max(first, place) - first, start + min(stop, end) - first
+
+    def starts(self, landmarks: list[int], size: int) -> list[int]:
+        """Return the places from which an arc has an end at a landmark or where segments were joined."""
+        places = set(self.places[:-1])
+        for (start, stop), first in zip(self.segments, self.places, strict=False):
+            among = landmarks[bisect_left(landmarks, start) : bisect_left(landmarks, stop)]
+            places.update(first + one - start for one in among)
+        return sorted(places | {(place - size) % self.places[-1] for place in places})
+
+
+def balanced_arcs(costs: LayerCosts, num_ranks: int, *, tolerance: float) -> tuple[Intervals, ...]:
+    """Divide a sample's tokens and attention work equally among ranks, with few intervals.
+
+    Close the sample to a circle. An arc of a given number of tokens has, on average over all starts, its share of the
+    work, so by continuity some arc has exactly that share (Stromquist and Woodall 1985, Sets on which several measures
+    agree). It goes to one rank; the rest is joined to a circle again, and divided among the others in the same way. `n`
+    ranks get at most `2 n - 1` intervals in all, whatever the mask and the documents; for one causal document, they are
+    a zigzag. Often several arcs will do; those within a tolerance that start or end at a document's border are
+    candidates too. The one with the fewest keys to receive is taken, on its rank and, as if they were one rank, on the
+    others.
+
+    Args:
+        costs: the sample.
+        num_ranks: number of ranks; it divides the tokens.
+        tolerance: fraction by which a rank's pairs may exceed the mean, if it has enough tokens for that.
+    """
+    size, mean = costs.seq_len // num_ranks, costs.num_pairs / num_ranks
+    landmarks, parts = costs.landmarks(), []
+    rest: Intervals = ((0, costs.seq_len),)
+    for others in range(num_ranks - 1, 0, -1):
+        circle = _Circle.make(costs, rest)
+        share = circle.pairs[-1] / (others + 1)
+        # Enough of the tolerance is left to the others for rounding.
+        least = min(share, circle.pairs[-1] - others * mean * (1 + 0.9 * tolerance))
+        places = _candidates(circle, size, landmarks, (least, share, max(share, mean * (1 + tolerance))))
+        splits = [circle.split(place, size) for place in places]
+        # What the others need from this rank counts too.
+        part, rest = min(splits, key=lambda one: sum(map(costs.num_received, one)))
+        parts.append(part)
+    return (*parts, rest)
+
+
+def _candidates(circle: _Circle, size: int, landmarks: list[int], bounds: tuple[float, float, float]) -> list[int]:
+    """Return places from which an arc has its share of the pairs, or is within the bounds and ends at a landmark; the
+    best one if there is none. `bounds` are the least, the share and the most."""
+    least, share, most = bounds
+    places, length = circle.starts(landmarks, size), circle.places[-1]
+
+    def excess(place: int) -> float:
+        return circle.pairs_of_arc(place % length, size) - share
+
+    found = [excess(place) for place in places]
+    good = [place for place, one in zip(places, found, strict=True) if least <= one + share <= most]
+    followers = zip([*places[1:], places[0] + length], [*found[1:], found[0]], strict=True)
+    for place, one, (next_place, next_one) in zip(places, found, followers, strict=True):
+        if one * next_one < 0:
+            good.append(_root(excess, (place, one), (next_place, next_one), PRECISION * share) % length)
+    return good or [min(places, key=lambda place: abs(excess(place)))]
+
+
+def _root(excess: Callable[[int], float], low: tuple[int, float], high: tuple[int, float], precision: float) -> int:
+    """Return a place between two where the excess changes sign, by the Illinois variant of false position."""
+    (a, at_a), (b, at_b) = low, high
+    weight_a = weight_b = 1.0
+    while b - a > 1:
+        fraction = at_a * weight_a / (at_a * weight_a - at_b * weight_b)
+        middle = min(max(int(a + (b - a) * fraction), a + 1), b - 1)
+        found = excess(middle)
+        if abs(found) <= precision:
+            return middle
+        if found * at_a > 0:
+            a, at_a, weight_a, weight_b = middle, found, 1.0, weight_b / 2
+        else:
+            b, at_b, weight_b, weight_a = middle, found, 1.0, weight_a / 2
+    return a if abs(at_a) <= abs(at_b) else b
