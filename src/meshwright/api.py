@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.checkpoint.manifest import newest_complete
 from meshwright.config.facts_for_family import run_facts
@@ -34,6 +34,7 @@ from meshwright.plan.rules import violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
 from meshwright.prove.as_run.configuration import as_configured, num_steps, plan_as_configured, set_aside_as_run
+from meshwright.prove.bodies import compare_body, locate_body, locate_compare_body, record_body
 from meshwright.prove.catalogue.case import Result
 from meshwright.prove.catalogue.catalogue import prove_all
 from meshwright.prove.catalogue.layouts import ALL, LAYOUTS, SETTINGS
@@ -41,7 +42,8 @@ from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import check_machine
-from meshwright.train.launch.rank_context import RunSpec
+from meshwright.train.launch.run_body import run_body
+from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.launch.threads import BusyCores, advice
 from meshwright.train.record.loss_curves import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter
@@ -49,9 +51,6 @@ from meshwright.train.record.trackers import check_trackers
 from meshwright.train.report.leave import reporting
 from meshwright.train.run_folder import choose_folder
 from meshwright.units import counted
-
-if TYPE_CHECKING:
-    from meshwright.train.launch.rank_context import RankContext
 
 MakeReporter = Callable[[], Reporter]
 """Picklable factory for the reporter on rank 0, such as a module-level class."""
@@ -317,43 +316,6 @@ def prove_script(
     say, path = say or _ignore, Path(script)
     lines, report = prove_layouts(path, layouts, arguments=arguments, steps=steps, timeout_s=timeout_s, say=say)
     return Proof(report["passed"], tuple(lines), report)
-
-
-def run_body(context: RankContext, spec: RunSpec) -> None:
-    """Run one rank. Imports torch here to keep the launcher torch-free."""
-    from meshwright.train.rank_run import run_rank
-
-    run_rank(context, spec)
-
-
-def record_body(context: RankContext, spec: ProofSpec) -> None:
-    """Run one rank of the layout under test. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove import driver
-    from meshwright.prove.as_run import driver as as_run
-
-    (as_run if spec.as_run else driver).record_layout(context, spec)
-
-
-def compare_body(context: RankContext, spec: ProofSpec) -> None:
-    """Compute the reference and compare the results. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove import driver
-    from meshwright.prove.as_run import driver as as_run
-
-    (as_run if spec.as_run else driver).compare_with_reference(context, spec)
-
-
-def locate_body(context: RankContext, spec: ProofSpec) -> None:
-    """Run one rank of the second pass. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove.driver import locate_on_ranks
-
-    locate_on_ranks(context, spec)
-
-
-def locate_compare_body(context: RankContext, spec: ProofSpec) -> None:
-    """Compare the second pass with the reference. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove.driver import locate_with_reference
-
-    locate_with_reference(context, spec)
 
 
 def _check(config: RunConfig) -> None:

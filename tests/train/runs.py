@@ -21,7 +21,8 @@ from typing import Any
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.plan.load_config import load
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import RunFolder, choose_folder
 from tests.helpers import SMALL, clean_environment, open_data

@@ -22,7 +22,8 @@ from meshwright.plan.verify import verify
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from meshwright.train import step_handles
-from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.draw_expert_load import MAX_COLUMNS, draw_expert_load
 from meshwright.train.record.expert_load import LoadSummary, has_full_counts, read_history, summarize_load

@@ -48,7 +48,8 @@ def run(
 
     # The configuration is valid, so the cost of importing numpy is acceptable from here on.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.launch.rank_context import RunSpec
+    from meshwright.train.launch.run_body import run_body
+    from meshwright.train.launch.run_spec import RunSpec
 
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     say = partial(_say_waiting, quiet=quiet)
@@ -59,7 +60,7 @@ def run(
     plan = None if plan_path is None else load_plan(plan_path, config)
     say("reading the data")
     config.family.open_data(run_facts(config))
-    run_as_rank(api.run_body, context, RunSpec(config, reporter, plan=plan, out=start.out, resume=start.resume))
+    run_as_rank(run_body, context, RunSpec(config, reporter, plan=plan, out=start.out, resume=start.resume))
 
 
 def _say_waiting(text: str, *, quiet: bool) -> None:

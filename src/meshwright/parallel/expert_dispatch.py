@@ -1,4 +1,4 @@
-"""Dispatch of tokens over expert-parallel ranks.
+"""Experts sharded over ranks, and the dispatch of tokens to them.
 
 A token travels once to each rank that holds some of its experts, not once per expert. Its weights travel beside it, and
 the rank returns one row: the weighted sum over its experts. The number of rows per rank is exchanged first, and reaches
@@ -15,18 +15,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 
 from meshwright.comm.alltoallv import start_all_to_all
 from meshwright.comm.alltoallv_async import AllToAllHandle, SplitExchange
-from meshwright.comm.collectives import world_size
+from meshwright.comm.collectives import all_reduce_sum, world_size
+from meshwright.nn.experts.balance import BatchCounts, SampleCounts
 from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
 from meshwright.nn.experts.grouped_linear import RowGroups
 from meshwright.nn.experts.padded_slots import PaddedSlots
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.row_map import RowMap, sort_by_expert
 from meshwright.nn.forward_cache import ForwardCache
+from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
+from meshwright.parallel.private import joined_mesh
+from meshwright.plan.block_layers import ExpertLayer
+from meshwright.plan.mesh_views import Atoms
+from meshwright.plan.run_plan import Kind, RunPlan, Stage
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -240,3 +248,53 @@ class PaddedRankDispatch(Dispatch):
         """Wait for the slots of this rank's tokens, and sum them."""
         assert self._returning is not None, "combine comes first"
         return self._slots.sum(self._returning.wait())
+
+
+def apply_experts(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
+    """Shard the experts of a stage's module, and let its layers dispatch tokens, in place.
+
+    Args:
+        module: module of the stage, on the meta device.
+        mesh: mesh of all axes.
+        plan: plan of the run.
+        stage: the stage in `plan`.
+    """
+    for kind, layer in plan.held(stage):
+        experts = kind.experts
+        if experts is None:
+            continue
+        if experts.axes:
+            _shard_layer(module.get_submodule(kind.full_name("", layer)), mesh, plan, kind, experts)
+        for inner in module.get_submodule(kind.full_name(experts.module, layer)).modules():
+            if isinstance(inner, BatchCounts) and experts.counted:
+                inner.reduce = _SumOver(mesh, experts.counted)
+            if isinstance(inner, SampleCounts):
+                inner.num_parts = plan.mesh.size(*plan.mesh.view("cp"))
+                inner.reduce = _SumOver(mesh, experts.sample_counted)
+
+
+def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: Kind, layer: ExpertLayer) -> None:
+    dims = [axes for axes in (layer.axes, plan.mesh.view("tp")) if axes]
+    expert_mesh = joined_mesh(mesh, dims)
+    module = block.get_submodule(layer.experts)
+    for parameter in kind.parameters:
+        owner, _, name = parameter.name.rpartition(".")
+        if owner == layer.experts:
+            by_axes = {shard.axes: Shard(shard.dim) for shard in parameter.used}
+            shard_parameter(module, name, expert_mesh, [by_axes.get(axes, Replicate()) for axes in dims])
+    compute_on_local_shards(module)
+    group = expert_mesh.get_group(0)
+    setattr(block.get_submodule(layer.module), "dispatcher", AllToAllDispatcher(layer.num_experts, group))  # noqa: B010
+
+
+class _SumOver:
+    """Sum of counts over the ranks along some axes."""
+
+    def __init__(self, mesh: DeviceMesh, axes: Atoms) -> None:
+        self._groups = [mesh.get_group(axis) for axis in axes]
+
+    def __call__(self, counts: Tensor) -> Tensor:
+        total = counts.clone()
+        for group in self._groups:
+            all_reduce_sum(total, group=group)
+        return total

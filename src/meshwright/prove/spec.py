@@ -1,4 +1,4 @@
-"""Specification of a proof. Doesn't import torch."""
+"""Specification of a proof."""
 
 from __future__ import annotations
 

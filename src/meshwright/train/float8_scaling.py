@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,14 @@ from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.collectives import all_reduce_max
 from meshwright.mesh.local_shards import to_local
-from meshwright.nn.float8.amax import AmaxHistory
-from meshwright.nn.float8.linear import Float8Linear
 from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.block_layers import Float8Layers
 from meshwright.plan.run_plan import RunPlan, Stage
+
+if TYPE_CHECKING:
+    from meshwright.nn.float8.amax import AmaxHistory
+    from meshwright.nn.float8.linear import Float8Linear
 
 HISTORY = "float8.amax_history"
 """Name of the amax history in checkpoints."""
@@ -43,12 +45,16 @@ class RunFloat8:
         ]
         lengths = {kind.float8.history for kind in plan.kinds if kind.float8 is not None}
         if delayed:
+            from meshwright.nn.float8.amax import AmaxHistory
+
             self._history = AmaxHistory(len(delayed), length=max(lengths), device=device)
         self.identity: dict[str, Any] = {"delayed": delayed, "history": max(lengths, default=0)}
         """Facts that a saved amax history must agree with; they do not depend on the layout."""
         numbers = {name: number for number, name in enumerate(delayed)}
         for part in parts.values():
             for name, one in _layers(plan, part.stage):
+                from meshwright.nn.float8.linear import Float8Linear
+
                 layer = part.module.get_submodule(name)
                 if not isinstance(layer, Float8Linear):
                     continue  # torchao's

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -18,15 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.compression.catalogue import EXACT, find_method
-from meshwright.comm.compression.fsdp_collectives import SentBytes
-from meshwright.comm.compression.fsdp_compress import Compression, Replicas, compress
-from meshwright.comm.node_groups import place
 from meshwright.config.schema import RunConfig
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.run_plan import RunPlan, Unit
 from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
+
+if TYPE_CHECKING:
+    from meshwright.comm.compression.fsdp_collectives import SentBytes
+    from meshwright.comm.compression.fsdp_compress import Compression
 
 
 class RunCompression:
@@ -58,6 +59,9 @@ class RunCompression:
         sends = plan.mesh.view("fsdp") + plan.mesh.view("replicas")
         if mesh is None or not sends or all(unit.gradients == unit.weights == EXACT for unit in units):
             return
+        from meshwright.comm.compression.fsdp_compress import Replicas, compress
+        from meshwright.comm.node_groups import place
+
         modules = {number: part.module for number, part in parts.items()}
         placement = place(modules.values(), nodes=_nodes(plan), timeout_s=config.train.timeout_s)
         self.identity["nodes"] = list(placement.nodes)
@@ -82,7 +86,8 @@ class RunCompression:
 
     def sent(self) -> SentBytes | None:
         """Return the number of gradient and weight bytes sent by this rank, or None without compression."""
-        return sum((part.sent() for part in self._parts.values()), SentBytes()) if self._parts else None
+        sent = [part.sent() for part in self._parts.values()]
+        return sum(sent[1:], sent[0]) if sent else None
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's error feedback as a byte tensor for a checkpoint; empty if there is none."""
@@ -114,19 +119,22 @@ class CountingSteps:
 
     def __init__(self, compression: RunCompression) -> None:
         self._compression = compression
-        self._counted, self._before = SentBytes(), SentBytes()
+        self._before = self._since = compression.sent()
+        """Bytes before the step, and those before the first one, plus those sent between steps."""
 
     def __enter__(self) -> None:
-        self._before = self._compression.sent() or SentBytes()
+        sent = self._compression.sent()
+        if sent is not None and self._before is not None and self._since is not None:
+            self._since += sent - self._before
 
     def __exit__(self, *exception: object) -> None:
-        self._counted += (self._compression.sent() or SentBytes()) - self._before
+        self._before = self._compression.sent()
 
     def total(self) -> Traffic | None:
         """Return the total in the same form as the predicted traffic, or None without compression."""
-        if self._compression.sent() is None:
+        if self._before is None or self._since is None:
             return None
-        counted = self._counted
+        counted = self._before - self._since
         sent = LinkBytes(counted.inside, counted.between)
         return Traffic(
             0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(counted.exact_inside, counted.exact_between)),)

@@ -19,11 +19,9 @@ TAKES_TURNS = "overlapped computations of the stage take turns while it runs"
 COMPILED = "the simulation runs operators one by one, and a compiled block has none (capture.backend=eager)"
 
 
-def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession | None:
-    """Return the session of a job whose configuration captures anything; None otherwise."""
+def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession:
+    """Return the session of a job whose configuration captures something."""
     config = job.config.capture
-    if not config.scope:
-        return None
     backend: str = config.backend
     if backend == "auto":
         backend = BackendKind.CUDA if job.device.type == "cuda" else BackendKind.SIMULATE

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,13 @@ from meshwright.config.schema import TrainConfig
 from meshwright.mesh.local_shards import local_box, num_shards, sharded_zeros, to_local
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot
-from meshwright.optim.owner_updates import OwnerUpdates, Site
 from meshwright.optim.role import Role
 from meshwright.parallel.rank_model import RankModel, StagePart
 from meshwright.plan.matrix_owners import whole_matrices
 from meshwright.plan.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from meshwright.optim.owner_updates import OwnerUpdates, Site
 
 
 @dataclass(eq=False)
@@ -124,9 +127,12 @@ def _slot(member: Member) -> Slot:
 
 def _owner_updates(plan: RunPlan, rank: int, groups: list[Group]) -> OwnerUpdates | None:
     """Return the updates from whole matrices, or None if the optimizer needs none."""
-    optimizer, matrices = find_optimizer(plan.optimizer.name), whole_matrices(plan, plan.mesh.position(rank, "pp"))
+    optimizer = find_optimizer(plan.optimizer.name)
     if not isinstance(optimizer, MatrixOptimizer):
         return None
+    from meshwright.optim.owner_updates import OwnerUpdates  # moves matrices, which others don't
+
+    matrices = whole_matrices(plan, plan.mesh.position(rank, "pp"))
     members = (member for group in groups for member in group.members)
     stacked = {one.site: local_box(one.parameter).offset[0] for one in members if one.parameter.dim() == 3}
     dtype = getattr(torch, plan.optimizer.moved)

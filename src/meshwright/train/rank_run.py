@@ -28,7 +28,8 @@ from meshwright.plan.verify import verify
 from meshwright.train.build_job import build_job, choose_device, rank_group
 from meshwright.train.continued_run import naming
 from meshwright.train.launch.machine_limits import check_memory
-from meshwright.train.launch.rank_context import RankContext, RunSpec
+from meshwright.train.launch.rank_context import RankContext
+from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.measure.process_memory import memory_bytes
 from meshwright.train.own_optimizer import check_optimizer
 from meshwright.train.record.events import EventLog, RecordingReporter

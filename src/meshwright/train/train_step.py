@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from meshwright.parallel.data_parallel import complete_gradients
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.train.build_job import Job
-from meshwright.train.graph_capture import capture_session
 from meshwright.train.measure.run_measurement import RunMeasurement
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.step_profiler import Label
 from meshwright.train.step_handles import StepHandles
+
+if TYPE_CHECKING:
+    from meshwright.capture.run.session import CaptureSession
 
 Key = tuple[int, int]
 """Step, from 1, and micro-batch."""
@@ -95,8 +98,12 @@ class TrainStep:
         """Context for each pipeline action of the next step; None if the step isn't profiled."""
         # Looked up at each step: a fault injected into a proof replaces `samples`.
         self._batches = TrainingBatches(job, task, lambda step: self.samples(step))
-        self.capture = capture_session(job, self.pipeline)
+        self.capture: CaptureSession | None = None
         """Capture of CUDA graphs; None if the configuration captures nothing."""
+        if job.config.capture.scope:
+            from meshwright.train.graph_capture import capture_session
+
+            self.capture = capture_session(job, self.pipeline)
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
         self.measure(frozenset(), base_bytes=0)
 

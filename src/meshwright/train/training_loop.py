@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import read_manifest
@@ -25,7 +25,6 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.plan.traffic import predict_traffic
-from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward, validate
@@ -33,14 +32,15 @@ from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
 from meshwright.train.measure.run_measurement import measured_steps
 from meshwright.train.optimizer import named_state
-from meshwright.train.record.draw_expert_load import draw_expert_load
 from meshwright.train.record.metrics import Recorder, plot_loss
 from meshwright.train.record.reporter import Reporter, Summary, Validation
 from meshwright.train.record.step_profiler import StepProfiler
-from meshwright.train.record.timeline_trace import write_trace
 from meshwright.train.run_folder import RunFolder, files_to_carry, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
 from meshwright.units import counted
+
+if TYPE_CHECKING:
+    from meshwright.train.all_to_all_traffic import AllToAllTraffic
 
 LOSS, EXPERT_LOAD = "loss.png", "expert-load.png"
 
@@ -72,7 +72,7 @@ class Trainer:
         self._step = TrainStep(job, task, self._stop.requested, self._is_time_to_save)
         self._forward = PipelineForward(self._step.pipeline)
         self._counting = CountingSteps(job.compression)
-        self._all_to_alls = AllToAllTraffic(job)
+        self._all_to_alls = _count_all_to_alls(job)
         self._skipped_in_a_row, self._has_noted_capture = 0, False
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
@@ -108,7 +108,7 @@ class Trainer:
                 self._job.context.post("step", step)
                 with self._profiler.step(step) as self._step.label:
                     begin = time.perf_counter()
-                    with self._counting, self._all_to_alls:
+                    with self._counting, self._all_to_alls or nullcontext():
                         result = self._step(step)
                     seconds = time.perf_counter() - begin  # without starting a profile, or writing it
                     self._seconds += seconds
@@ -164,6 +164,8 @@ class Trainer:
         more = {"plan": hashes(self._job.plan).fingerprint, "steps_s": self._seconds, "timeline": to_values(timelines)}
         self._reporter.measured({**facts.to_json(), **more})
         if self._job.config.train.trace:
+            from meshwright.train.record.timeline_trace import write_trace
+
             write_trace(self._folder.path, self._job.schedule, timelines, overlaps=self._step.pipeline.overlaps)
             self._reporter.note(f"timelines of step {facts.steps[-1]}: timeline.svg · timeline.json · trace.json")
 
@@ -354,7 +356,7 @@ class Trainer:
                 steps_here=last - done,
                 traffic=predict_traffic(self._job.plan),
                 counted=self._counting.total(),
-                all_to_alls=self._all_to_alls.total(),
+                all_to_alls=() if self._all_to_alls is None else self._all_to_alls.total(),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
@@ -372,6 +374,18 @@ class Trainer:
         folder, metrics, title = self._folder.path, self._folder.metrics, self._job.config.name
         plot_loss(metrics, folder / LOSS, title=title, unit=self._task.unit)
         rows = load_rows(self._job.plan)
-        if rows and draw_expert_load(metrics, folder / EXPERT_LOAD, title=title, experts=experts_per_layer(rows)):
-            return LOSS, EXPERT_LOAD
-        return (LOSS,)
+        if not rows:
+            return (LOSS,)
+        from meshwright.train.record.draw_expert_load import draw_expert_load
+
+        drawn = draw_expert_load(metrics, folder / EXPERT_LOAD, title=title, experts=experts_per_layer(rows))
+        return (LOSS, EXPERT_LOAD) if drawn else (LOSS,)
+
+
+def _count_all_to_alls(job: Job) -> AllToAllTraffic | None:
+    """Return what counts the bytes of all-to-alls, of a plan that has some."""
+    if not job.plan.mesh.view("cp") and all(kind.experts is None for kind in job.plan.kinds):
+        return None
+    from meshwright.train.all_to_all_traffic import AllToAllTraffic
+
+    return AllToAllTraffic(job)

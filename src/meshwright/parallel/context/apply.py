@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.nn.attention.core import AttentionCore
 from meshwright.parallel.context.heads import HeadsAttention
 from meshwright.parallel.context.ring import RingAttention
-from meshwright.parallel.private import joined_mesh
+from meshwright.parallel.context.token_shards import context_group
 from meshwright.plan.context.method import ContextMethod
 from meshwright.plan.run_plan import RunPlan, Stage
 
@@ -23,19 +23,12 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Sta
         plan: plan of the run.
         stage: the stage in `plan`.
     """
-    if not plan.mesh.view("cp"):
-        return
     group = context_group(mesh, plan)
     for kind, layer in plan.held(stage):
         if kind.attention is not None:
             attention = module.get_submodule(kind.full_name(kind.attention.module, layer))
             assert isinstance(attention.core, AttentionCore), "`AttentionFacts.module` has a core"
             attention.core = _core(kind.attention.method, group, attention.core)  # type: ignore[assignment]
-
-
-def context_group(mesh: DeviceMesh, plan: RunPlan) -> ProcessGroup:
-    """Return the process group of the ranks that share this rank's samples; all ranks must call this."""
-    return joined_mesh(mesh, [plan.mesh.view("cp")]).get_group()
 
 
 def _core(method: ContextMethod | None, group: ProcessGroup, core: AttentionCore) -> AttentionCore:

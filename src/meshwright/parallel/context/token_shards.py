@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm.collectives import all_gather_rows
 from meshwright.models.contract.task import Batch
 from meshwright.nn.attention.token_indices import shard_indices
 from meshwright.nn.attention.token_layout import TokenLayout
-from meshwright.parallel.context.apply import context_group
-from meshwright.plan.context.layers import batch_shards
+from meshwright.parallel.private import joined_mesh
 from meshwright.plan.run_plan import RunPlan
 
 
@@ -41,7 +41,11 @@ class TokenShards:
         if not isinstance(condition, TokenLayout):
             return condition
         layout = replace(condition, stream=self._stream)
-        return layout.on(batch_shards(self._plan, layout.documents), self._rank) if self._is_sharded else layout
+        if not self._is_sharded:
+            return layout
+        from meshwright.plan.context.layers import batch_shards
+
+        return layout.on(batch_shards(self._plan, layout.documents), self._rank)
 
     def gather(self, out_bs: Tensor, batch: Batch) -> Tensor:
         """Return the outputs [b, t, …] of all tokens from those [b, s, …] of this rank's; all ranks must call this."""
@@ -90,3 +94,8 @@ def _take(x_bt: Tensor, index_s: Tensor) -> Tensor:
     if index_s.dim() == 1:
         return x_bt.index_select(1, index_s)
     return x_bt.take_along_dim(index_s.reshape(*index_s.shape, *[1] * (x_bt.dim() - 2)), dim=1)
+
+
+def context_group(mesh: DeviceMesh, plan: RunPlan) -> ProcessGroup:
+    """Return the process group of the ranks that share this rank's samples; all ranks must call this."""
+    return joined_mesh(mesh, [plan.mesh.view("cp")]).get_group()

@@ -1,0 +1,39 @@
+"""What the processes of a proof do, by names that the launcher knows without importing torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.prove.spec import ProofSpec
+    from meshwright.train.launch.rank_context import RankContext
+
+
+def record_body(context: RankContext, spec: ProofSpec) -> None:
+    """Run one rank of the layout under test."""
+    from meshwright.prove import driver
+    from meshwright.prove.as_run import driver as as_run
+
+    (as_run if spec.as_run else driver).record_layout(context, spec)
+
+
+def compare_body(context: RankContext, spec: ProofSpec) -> None:
+    """Compute the reference and compare the results."""
+    from meshwright.prove import driver
+    from meshwright.prove.as_run import driver as as_run
+
+    (as_run if spec.as_run else driver).compare_with_reference(context, spec)
+
+
+def locate_body(context: RankContext, spec: ProofSpec) -> None:
+    """Run one rank of the second pass."""
+    from meshwright.prove.driver import locate_on_ranks
+
+    locate_on_ranks(context, spec)
+
+
+def locate_compare_body(context: RankContext, spec: ProofSpec) -> None:
+    """Compare the second pass with the reference."""
+    from meshwright.prove.driver import locate_with_reference
+
+    locate_with_reference(context, spec)
