@@ -16,7 +16,11 @@ PICTURES = (
     "model.num_layers=4 model.dim=24 model.num_heads=4 model.ffn_dim=48 train.global_batch=8 "
     f"train.num_microbatches=1 diffusion.num_samples=2 diffusion.sampling_steps=2 {SMALL}"
 )
-BASE = {"llama-tiny": LLAMA, "dit-digits": PICTURES, "dit-digits-video": PICTURES}
+EXPERTS = (
+    "model.num_layers=2 model.dim=32 model.num_heads=4 model.num_kv_heads=2 model.num_experts=4 model.expert_dim=48 "
+    f"train.global_batch=8 train.seq_len=32 train.sample_tokens=4 {SMALL}"
+)
+BASE = {"llama-tiny": LLAMA, "moe-tiny": EXPERTS, "dit-digits": PICTURES, "dit-digits-video": PICTURES}
 
 FOUR = "train.num_microbatches=4"
 TIED = "model.tie_embeddings=true"
@@ -44,7 +48,7 @@ class Layout:
 
     def data_words(self, folder: Path, cache: Path) -> list[str]:
         """Where its data is, in the words of the command."""
-        source = [f"data.source={folder / CORPUS}"] if self.preset.startswith("llama") else []
+        source = [f"data.source={folder / CORPUS}"] if self.preset in ("llama-tiny", "moe-tiny") else []
         return [*source, f"data.cache_dir={cache}"]
 
     def changed(self, words: list[str]) -> Layout:
@@ -90,6 +94,20 @@ LAYOUTS = (
             "mesh.dp_replicate=2 mesh.dp_shard=2 comm.gradients=loco4 train.num_microbatches=2"),
     _layout("llama-tiny", "F", "secondary-shards",
             "mesh.dp_shard=4 comm.secondary_shards=2 comm.weights=int8 train.precision=bfloat16"),
+    _layout("llama-tiny", "RF", "float8-delayed-tp",
+            "mesh.tp=2 model.num_kv_heads=4 float8.recipe=delayed float8.amax_history=3 float8.keep_last=1 float8.cache_weights=true"),
+    _layout("llama-tiny", "", "float8-current-pp", f"mesh.pp=2 {FOUR} pipeline.schedule=zb-v float8.recipe=current"),
+    _layout("llama-tiny", "F", "capture-pp", f"mesh.pp=2 {FOUR} capture.scope=layer"),
+    _layout("llama-tiny", "", "capture-attention", "mesh.dp_shard=2 capture.scope=attention train.num_microbatches=2"),
+    _layout("llama-tiny", "", "cp-ring", "mesh.cp=2 mesh.cp_method=ring"),
+    _layout("llama-tiny", "F", "cp-heads-packed", "mesh.cp=2 mesh.cp_method=heads data.packing=documents"),
+    _layout("llama-tiny", "RF", "muon-dp_shard", "mesh.dp_shard=2 train.optimizer=muon"),
+    _layout("llama-tiny", "", "muon-pp-tp", f"mesh.pp=2 mesh.tp=2 {FOUR} train.optimizer=muon"),
+    _layout("llama-tiny", "", "selective-profile", "mesh.tp=2 recompute.policy=selective train.trace=true"),
+    _layout("moe-tiny", "RF", "ep", "mesh.dp_shard=2 mesh.ep=2"),
+    _layout("moe-tiny", "", "ep-capacity-pp",
+            f"mesh.pp=2 mesh.dp_shard=2 mesh.ep=2 {FOUR} model.drop=over-capacity model.capacity_factor=1.25"),
+    _layout("moe-tiny", "", "experts-tp-cp", "mesh.tp=2 mesh.cp=2"),
     _layout("dit-digits", "", "dit-one", "train.num_microbatches=2 diffusion.prediction=velocity"),
     _layout("dit-digits", "RF", "dit-dp_shard", "mesh.dp_shard=2"),
     _layout("dit-digits", "", "dit-tp", "mesh.tp=2"),

@@ -68,7 +68,8 @@ class Side:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in DROPPED and name[:6] != "SLURM_"}
-        return kept | {"PYTHONPATH": str(self.root / "src"), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        paths = os.pathsep.join(str(self.root / name) for name in ("src", "bench"))  # each with its own benchmarks
+        return kept | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 
 @contextmanager
