@@ -95,7 +95,7 @@ LAYOUTS = (
     _layout("llama-tiny", "F", "secondary-shards",
             "mesh.dp_shard=4 comm.secondary_shards=2 comm.weights=int8 train.precision=bfloat16"),
     _layout("llama-tiny", "RF", "float8-delayed-tp",
-            "mesh.tp=2 model.num_kv_heads=4 float8.recipe=delayed float8.amax_history=3 float8.keep_last=1 float8.cache_weights=true"),
+            "mesh.tp=2 model.num_kv_heads=4 float8.recipe=delayed float8.amax_history=3 float8.cache_weights=true"),
     _layout("llama-tiny", "", "float8-current-pp", f"mesh.pp=2 {FOUR} pipeline.schedule=zb-v float8.recipe=current"),
     _layout("llama-tiny", "F", "capture-pp", f"mesh.pp=2 {FOUR} capture.scope=layer"),
     _layout("llama-tiny", "", "capture-attention", "mesh.dp_shard=2 capture.scope=attention train.num_microbatches=2"),
