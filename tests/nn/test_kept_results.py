@@ -31,6 +31,8 @@ from meshwright.nn.kept_results import (
 )
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.make_plan import make_plan
+from tests.helpers import alternatives, outcome
 from tests.nn.test_recompute import D, all_equal, dit, fresh, grads, llama, make, step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -208,8 +210,11 @@ class InPlace(nn.Module):
 def test_a_result_modified_in_place_is_an_error():
     module = InPlace()
     recompute(module, RecomputePolicy.SELECTIVE)
-    with pytest.raises(LayoutError, match=r"modified the result of aten::mm in place"):
+    with pytest.raises(LayoutError, match=r"modified the result of aten::mm in place") as caught:
         module(torch.randn(3, D)).sum().backward()
+    words = ["recompute.policy=selective", "recompute.blocks=selective:0-1"]
+    [fix] = alternatives(caught.value.fix)
+    assert {kind.recompute for kind in make_plan(outcome([*words, *fix])).kinds if kind.is_block} == {"full"}
 
 
 def test_another_forward_is_an_error():

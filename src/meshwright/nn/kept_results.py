@@ -41,6 +41,8 @@ ATTENTION = frozenset({"meshwright::block_attention", "torch_attn::_varlen_attn"
 """Attention that is an operator of its own. Compiled FlexAttention is none, and is computed again."""
 CHOICES = frozenset({"aten::topk"})
 """Indices that would change with the parameters."""
+OTHERWISE = "recompute.policy=full recompute.blocks=[]"
+"""Settings that keep no result of any block."""
 COLLECTIVES = frozenset({"meshwright::all_to_all_start"})
 """Functional collectives outside `FUNCTIONAL_COLLECTIVES`."""
 FUNCTIONAL_COLLECTIVES = "_c10d_functional"
@@ -105,14 +107,14 @@ class KeptResults:
             raise LayoutError(
                 f"a recomputed block calls {name} {number + 1} times, but its forward called it {len(results)} times",
                 rule="a recomputed forward runs the operators of the first one",
-                fix="recompute.policy=full or recompute.policy=none",
+                fix=OTHERWISE,
             )
         result, changes = results[number]
         if tuple(num_changes(x) for x in _tensors(result)) != changes:
             raise LayoutError(
                 f"a selectively recomputed block modified the result of {name} in place",
                 rule="kept results stay as they are until the backward",
-                fix="return a new tensor in the block, or set recompute.policy=full",
+                fix=f"return a new tensor in the block, or set {OTHERWISE}",
             )
         return _detached(result)
 
