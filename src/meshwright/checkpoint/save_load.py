@@ -1,10 +1,8 @@
 """Save and load sharded tensors between any two layouts.
 
-`torch.distributed.checkpoint` plans the shards and propagates failures to every rank; `writer` and `reader` do the I/O;
-`atomic_directory` commits checkpoints atomically. A checkpoint holds a flat dict of tensors: plain tensors, equal on
-all ranks, and DTensors on any mesh.
-
-Storage writer for `torch.distributed.checkpoint`, which does the planning and exchanges results and failures.
+`torch.distributed.checkpoint` plans the shards and propagates failures to every rank; the writer below and `reader` do
+the I/O; `atomic_directory` commits checkpoints atomically. A checkpoint holds a flat dict of tensors: plain tensors,
+equal on all ranks, and DTensors on any mesh.
 
 Each rank with data to write creates one safetensors file; the coordinator adds `layout.json` and commits. Uses only
 public PyTorch names, checked on torch 2.11 and 2.13.

@@ -1,6 +1,6 @@
 """Lines that fit a terminal: text broken between words, never between a figure and its unit.
 
-Terminal colors, disabled if NO_COLOR is set.
+Colors are disabled if NO_COLOR is set.
 """
 
 from __future__ import annotations

@@ -5,11 +5,7 @@ set, the rule and a working fix. No value is silently changed to satisfy a rule.
 
 Suggested fixes that would violate another rule are omitted from the error.
 
-Rules for the optimizer: that it exists, and that the model's parameters can have its states and updates.
-
-Rules of expert parallelism: the ranks that share a layer's experts.
-
-Rules of context parallelism and packed documents: models whose attention takes shards of tokens and documents.
+Optimizers, expert parallelism and context parallelism with packed documents have theirs at the end.
 """
 
 from __future__ import annotations

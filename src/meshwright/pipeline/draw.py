@@ -3,8 +3,6 @@
 Simulated and measured timelines are drawn in the same style for easy comparison. With the same matplotlib version,
 figures of the same timeline are byte-identical, so that tests can check the figures in the docs.
 
-Layout of timeline figures, and timelines as text.
-
 Timelines may be simulated or measured. Only computations are drawn; the rest is idle time.
 """
 

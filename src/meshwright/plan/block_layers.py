@@ -1,7 +1,5 @@
-"""Layers of a block that communicate: attention and mixtures of experts, as a plan has them. Doesn't import torch.
-
-Bytes that a kind keeps between its forward and its backward, as a value.
-"""
+"""Layers of a block that communicate, attention and mixtures of experts, and the bytes that a kind keeps for its
+backward, as a plan has them."""
 
 from __future__ import annotations
 

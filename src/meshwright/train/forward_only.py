@@ -1,6 +1,6 @@
 """Forward passes of the model during training, for validation and sampling.
 
-Validation loss on held-out samples, split across data-parallel ranks and identical on every layout.
+The validation loss is of held-out samples, split across data-parallel ranks and identical on every layout.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ static memory and replays the forward's graph; its backward does the same for gr
 an entry of the stage's `WeightGradStore`, as those of any layer. Gradients of parameters reach `.grad` as
 `weight_gradients` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
 
-Static tensors of a layer and a micro-batch: where its graphs find and leave what.
-
-Replays of a layer's graphs in autograd; see [Note: replays in autograd] in `runner`.
+`Binding`s are the static tensors of a layer and a micro-batch: where its graphs find and leave what.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Describe a mixture for people: its sources with their weights, sizes and epochs.
-
-Check that a run ends before a source runs out, if `data.when_exhausted` says so.
-
-Validate a corpus with text of another source, `data.validation_source`, in place of a held-out part.
-"""
+"""A run's sources in its first lines, with their weights, sizes and epochs; which of them may run out, and which text
+validates (`data.validation_source`)."""
 
 from __future__ import annotations
 

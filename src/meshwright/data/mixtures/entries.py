@@ -1,6 +1,6 @@
 """Entries of `data.mixture`, such as `0.7:web/*.jsonl#text`: a weight, a source and its field.
 
-Shares of a mixture's sources, as integers. Imports nothing, so that plans start fast.
+Weights become integer shares.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Records of sources: texts, pieces of long ones, and conversations.
-
-Uses of a source of text: split for training and validation, or whole for one of them.
-
-Count what a corpus leaves out: files that are not text, and documents whose text is empty.
-"""
+"""Values of all sources of text: their records, what a source is used for, and what a corpus leaves out of it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """A mixture-of-experts layer, in place of a block's feed-forward layer.
 
-Shapes: b batch, t time, d model width.
+Its SwiGLU experts (Shazeer 2020) are computed for all tokens sent to them at once.
 
-SwiGLU experts (Shazeer 2020), computed for all tokens sent to them at once.
-
-Shapes: e experts, r rows, d model width, f hidden width.
+Shapes: b batch, t time, e experts, r rows, d model width, f hidden width.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 Neither direction uses atomics. A sum runs in the order of the rows and accumulates in at least float32, so results are
 deterministic and independent of thread counts.
 
-Shapes: n source rows, m gathered rows, h width.
+Rows are put in the order of their experts without reading anything on the host.
 
-Order of rows by expert, without reading anything on the host.
-
-Shapes: c choices of an expert, e experts.
+Shapes: n source rows, m gathered rows, h width, c choices of an expert, e experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""V-shaped schedules ZB-V, V-Half and V-Min, with two chunks per rank, the second on the way back up.
+"""V-shaped schedules ZB-V, V-Half, V-Min and DualPipeV, with two chunks per rank, the second on the way back up.
 
 ZB-V: Qi et al. 2024, "Zero bubble pipeline parallelism", section 6. V-Half, V-Min: Qi et al. 2024, "Pipeline
 parallelism with controllable memory", section 3: the forwards and input gradients of one micro-batch form a *building
@@ -6,7 +6,7 @@ block*. Each micro-batch takes 6 units of work per rank. The offsets within a bl
 so the block can be repeated every 6 units. The time between a forward and its backward determines the memory. The
 offsets used here come from our own search over all small spacings for the smallest bubble at the published peak.
 
-p: ranks, r: a rank, m: micro-batches. F0 is a forward of the rank's first chunk, F1 of its second.
+F0 is a forward of the rank's first chunk, F1 of its second.
 
 DualPipeV: the schedule of DeepSeek-V3 (DeepSeek-AI 2024, section 3.2.1) folded into a V (Qi et al. 2025).
 

@@ -9,11 +9,7 @@ from styles; sums come from units, step sums and groups of shared parameters. Th
 Checks run from simple to subtle. They work per kind and stage, so their cost does not depend on the mesh size. `prove`
 checks the actual modules, which this package does not see.
 
-Verify how a step's batch is split and its loss is reduced.
-
-Verify mixture-of-experts layers: where their experts are sharded, as tokens are sent there.
-
-Verify the mesh of a plan: its atoms, views and nodes.
+Here are the checks of the mesh, of the batch and its loss, and of experts; the others have files of their own.
 """
 
 from __future__ import annotations

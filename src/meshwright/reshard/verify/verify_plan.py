@@ -4,10 +4,6 @@ Each step must start from the previous step's result, match its kind, find all e
 within its groups, and have the stated cost, which is recounted (`exchange_counts`). Small plans are also simulated,
 tracking every partial value (`check_values`). Checks run from basic to subtle, so that the first failure points to the
 root cause.
-
-Checks that a step's axes, reductions and resulting shards match its kind.
-
-Errors raised by `verify`, with the step's number, kind and layouts, the violated rule, and a fix.
 """
 
 from __future__ import annotations
