@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.nn.dropout_add.module import DropoutAdd
 from meshwright.nn.dropout_add.random import DropoutKey
-from meshwright.parallel import apply_plan, data_parallel
+from meshwright.parallel import data_parallel, tensor_parallel
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job
@@ -103,7 +103,7 @@ def reduce_by_policy() -> None:
 
 def compile_with_pending_embeddings() -> None:
     """Compiled blocks take the pending output of a sharded embedding, which loses its gradient."""
-    apply_plan.wait_for_embeddings = lambda module, plan, stage: None
+    tensor_parallel.wait_for_embeddings = lambda module, plan, stage: None
 
 
 def as_named(name: str, *layout: str, says: tuple[str, ...] = ()) -> Fault:

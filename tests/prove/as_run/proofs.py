@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
-from meshwright.parallel import apply_plan, data_parallel
+from meshwright.parallel import data_parallel, tensor_parallel
 from meshwright.parallel.context import ring
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
@@ -33,7 +33,7 @@ SIZES = {
 
 
 REPLACED = (
-    train_step, pipeline_stages, optimizer, apply_plan, data_parallel, ring, ring.RingAttention, dist, FSDPParam,
+    train_step, pipeline_stages, optimizer, tensor_parallel, data_parallel, ring, ring.RingAttention, dist, FSDPParam,
     nn.Module,
 )  # fmt: skip
 
