@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from meshwright.config.rules_compression import no_effect_notes
+from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.record.reporter import Reporter
+from meshwright.train.record.reporter import Reporter, Summary
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.training_loop import Trainer
 from tests.helpers import open_data
@@ -33,6 +34,10 @@ class Notes(Reporter):
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.summary: Summary | None = None
+
+    def finished(self, summary: Summary) -> None:
+        self.summary = summary
 
     def note(self, text: str) -> None:
         self.texts.append(text)
@@ -44,9 +49,9 @@ def mixed(plan: RunPlan) -> RunPlan:
     return replace(plan, stages=tuple(stages))
 
 
-def whole_run(
+def reported_run(
     rank: int, world_size: int, words: tuple[str, ...], out: Path, checkpoint: Path | None, edit: Edit = None
-) -> list[str]:
+) -> Notes:
     """A run as its ranks live it. What the reporter was told."""
     torch.set_num_threads(1)
     config = load_words(words)
@@ -57,7 +62,39 @@ def whole_run(
     Trainer(
         job, make_task(config), open_data(config).fingerprint, RunFolder(out, checkpoint), notes, base_bytes=0
     ).run()
-    return notes.texts
+    return notes
+
+
+def whole_run(
+    rank: int, world_size: int, words: tuple[str, ...], out: Path, checkpoint: Path | None, edit: Edit = None
+) -> list[str]:
+    return reported_run(rank, world_size, words, out, checkpoint, edit).texts
+
+
+def counted_on_rank(rank: int, world_size: int, words: tuple[str, ...], out: Path) -> Summary | None:
+    return reported_run(rank, world_size, words, out, None).summary
+
+
+def test_bytes_of_steps_are_counted_and_those_of_validations_not(gang, tmp_path):
+    words = (*WORDS, "train.validate_every=1", "train.validation_samples=4")
+    summary, _ = gang(2).run(counted_on_rank, words, tmp_path / "run")
+    predicted = summary.traffic.over(LAST)
+    expected = predicted.of(Purpose.GRADIENTS).sent + predicted.of(Purpose.WEIGHTS).sent
+    assert summary.counted.sent() == expected and expected.total() > 0 and summary.all_to_alls == ()
+
+
+@pytest.mark.parametrize(
+    ("layout", "purpose"),
+    [
+        (("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2", "model.routing=uniform"), Purpose.EXPERTS),
+        (("mesh.cp=2",), Purpose.CONTEXT),
+    ],
+)
+def test_all_to_alls_of_a_run_are_counted(gang, tmp_path, layout, purpose):
+    words = (*layout, "train.steps=2", "train.sample_tokens=0")
+    summary, _ = gang(2).run(counted_on_rank, words, tmp_path / "run")
+    (found,) = summary.all_to_alls
+    assert found.purpose == purpose and found.sent == found.explained > 0 and summary.counted is None
 
 
 @pytest.fixture(scope="module")

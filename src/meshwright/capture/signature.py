@@ -1,4 +1,4 @@
-"""What a capture plan knows of the captured layers: shapes, bytes, and how they follow each other."""
+"""Describe captured layers for a capture plan: shapes, bytes, and how they follow each other."""
 
 from __future__ import annotations
 

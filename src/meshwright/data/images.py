@@ -5,12 +5,11 @@ every process that opens them, and briefly twice that while the splits are copie
 
 Shapes: n samples, c channels, f frames (1 for images), h rows, w columns.
 
-Scikit-learn's handwritten digits as still images and as videos: real data without a download.
-
-1,797 digits of 8 × 8 pixels and 17 grey levels (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten
-Digits"). One digit of every ten consecutive ones is held out: number 0 of the first ten, number 1 of the second, and
-so on. This holds out a tenth of each class to within a third; taking every tenth digit would not, since many digits
-were written in order from 0 to 9.
+Scikit-learn's handwritten digits, as still images and as videos, are real data without a download: 1,797 digits of 8 ×
+8 pixels and 17 grey levels (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits"). One digit of every
+ten consecutive ones is held out: number 0 of the first ten, number 1 of the second, and so on. This holds out a tenth
+of each class to within a third; taking every tenth digit would not, since many digits were written in order from 0 to
+9.
 
 A video shows a digit that moves across a black canvas at constant velocity and bounces off the edges. The videos of a
 digit have the same start and the same velocity, in pixels per second, and differ only in frame rate. Positions are
@@ -18,11 +17,10 @@ fractional; the digit is interpolated.
 
 Shapes: n digits or videos, f frames, h rows, w columns, d = 2 directions (down, right).
 
-Image files of a glob as one array, all resized to one size, with the folder name as the class.
-
-Hold-out rule: an image is held out if the SHA-256 of its name, as a number, is divisible by ten, like text files
-(`text_documents.py`), so that adding an image does not reassign others. If that leaves a split empty (few images), the
-tenth with the lowest hashes is held out, at least one.
+Image files of a glob are resized to one size, with the folder name as the class. Of them, an image is held out if the
+SHA-256 of its name, as a number, is divisible by ten, like text files (`text_documents.py`), so that adding an image
+does not reassign others. If that leaves a split empty (few images), the tenth with the lowest hashes is held out, at
+least one.
 
 Read with PIL, which comes with matplotlib: PNG, JPEG, WebP, TIFF and more. Only the first frame of an animation is
 read; transparency is discarded.

@@ -9,9 +9,8 @@ across ranks. A failure during computation may be local to one rank and is raise
 some rank's shard is empty (a dim of size 3 sharded over 4 ranks), many operators fail on that rank and leave the others
 hanging. The ranks then first agree on whether any of them failed.
 
-Checks for operator calls that must fall back because DTensor 2.13 computes them incorrectly or fails midway.
-
-Each check depends only on properties that are the same on all ranks.
+Calls that DTensor 2.13 computes incorrectly, or in which it fails midway, are checked for and fall back, too. Each
+check depends only on properties that are the same on all ranks.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ base would not show in the view. Within `for_dtensor` and `replicate_fallback`, 
 
 All ranks agree on which views are gathered, because gathering communicates. They may disagree on which views are still
 alive, since each rank runs garbage collection at its own time, so the ranks reach consensus before they gather.
-
-Agree on a flag or an integer across the ranks of a mesh.
 """
 
 from __future__ import annotations

@@ -3,24 +3,20 @@
 Corrections are layers: each layer calls the next one, and the last calls DTensor. Operators that no layer changes are
 not intercepted: they run through DTensor's C++ dispatch as outside of the context (see `interception`).
 
-Layer that corrects operators that DTensor 2.13 computes incorrectly on partial values.
+**Partial values.** DTensor 2.13 reads a scalar from the local partial value, so `x.sum().item()` differs between ranks;
+it also fails in inference mode. `fill_` sets every partial value to the fill value, so the sum is too large by a factor
+of the number of ranks. The result of a lookup in a sharded tensor can be used only once: a second use fails.
 
-DTensor reads a scalar from the local partial value, so `x.sum().item()` differs between ranks; it also fails in
-inference mode. `fill_` sets every partial value to the fill value, so the sum is too large by a factor of the number
-of ranks. The result of a lookup in a sharded tensor can be used only once: a second use fails.
+**Mean losses** of sharded inputs are a global sum divided by the global count. DTensor 2.13 averages the averages of
+the shards, which is incorrect if shards have different weights, because a dim is sharded unevenly or classes are
+ignored or weighted. Its gradients of elementwise mean losses divide by the shard size, so they are too large by a
+factor of the number of shards. Sums have neither problem and need no extra communication.
 
-Layer that computes mean losses of sharded inputs as a global sum divided by the global count.
-
-DTensor 2.13 averages the averages of the shards, which is incorrect if shards have different weights, because a dim is
-sharded unevenly or classes are ignored or weighted. Its gradients of elementwise mean losses divide by the shard size,
-so they are too large by a factor of the number of shards. Sums have neither problem and need no extra communication.
-
-Layer that slices along a sharded dim by moving only the slice's rows.
-
-DTensor gathers the dim and slices the gathered copy. A sharding rule cannot do better, since it can only name
-placements of the inputs. Here each rank sends the rows of the slice that it holds to the ranks that shard the dim with
-it, so a rank receives the slice less its own rows, the least that can give every rank the slice. The placements of the
-result are those of DTensor: replicated over the axis that shards the dim, unchanged over the others.
+**Slices** along a sharded dim move only the slice's rows. DTensor gathers the dim and slices the gathered copy. A
+sharding rule cannot do better, since it can only name placements of the inputs. Here each rank sends the rows of the
+slice that it holds to the ranks that shard the dim with it, so a rank receives the slice less its own rows, the least
+that can give every rank the slice. The placements of the result are those of DTensor: replicated over the axis that
+shards the dim, unchanged over the others.
 """
 
 from __future__ import annotations

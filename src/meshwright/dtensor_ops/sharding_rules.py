@@ -15,11 +15,8 @@ Sharding rules of operators that DTensor 2.11 computes incorrectly and 2.13 corr
 DTensor 2.11 gives shards of different sizes equal weight in means over strided shards, pads with constants as if every
 mesh had one axis, and applies the indices of a slice to the local shard of a strided dim.
 
-Sharding rules of window operators: reflection and replication padding, unfold, im2col and col2im.
-
-Dims that the windows do not cover may be sharded in any way.
-
-Building blocks of sharding rules: placements of outputs and inputs on one mesh axis.
+Of window operators (reflection and replication padding, unfold, im2col and col2im), dims that the windows do not cover
+may be sharded in any way.
 """
 
 from __future__ import annotations

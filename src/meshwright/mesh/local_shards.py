@@ -1,7 +1,4 @@
-"""Local shards of parameters, as boxes of the full tensor, and the number of distinct shards.
-
-Tensors of zeros that are sharded as a parameter is, along some of its dims, such as an optimizer's states.
-"""
+"""Local shards of parameters, as boxes of the full tensor, and tensors of zeros that are sharded as a parameter is."""
 
 from __future__ import annotations
 

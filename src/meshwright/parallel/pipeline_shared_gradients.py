@@ -7,7 +7,7 @@ Each rank reduces its gradient shards only. FSDP2 and tensor parallelism shard e
 of all copies line up whatever else a stage holds, and each rank sends 1/dp of the bytes. (Evenly split flat buckets of
 several parameters would no longer line up once two stages differ in any other parameter.)
 
-Check that all ranks declare the same shared parameters with consistent copies, before any collective uses them.
+Before any collective uses them, all ranks check that they declare the same shared parameters with consistent copies.
 """
 
 from __future__ import annotations

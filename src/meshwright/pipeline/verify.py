@@ -4,8 +4,6 @@ A compute-only table must contain each computation once, in an order that respec
 must also have its transfers in the same order on both ends without deadlock, and use only live
 buffers (`verify_buffers`). Checks run from simple to subtle, so that the first failure is the one to fix.
 
-Deadlock detection between the ranks of a table.
-
 [Note: rendezvous] A send blocks until its receive is reached, and vice versa. Backends may behave like this (NCCL does
 for large messages, gloo never), so a table must tolerate it. Only an adjacent send and receive with the same peer are
 posted together, as a batch that returns when both are complete. Progress is monotonic, so the order in which ranks

@@ -4,13 +4,11 @@ All-to-alls and sends go directly to their peers. Other collectives use rings th
 NCCL's: each rank forwards as many bytes as it would send to all peers individually, and one rank per node sends them
 to the next node.
 
-Count FSDP2 all-gathers per unit and step by simulating FSDP2's state over a stage's actions.
-
-A unit that stays unsharded after its forward is all-gathered by the first forward after each backward; a unit that is
-resharded, by each forward and each backward. FSDP2 also prefetches: a unit's backward gathers the unit whose forward
-ended just before its own. The forward order is recorded across all micro-batches of a step, so in the second
-micro-batch, the first unit's backward prefetches the last unit of the first micro-batch. The next micro-batch uses
-that prefetch; the last one is wasted.
+FSDP2's all-gathers are counted by simulating its state over a stage's actions. A unit that stays unsharded after its
+forward is all-gathered by the first forward after each backward; a unit that is resharded, by each forward and each
+backward. FSDP2 also prefetches: a unit's backward gathers the unit whose forward ended just before its own. The forward
+order is recorded across all micro-batches of a step, so in the second micro-batch, the first unit's backward prefetches
+the last unit of the first micro-batch. The next micro-batch uses that prefetch; the last one is wasted.
 """
 
 from __future__ import annotations

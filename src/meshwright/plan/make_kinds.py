@@ -4,12 +4,10 @@ axes its gradient is partial, and which collectives its operators run.
 With sequence parallelism, the inputs of column-parallel layers are all-gathered and the outputs of row-parallel layers
 reduce-scattered, and vice versa in the backward; without it, both become all-reduces (Korthikanti et al. 2022).
 
-Bytes that a kind keeps between forward and backward under each recomputation policy, from the family's description,
-the collectives of its styles, and the dispatch to its experts.
-
-Counted are the tensors that autograd saves on the CPU, where attention and norms run as in eager mode on a GPU, except
-that GPUs fuse RMS norms, which then save no normalized input. Parameters, and tables that all blocks share, such as
-rotary angles, are not counted.
+The bytes that a kind keeps between forward and backward, under each recomputation policy, come from the family's
+description, the collectives of its styles and the dispatch to its experts. Counted are the tensors that autograd saves
+on the CPU, where attention and norms run as in eager mode on a GPU, except that GPUs fuse RMS norms, which then save no
+normalized input. Parameters, and tables that all blocks share, such as rotary angles, are not counted.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Exact for state kept between steps. Activations are counted per operation as in eager mode, and two blocks are assumed
 to be unsharded at a time, since FSDP2 prefetches one.
 
-Bytes that context-parallel attention keeps for its backward, besides what attention on one rank keeps.
+Context-parallel attention keeps bytes besides what attention on one rank keeps.
 """
 
 from __future__ import annotations

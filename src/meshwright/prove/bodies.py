@@ -1,4 +1,4 @@
-"""What the processes of a proof do, by names that the launcher knows without importing torch."""
+"""Run the processes of a proof, by names that the launcher knows without importing torch."""
 
 from __future__ import annotations
 

@@ -44,17 +44,18 @@ class RunFloat8:
             name for stage in plan.stages for name, one in _layers(plan, stage) if one.recipe is Float8Recipe.DELAYED
         ]
         lengths = {kind.float8.history for kind in plan.kinds if kind.float8 is not None}
-        if delayed:
-            from meshwright.nn.float8.amax import AmaxHistory
-
-            self._history = AmaxHistory(len(delayed), length=max(lengths), device=device)
         self.identity: dict[str, Any] = {"delayed": delayed, "history": max(lengths, default=0)}
         """Facts that a saved amax history must agree with; they do not depend on the layout."""
+        if not lengths:
+            return
+        from meshwright.nn.float8.amax import AmaxHistory
+        from meshwright.nn.float8.linear import Float8Linear
+
+        if delayed:
+            self._history = AmaxHistory(len(delayed), length=max(lengths), device=device)
         numbers = {name: number for number, name in enumerate(delayed)}
         for part in parts.values():
             for name, one in _layers(plan, part.stage):
-                from meshwright.nn.float8.linear import Float8Linear
-
                 layer = part.module.get_submodule(name)
                 if not isinstance(layer, Float8Linear):
                     continue  # torchao's

@@ -119,22 +119,22 @@ class CountingSteps:
 
     def __init__(self, compression: RunCompression) -> None:
         self._compression = compression
-        self._before = self._since = compression.sent()
-        """Bytes before the step, and those before the first one, plus those sent between steps."""
+        self._before = sent = compression.sent()
+        self._counted = None if sent is None else sent - sent
 
     def __enter__(self) -> None:
-        sent = self._compression.sent()
-        if sent is not None and self._before is not None and self._since is not None:
-            self._since += sent - self._before
+        self._before = self._compression.sent()
 
     def __exit__(self, *exception: object) -> None:
-        self._before = self._compression.sent()
+        sent = self._compression.sent()
+        if sent is not None and self._before is not None and self._counted is not None:
+            self._counted += sent - self._before
 
     def total(self) -> Traffic | None:
         """Return the total in the same form as the predicted traffic, or None without compression."""
-        if self._before is None or self._since is None:
+        counted = self._counted
+        if counted is None:
             return None
-        counted = self._before - self._since
         sent = LinkBytes(counted.inside, counted.between)
         return Traffic(
             0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(counted.exact_inside, counted.exact_between)),)

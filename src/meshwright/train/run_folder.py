@@ -1,11 +1,10 @@
 """Run folders: a run's metrics, plan and checkpoints, and the checkpoint it resumes from.
 
-Torch-free, so that a folder in use or another model's checkpoint is rejected before any process starts.
+A folder in use or another model's checkpoint is rejected before any process starts.
 
-Lock that keeps two runs from writing to the same run folder.
-
-The lock is held on a file that names its holder and is removed on release. The kernel drops the lock when the process
-ends, so a file left behind by a killed run is not locked. On file systems without locks, a run warns and continues.
+A lock keeps two runs from writing to the same folder. It is held on a file that names its holder and is removed on
+release. The kernel drops the lock when the process ends, so a file left behind by a killed run is not locked. On file
+systems without locks, a run warns and continues.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Compressed gradients and weights for any model under FSDP2, without the rest of Meshwright.
 
-Compressed reduce-scatter in two stages (qgZ): inside each node first, then between nodes with error feedback.
-
-Shards are summed inside a node at the precision that its fast links allow, and only the sums, 1/L of the bytes, are
-sent between nodes in few bits (ZeRO++; Wang et al. 2023, section 3.3), optionally with LoCo's error feedback (Xie et
-al. 2024). Errors are kept for the sums only, 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the
-communication plan; each stage is one all-to-all.
+`two_stage_reduce_scatter` (qgZ) reduces inside each node first, then between nodes. Shards are summed inside a node at
+the precision that its fast links allow, and only the sums, 1/L of the bytes, are sent between nodes in few bits
+(ZeRO++; Wang et al. 2023, section 3.3), optionally with LoCo's error feedback (Xie et al. 2024). Errors are kept for
+the sums only, 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the communication plan; each stage is
+one all-to-all.
 
 Shapes: r = N · L ranks in the group, N nodes with L ranks each, n elements per shard.
 """

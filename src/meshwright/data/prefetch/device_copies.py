@@ -10,9 +10,8 @@ order, and each is necessary:
 
 `wait_stream` returns the tensors for work on the compute stream, not for the host; they can't be had in any other way.
 
-Operations on streams, events and pinned memory that copies to a device are made of, and their CUDA implementation.
-
-An interface, so that a test can run the copies on simulated streams in any order that a device might choose.
+Copies are made of the operations of `Streams`: a test runs them on simulated streams, in any order that a device might
+choose.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ processes take, which would copy every text and its tokens, and could die. Only 
 lock, 60 ns per token where a core encodes for 2.6 µs: it is the limit beyond 30 cores or so. `tokenizers` spreads the
 documents of each batch over all cores, so a few batches at once are enough, and bound the memory whatever their number.
 
-Texts in batches of about a megabyte, so that the whole corpus is never in memory.
+Batches are of about a megabyte, so that the whole corpus is never in memory.
 """
 
 from __future__ import annotations

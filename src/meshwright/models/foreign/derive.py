@@ -1,9 +1,8 @@
 """Derive the structure of a foreign model, on the meta device if it can run there.
 
-Find out what a module does with its parameters, in one forward: the operators that they reach say their roles.
-
-A parameter is a matrix if a matrix product multiplies it, or something made of parameters alone: a cast, a slice, a sum
-with adapters. Convolutions, decays of states and tables that are added are vectors, whatever their dims.
+The operators that parameters reach in one forward say their roles. A parameter is a matrix if a matrix product
+multiplies it, or something made of parameters alone: a cast, a slice, a sum with adapters. Convolutions, decays of
+states and tables that are added are vectors, whatever their dims.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Tiny configurations of the causal language models of `transformers`: the same layers, small enough to prove.
 
 A configuration has what the type's own default has, with small sizes (`SIZES`), each kind of layer among its four
-layers, and what single types need besides.
-
-Fields of single types in a tiny configuration besides the common sizes, and types that have none. Data only.
+layers, and what single types need besides; some types have none.
 """
 
 from __future__ import annotations

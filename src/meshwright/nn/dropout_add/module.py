@@ -5,7 +5,7 @@ numbers and computes the mask again. It is the same operator without a residual,
 
 Shapes: b batch, t time, d channels; more or fewer leading dims work as well.
 
-Dropout of a block's two branches, at sites numbered by layer.
+A block has one for each of its two branches, at sites numbered by layer.
 """
 
 from __future__ import annotations

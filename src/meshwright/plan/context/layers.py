@@ -1,10 +1,9 @@
 """Attention layers of a plan: over which ranks and by which method their tokens are sharded, and the tokens of each
 rank of a micro-batch.
 
-Tokens of each context-parallel rank: equally many, with equal attention work under the masks of all layers.
-
-Three orders are tried for each sample: contiguous, zigzag (as in Megatron), and arcs of equal work. Of those whose
-slowest rank has at most 5 % more work than the mean, the one with the fewest received keys is chosen.
+Ranks get equally many tokens, with equal attention work under the masks of all layers. Three orders are tried for each
+sample: contiguous, zigzag (as in Megatron), and arcs of equal work. Of those whose slowest rank has at most 5 % more
+work than the mean, the one with the fewest received keys is chosen.
 """
 
 from __future__ import annotations

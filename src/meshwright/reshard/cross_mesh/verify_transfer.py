@@ -1,8 +1,7 @@
-"""Verify that a transfer delivers each element once, from ranks that hold it, with balanced traffic.
+"""Verify and summarize a transfer between meshes: that it delivers each element once, from ranks that hold it, with
+balanced traffic.
 
 The checks are independent of the planner's arithmetic: they use only the messages and each rank's slices.
-
-Text summary of a transfer between meshes.
 """
 
 from __future__ import annotations

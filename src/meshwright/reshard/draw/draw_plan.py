@@ -3,10 +3,9 @@
 Each rank has a color, given by the small mesh on the left. With the same matplotlib version, figures of the same plan
 are byte-identical, so that tests can check the figures in the docs.
 
-Geometry of a layout's figure: a rectangle of boxes, each in the color of the rank that holds it.
-
-Replicated and partial axes give several full tensors, drawn as sheets stacked behind each other. For tensors with more
-than two dims, only sharded dims are shown: the first one vertically, the others nested horizontally.
+A layout is a rectangle of boxes, each in the color of the rank that holds it. Replicated and partial axes give several
+full tensors, drawn as sheets stacked behind each other. For tensors with more than two dims, only sharded dims are
+shown: the first one vertically, the others nested horizontally.
 """
 
 from __future__ import annotations

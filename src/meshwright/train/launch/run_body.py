@@ -1,4 +1,4 @@
-"""What a rank of a run does, by a name that the launcher knows without importing torch."""
+"""Run a rank, by a name that the launcher knows without importing torch."""
 
 from __future__ import annotations
 

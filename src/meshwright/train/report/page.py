@@ -2,7 +2,7 @@
 
 The page loads nothing, runs no script, and follows the reader's color scheme.
 
-Sections that compare several runs: their results, the keys that differ, and their curves.
+Several runs are compared by their results, the keys that differ, and their curves.
 """
 
 from __future__ import annotations
