@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright_bench.private import TorchDispatchMode, tree_leaves
+
+LOOK_S, QUIET_LOOKS = 0.002, 25
+"""Time between looks at what is alive, and how many in a row find the same where nothing is let go any more."""
 
 
 class _NewStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,8 +77,18 @@ def live_bytes(block: nn.Module, inputs: tuple[Any, ...]) -> int:
     graph = out.grad_fn
     del x, out
     gc.collect()
-    found: int = storages.alive()
+    found = _settled(storages)
     assert graph is not None, "the block's backward has something to do"
+    return found
+
+
+def _settled(storages: _NewStorages) -> int:
+    """Return the bytes that stay alive: gloo's threads keep a collective's buffers a moment longer."""
+    found, repeats = storages.alive(), 0
+    while repeats < QUIET_LOOKS:  # nothing is made meanwhile, so they only become fewer
+        time.sleep(LOOK_S)
+        now = storages.alive()
+        found, repeats = now, repeats + 1 if now == found else 0
     return found
 
 
