@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
+from tests.house.floors import is_for_types
 from tests.house.source import PACKAGE_DIR, Tree
 
 MAX_MEDIAN_LINES = 8
@@ -65,7 +66,10 @@ def import_cycles(tree: Tree) -> list[list[str]]:
 def _imported(tree: Tree, name: str) -> set[str]:
     """The files that a file names in imports; a package's `__init__` where a name is the package's own."""
     found = set()
-    for one in tree.by_name[name].imports:
+    module = tree.by_name[name]
+    for one in module.imports:
+        if one.typing_only and is_for_types(module):
+            continue
         modules = tree.resolve(one.target)
         if modules and modules[-1].name != name:
             found.add(modules[-1].name)

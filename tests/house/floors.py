@@ -29,6 +29,14 @@ FLOORS = {
 }  # fmt: skip
 """Room, or file beside the rooms, by floor."""
 
+FEATURE_FILES = {
+    "__init__": 0.5, "contract": 0.5, "section": 0.5,
+    "registry": 5.5, "rules": 6.5, "plan": 7.5, "apply": 8.5, "run": 9.5,
+}  # fmt: skip
+"""Files of `features` and of a feature's folder, by floor: above the room of the same work. Others stand above `nn`."""
+OF_FEATURES = ("contract", "registry")
+"""Files of `features` for all; a feature's own are for itself, but for its section, which the schema has."""
+
 LATE = {("callable_module", "api"), ("cli", "meshwright_bench")} | {
     ("__init__", above) for above in ("api", "checkpoint", "comm", "dtensor_ops", "pipeline", "reshard")
 }
@@ -114,25 +122,58 @@ GRAPH_CODE = re.compile(r"CUDAGraph|cuda\.graph|graph_region|graphed_callables|s
 
 
 def floor_breaches(tree: Tree) -> list[str]:
-    """Rooms without a floor; imports that go up or sideways, wherever in the file they stand."""
+    """Rooms without a floor; imports that go up or sideways, wherever in the file they stand; features that others
+    import instead of asking the registry."""
     breaches = []
     for module in tree.package:
-        if module.room not in FLOORS:
+        here = _floor_of(module.name)
+        if here is None:
             breaches.append(f"{module.path}: {module.room} has no floor in the architecture's table")
             continue
         for one in module.imports:
             room = _room_of(one.target)
-            if room is None or room == module.room or (module.room, room) in LATE and (one.late or one.typing_only):
+            if room is None or (module.room, room) in LATE and (one.late or one.typing_only):
                 continue
-            if room not in FLOORS:
+            if room == "features":
+                breaches += _feature_breaches(module, one.target, one.line)
+            if room == module.room != "features" or one.typing_only and is_for_types(module):
+                continue
+            floor = _floor_of(one.target)
+            if floor is None:
                 breaches.append(f"{module.path}:{one.line} imports {one.target}, which has no floor")
-            elif not (FLOORS[room] < FLOORS[module.room] or FLOORS[room] == FLOORS[module.room] == 0):
-                way = "sideways" if FLOORS[room] == FLOORS[module.room] else "up"
-                breaches.append(
-                    f"{module.path}:{one.line} imports {way}: {one.target} "
-                    f"(floor {FLOORS[module.room]} → {FLOORS[room]})"
-                )
+            elif not (floor < here or floor == here and (floor == 0 or room == module.room)):
+                way = "sideways" if floor == here else "up"
+                breaches.append(f"{module.path}:{one.line} imports {way}: {one.target} (floor {here:g} → {floor:g})")
     return breaches
+
+
+def _feature_breaches(module: Module, target: str, line: int) -> list[str]:
+    """An import of a feature's own files by another part of the tree."""
+    folder, parts = _folder(target), target.split(".")
+    is_schema = module.inner_path == "config/schema.py" and parts[3:4] == ["section"]
+    if folder in OF_FEATURES or is_schema or folder == _folder(module.name):
+        return []
+    return [f"{module.path}:{line} imports {target}: only {folder} itself does, others ask features/registry"]
+
+
+def is_for_types(module: Module) -> bool:
+    """Whether a file may name everything in its types: the contract of features and their registry."""
+    return module.inner_path in ("features/contract.py", "features/registry.py")
+
+
+def _folder(name: str) -> str:
+    """`float8` for anything inside `features/float8`, and `contract` or `registry`; empty outside of `features`."""
+    parts = name.split(".")
+    return parts[2] if parts[1:2] == ["features"] and len(parts) > 2 else ""
+
+
+def _floor_of(name: str) -> float | None:
+    """The floor of a module, or of what is imported from it."""
+    room, folder, parts = _room_of(name), _folder(name), name.split(".")
+    if room != "features":
+        return None if room is None else FLOORS.get(room)
+    stem = folder if folder in OF_FEATURES else parts[3] if len(parts) > 3 else "__init__"
+    return FEATURE_FILES.get(stem, 1.5)
 
 
 def graph_breaches(tree: Tree) -> list[str]:

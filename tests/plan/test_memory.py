@@ -81,7 +81,7 @@ def kept_errors(rank, world_size, words):
     """Return the bytes of a rank's error feedback, and of the copies made during a step."""
     job, step = make_job(rank, world_size, words)
     step(1)
-    states = [part.state_dict() for part in job.compression._parts.values()]
+    states = [part.state_dict() for part in job.features["compression"]._parts.values()]
     return 2 * sum(num_bytes([x]) for state in states for key, x in state.items() if key.endswith("error"))
 
 

@@ -32,7 +32,7 @@ def test_captured_layouts_are_proved(gang: GangPool) -> None:
 
 def _in_captured_steps(step: TrainStep, change: Any) -> None:
     """Change the runner once there is one."""
-    session = step.capture
+    session = step._job.features["capture"].session
     assert session is not None
     capture_with = session.capture_with
 

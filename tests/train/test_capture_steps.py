@@ -18,6 +18,7 @@ from meshwright.capture.run.capture import capture, observe
 from meshwright.capture.run.scopes import finding_regions, graph_region
 from meshwright.capture.run.simulated_graphs import SimulatedGraphs
 from meshwright.errors import CaptureError, LayoutError
+from meshwright.features.capture.run import agree_on_capture, average_over_ranks
 from meshwright.nn.step_handles import StepBuffer
 from meshwright.nn.transformer_block import TransformerBlock
 from meshwright.parallel.data_parallel import fsdp_modules
@@ -25,7 +26,6 @@ from meshwright.parallel.private import unsharded_parameters
 from meshwright.pipeline import generate, lower
 from meshwright.plan.make_plan import make_plan
 from meshwright.train.forward_only import validate
-from meshwright.train.graph_capture import agree_on_capture, average_over_ranks
 from tests.helpers import small_corpus
 from tests.train.jobs import generate_on, load_words, make_job, make_task, run_on
 
@@ -52,7 +52,7 @@ def addresses_and_hooks(rank, world_size, words):
     for number in range(2, 7):
         fired.clear()
         step(number)
-        addresses.add(step.capture.runner.addresses())
+        addresses.add(step._job.features["capture"].session.runner.addresses())
         counts.append(set(fired.values()) if len(fired) == len(units) else "some never")
     return len(addresses), counts
 
@@ -125,7 +125,7 @@ def capture_other_layers(rank, world_size, words):
     """Steps in which rank 1 leaves a block eager that rank 0 captures."""
     _, step = make_job(rank, world_size, words)
     if rank == 1:
-        step.capture.eager["blocks.0"] = "as this test wants"
+        step._job.features["capture"].session.eager["blocks.0"] = "as this test wants"
     try:
         step(1)
     except LayoutError as error:
@@ -167,7 +167,9 @@ def raising_at(loss_sum, call):
 def refusals(rank, world_size, words):
     _, step = make_job(rank, world_size, words)
     step(1)
-    return step.capture.runner is None, set(step.capture.eager.values())
+    return step._job.features["capture"].session.runner is None, set(
+        step._job.features["capture"].session.eager.values()
+    )
 
 
 @pytest.mark.slow
@@ -263,7 +265,9 @@ def with_validation(rank, world_size, words, between):
         if between:
             validate(step.pipeline, make_task(job.config))
             generate_on(job, [1, 2, 3], num_tokens=2, temperature=1.0, seed=0)
-    return [getattr(p, "_local_tensor", p).detach() for p in job.model.parameters()], step.capture.runner.addresses()
+    return [getattr(p, "_local_tensor", p).detach() for p in job.model.parameters()], step._job.features[
+        "capture"
+    ].session.runner.addresses()
 
 
 @pytest.mark.slow
@@ -280,7 +284,7 @@ def notes(words, num_steps=2):
     _, step = make_job(0, 1, words)
     for number in range(1, num_steps + 1):
         step(number)
-    return step.capture
+    return step._job.features["capture"].session
 
 
 def test_what_stays_eager_is_said(words, tmp_path):

@@ -11,7 +11,6 @@ from meshwright.plan.collective_bytes import Purpose, messages
 from meshwright.plan.context.method import ContextMethod
 from meshwright.plan.context.sent_bytes import sent_by_attention
 from meshwright.plan.make_plan import make_plan
-from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from tests.helpers import quick_and_slow
 from tests.plan.context.dense import least_bytes
 from tests.train.jobs import load_words, make_job
@@ -55,14 +54,14 @@ def sent_in_a_step(rank, world_size, words):
     job, step = make_job(rank, world_size, words)
     cores = [getattr(module, "core", None) for module in job.model.modules()]
     groups = {core.group for core in cores if isinstance(core, RingAttention | HeadsAttention)}
-    traffic = AllToAllTraffic(job)
+    traffic = job.features["all_to_alls"]
     step(1)
     before = sum(group_record(group).all_to_all_bytes for group in groups)
-    with traffic:
+    with traffic.counting():
         step(2)
     sent = sum(group_record(group).all_to_all_bytes for group in groups) - before
     batches = [step._task.batch(samples) for samples in step.samples(2)]
-    return sent, [batch.conditions[0].documents for batch in batches], traffic.total()
+    return sent, [batch.conditions[0].documents for batch in batches], traffic.all_to_alls()
 
 
 def from_documents(plan, rank, batches):
@@ -109,11 +108,11 @@ def test_attention_sends_what_was_predicted(gang, corpus, world_size, words):
 
 def experts_and_context(rank, world_size, words):
     job, step = make_job(rank, world_size, words)
-    traffic = AllToAllTraffic(job)
+    traffic = job.features["all_to_alls"]
     for number in range(1, 5):  # the explanation of experts' rows is a mean
-        with traffic:
+        with traffic.counting():
             step(number)
-    return traffic.total()
+    return traffic.all_to_alls()
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
-from meshwright.train.all_to_all_traffic import AllToAllTraffic
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import make_job, run_on, trace
 from tests.train.runs import Fault, final_state, metrics, train
@@ -71,11 +70,11 @@ def test_routing_weights_stay_wide_in_bfloat16(gang, corpus, ep):
 
 def sent_in_steps(rank, world_size, words, num_steps):
     job, step = make_job(rank, world_size, words)
-    traffic = AllToAllTraffic(job)
+    traffic = job.features["all_to_alls"]
     for number in range(1, num_steps + 1):
-        with traffic:
+        with traffic.counting():
             step(number)
-    (found,) = traffic.total()
+    (found,) = traffic.all_to_alls()
     return found
 
 

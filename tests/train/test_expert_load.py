@@ -57,14 +57,14 @@ def steps(rank, world_size, words):
     counts = []
     for number in (1, 2):
         step(number)
-        counts.append(step.expert_counts())
+        counts.append(step.load_counts())
     step.update(3, step.accumulate(3) * math.nan)
     totals = {
         name: (counter.value.tolist(), counter.latest.tolist())
         for part in job.parts().values()
         for name, counter in load_counters(part.module)
     }
-    return counts, step.expert_counts(), totals
+    return counts, step.load_counts(), totals
 
 
 LAYOUTS = [

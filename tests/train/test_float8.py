@@ -10,12 +10,12 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate
 
+from meshwright.features.float8 import run as float8_run
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.float8.linear import Float8Linear
 from meshwright.nn.linear import Linear
 from meshwright.parallel import float8 as parallel_float8
 from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.train import float8_scaling
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, pieces, run_on, trace
 
@@ -52,12 +52,12 @@ class MaxReductions:
 def amax_of_steps(rank, world_size, words, fault):
     """What a rank knows after each step, what it measured itself, and its all-reduces of maxima."""
     job, step = make_job(rank, world_size, words)
-    history = job.float8._history
+    history = job.features["float8"].history
     found = []
     for number in range(1, STEPS + 1):
         loss = step.accumulate(number)
         own = history.amax.clone()
-        alone = mock.patch.object(float8_scaling, "all_reduce_max") if fault == "alone" else nullcontext()
+        alone = mock.patch.object(float8_run, "all_reduce_max") if fault == "alone" else nullcontext()
         with MaxReductions() as maxima, alone:
             step.update(number, loss)
         found.append((history.history[0].clone(), own, maxima.sizes))
@@ -99,7 +99,7 @@ def state_of(rank, world_size, words):
     """Losses and norms, and the amax history."""
     job, step = make_job(rank, world_size, words)
     results = [step(number) for number in range(1, STEPS + 1)]
-    state = job.float8.state()
+    state = job.features["float8"].state()
     return [(r.loss, r.grad_norm) for r in results], {name: value.clone() for name, value in state.items()}
 
 
@@ -168,8 +168,8 @@ def gradients_under_known_scales(rank, world_size, words, fault=False):
 
 
 def gradients_of_step(job, step):
-    job.float8._history.history.copy_(torch.tensor([8.0, 1.0, 2.0**-9]).repeat(2 * 7))
-    job.float8._history.refresh()
+    job.features["float8"].history.history.copy_(torch.tensor([8.0, 1.0, 2.0**-9]).repeat(2 * 7))
+    job.features["float8"].history.refresh()
     loss = step.accumulate(1)
     return float(loss), pieces(job, gradients=True)
 
@@ -232,7 +232,7 @@ def refreshed(rank, world_size, words):
     """Whether cached weights are those of the masters, after a step."""
     job, step = make_job(rank, world_size, words)
     step(1)
-    job.float8.begin()
+    job.features["float8"].begin()
     layers = [m for m in job.model.modules() if isinstance(m, Float8Linear)]
     assert layers and fsdp_modules(job.model)
     close = [
@@ -241,7 +241,7 @@ def refreshed(rank, world_size, words):
     ]
     before = [one.cached.data.clone() for one in layers]
     step(2)
-    job.float8.begin()
+    job.features["float8"].begin()
     return all(close), any(not torch.equal(a, b.cached.data.clone()) for a, b in zip(before, layers, strict=True))
 
 

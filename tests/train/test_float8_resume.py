@@ -9,8 +9,8 @@ import torch
 
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.save_load import read_tensors
+from meshwright.features.float8.run import HISTORY
 from meshwright.plan.load_config import load
-from meshwright.train.float8_scaling import HISTORY
 from tests.helpers import small_corpus
 from tests.train.jobs import job_of, run_on
 from tests.train.runs import STEPS, assert_bitwise_equal, final_state, train
@@ -48,8 +48,8 @@ def test_a_resumed_run_is_bitwise_the_whole_one(corpus, whole, tmp_path):
 def restored(rank, world_size, words, path):
     """What a job says of the checkpoint's amax history, and what it has of it then."""
     job, _ = job_of(load(None, [*STEPS, *words]), rank, world_size)
-    said = job.float8.restore(path, read_manifest(path))
-    history = job.float8._history
+    said = job.features["float8"].restore(path, read_manifest(path))
+    history = job.features["float8"].history
     return said, None if history is None else (history.history.clone(), history.known.clone())
 
 

@@ -162,10 +162,10 @@ def skipped(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
     """The errors after one step, after another that is skipped for an overflow, and after one that is taken."""
     job, step = make_job(rank, world_size, WORDS)
     step(1)
-    states = [job.compression.state()]
+    states = [job.features["compression"].state()]
     for number, factor in ((2, float("nan")), (3, 1.0)):
         assert step.update(number, step.accumulate(number) * factor).skipped == (factor != 1.0)
-        states.append(job.compression.state())
+        states.append(job.features["compression"].state())
     return states
 
 
@@ -225,7 +225,7 @@ def test_gradients_are_summed_and_not_averaged(gang, layout):
 
 def test_one_rank_sends_nothing_to_be_compressed():
     job, step = make_job(0, 1, (LOCO, INT8))
-    assert step(1).loss > 0 and not job.compression.state()
+    assert step(1).loss > 0 and not job.features
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def trained(rank, world_size, words):
     state = {n: getattr(t, "_local_tensor", t).detach() for n, t in job.model.named_parameters()}
     state |= {n: b.clone() for n, b in job.model.named_buffers()}
     found = [(one.loss, one.grad_norm) for one in results]
-    return found, state, step.capture
+    capture = job.features.get("capture")
+    return found, state, capture and capture.session
 
 
 def compared(rank, world_size, words, scope):
@@ -139,7 +140,7 @@ def test_compiled_blocks_are_not_simulated(corpus):
     with mock.patch.object(torch.nn.Module, "compile", TRACED):
         _, step = make_job(0, 1, words)
     step(1)
-    (note,) = step.capture.notes()
+    (note,) = step._job.features["capture"].session.notes()
     assert "stays eager: the simulation runs operators one by one" in note
     blocks = list(step.pipeline.stages[0]._module.blocks.values())
     assert blocks and not any("forward" in vars(block) for block in blocks), "a refused block is as it was"

@@ -173,7 +173,7 @@ def compressed(rank, world_size, words):
     """What the compressed collectives count in a step."""
     job, step = make_job(rank, world_size, words)
     step(1)
-    found = job.compression.sent()
+    found = job.features["compression"]._sent()
     assert found is not None
     return found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
@@ -19,6 +19,8 @@ from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.features.contract import OnRank
+from meshwright.features.registry import start_features
 from meshwright.mesh.axes import Axes
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh, process_group
@@ -33,8 +35,6 @@ from meshwright.parallel.data_parallel import reduce_unused, secondary_shards
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
-from meshwright.train.float8_scaling import RunFloat8
-from meshwright.train.gradient_compression import RunCompression
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.optimizer import RunOptimizer
 from meshwright.units import counted
@@ -52,8 +52,8 @@ class Job:
     model: RankModel
     """Pipeline stages on this rank."""
     optimizer: RunOptimizer
-    compression: RunCompression
-    float8: RunFloat8
+    features: dict[str, OnRank] = field(default_factory=dict)
+    """Features that are on, by name, in the order of their work in a step."""
 
     @cached_property
     def axes(self) -> Axes:
@@ -158,7 +158,7 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
             initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
             parts[number] = part
     model = RankModel(parts)
-    return Job(
+    job = Job(
         config=config,
         plan=plan,
         context=context,
@@ -166,9 +166,9 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         mesh=mesh,
         model=model,
         optimizer=RunOptimizer(model, plan, config.train, rank=context.rank),
-        compression=RunCompression(config, plan, parts, mesh, rank=context.rank),
-        float8=RunFloat8(plan, parts, device),
     )
+    job.features |= start_features(job)
+    return job
 
 
 def freeze(part: StagePart) -> None:

@@ -53,10 +53,10 @@ class StepHandles:
         return [value * num_parts for value, num_parts in taken if value is not None]
 
     @torch.no_grad()
-    def settle(self, *, taken: bool) -> None:
+    def end_step(self, *, applied: bool) -> None:
         """End a step: update buffers from the samples of all ranks, unless the step was skipped."""
         self._counts = None
-        if taken:
+        if applied:
             totals = self._totals()
             for site, buffer in self._buffers.items():
                 buffer.commit(totals[site])
@@ -64,7 +64,7 @@ class StepHandles:
         for handle in (*(loss for loss, *_ in self._losses), *self._buffers.values()):
             handle.discard()
 
-    def expert_counts(self) -> list[list[int]] | None:
+    def load_counts(self) -> list[list[int]] | None:
         """Return the tokens per expert in the last step, per layer with a load counter, equal on all ranks.
 
         Waits for the device. None if the step was skipped or the model has no load counters.

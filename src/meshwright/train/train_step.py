@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -36,9 +35,6 @@ from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.step_profiler import Label
 from meshwright.train.step_handles import StepHandles
-
-if TYPE_CHECKING:
-    from meshwright.capture.run.session import CaptureSession
 
 Key = tuple[int, int]
 """Step, from 1, and micro-batch."""
@@ -98,19 +94,15 @@ class TrainStep:
         """Context for each pipeline action of the next step; None if the step isn't profiled."""
         # Looked up at each step: a fault injected into a proof replaces `samples`.
         self._batches = TrainingBatches(job, task, lambda step: self.samples(step))
-        self.capture: CaptureSession | None = None
-        """Capture of CUDA graphs; None if the configuration captures nothing."""
-        if job.config.capture.scope:
-            from meshwright.train.graph_capture import capture_session
-
-            self.capture = capture_session(job, self.pipeline)
+        self._features = tuple(job.features.values())
+        for feature in self._features:
+            feature.attach(self.pipeline)
         self._executor = self.pipeline.executor(job.schedule, batch_size=job.microbatch_size)
         self.measure(frozenset(), base_bytes=0)
 
     def __call__(self, step: int) -> StepResult:
         """Run step `step`, counted from 1."""
-        possible = self.capture is None or self.capture.is_done  # graphs are captured without interference
-        with self.measurement.step(step, possible=possible):
+        with self.measurement.step(step, possible=all(feature.is_steady() for feature in self._features)):
             return self.update(step, self.accumulate(step))
 
     def measure(self, steps: frozenset[int], *, base_bytes: int) -> None:
@@ -152,9 +144,9 @@ class TrainStep:
         if finite:
             self._optimize(lr, grad_norm)
         with self.measurement.counting():
-            self._handles.settle(taken=finite)
-        job.compression.settle(taken=finite)
-        job.float8.settle(taken=finite)
+            self._handles.end_step(applied=finite)
+        for feature in self._features:
+            feature.end_step(applied=finite)
         self.measurement.measure_memory()
         job.optimizer.zero_grad()
         return StepResult(
@@ -168,9 +160,9 @@ class TrainStep:
             num_units=self._num_units,
         )
 
-    def expert_counts(self) -> list[list[int]] | None:
+    def load_counts(self) -> list[list[int]] | None:
         """Return the tokens per expert in the last step, per layer with a load counter; None if there are no counts."""
-        return self._handles.expert_counts()
+        return self._handles.load_counts()
 
     def accumulate(self, step: int) -> Tensor:
         """Run forward and backward on this rank's samples and leave reduced gradients in `.grad`.
@@ -184,7 +176,8 @@ class TrainStep:
         num_units = self._num_units = self._count_units(samples)
         losses: list[Tensor] = []
         self._handles.begin(train.global_batch)
-        job.float8.begin()
+        for feature in self._features:
+            feature.begin()
 
         def finish(out: Tensor, targets: Tensor) -> Tensor:
             loss = self._task.loss_sum(out, targets) / num_units
@@ -193,7 +186,9 @@ class TrainStep:
 
         batches = self.measurement.batches(self._batches.of_step(step))
         self.pipeline.feed.batch, self.pipeline.feed.finish = batches, finish
-        with vocab_context(job), nullcontext() if self.capture is None else self.capture.step():
+        with ExitStack() as contexts:
+            for context in (vocab_context(job), *(feature.running() for feature in self._features)):
+                contexts.enter_context(context)
             if self.label is not None or not self.measurement.run(self._executor):
                 self._executor.run(self.label)
         if job.family.derives:

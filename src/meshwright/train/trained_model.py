@@ -162,7 +162,8 @@ def use_body(context: RankContext, spec: UseSpec) -> None:
             state = named_state(job.model, job.optimizer)
             load_tensors(path, {name: tensor for name, tensor in state.items() if name.startswith("model.")})
             refresh_shared_parameters(job)
-            job.float8.restore(path, read_manifest(path))
+            for feature in job.features.values():
+                feature.restore(path, read_manifest(path))
         pipeline = Pipeline(job)
         if spec.prompt is None:
             task = config.family.task(f, config.family.open_data(f), device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import read_manifest
@@ -23,26 +23,19 @@ from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
-from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward, validate
-from meshwright.train.gradient_compression import CountingSteps
 from meshwright.train.launch.stop_signals import StopSignal
 from meshwright.train.measure.run_measurement import measured_steps
 from meshwright.train.optimizer import named_state
-from meshwright.train.record.metrics import Recorder, plot_loss
+from meshwright.train.record.metrics import Recorder, draw_metrics
 from meshwright.train.record.reporter import Reporter, Summary, Validation
 from meshwright.train.record.step_profiler import StepProfiler
 from meshwright.train.run_folder import RunFolder, files_to_carry, keep_other_plan
 from meshwright.train.train_step import StepResult, TrainStep
 from meshwright.units import counted
-
-if TYPE_CHECKING:
-    from meshwright.train.all_to_all_traffic import AllToAllTraffic
-
-LOSS, EXPERT_LOAD = "loss.png", "expert-load.png"
 
 
 class Trainer:
@@ -71,9 +64,8 @@ class Trainer:
         self._profiler = StepProfiler(job, folder.path)
         self._step = TrainStep(job, task, self._stop.requested, self._is_time_to_save)
         self._forward = PipelineForward(self._step.pipeline)
-        self._counting = CountingSteps(job.compression)
-        self._all_to_alls = _count_all_to_alls(job)
-        self._skipped_in_a_row, self._has_noted_capture = 0, False
+        self._features = tuple(job.features.values())
+        self._skipped_in_a_row = 0
         self._finite = FiniteSteps(-1, started=False)
         self._saved: Path | None = folder.checkpoint
         self._saved_at = time.monotonic()
@@ -108,14 +100,17 @@ class Trainer:
                 self._job.context.post("step", step)
                 with self._profiler.step(step) as self._step.label:
                     begin = time.perf_counter()
-                    with self._counting, self._all_to_alls or nullcontext():
+                    with ExitStack() as counting:
+                        for feature in self._features:
+                            counting.enter_context(feature.counting())
                         result = self._step(step)
                     seconds = time.perf_counter() - begin  # without starting a profile, or writing it
                     self._seconds += seconds
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
-                self._note_capture()
+                for note in (note for feature in self._features for note in feature.notes()):
+                    self._reporter.note(note)
                 if recorder is not None:
-                    recorder.record(result, seconds, validation, self._step.expert_counts())
+                    recorder.record(result, seconds, validation, self._step.load_counts())
                 self._track_finite(result, validation)
                 if result.stop or result.save or self._is_due(step, self._job.config.checkpoint.every):
                     self._save(result, validation)
@@ -169,15 +164,6 @@ class Trainer:
             write_trace(self._folder.path, self._job.schedule, timelines, overlaps=self._step.pipeline.overlaps)
             self._reporter.note(f"timelines of step {facts.steps[-1]}: timeline.svg · timeline.json · trace.json")
 
-    def _note_capture(self) -> None:
-        """Report what was captured, once, and what has run eagerly nevertheless."""
-        session = self._step.capture
-        if session is None or not session.is_done:
-            return
-        for note in (*(() if self._has_noted_capture else session.notes()), *session.fallbacks()):
-            self._reporter.note(note)
-        self._has_noted_capture = True
-
     def _note_profiles(self) -> None:
         """Report the profiles that were written, if any were asked for."""
         if self._job.config.train.profile:
@@ -223,8 +209,8 @@ class Trainer:
             return 0
         save_load.load(path, tensors)
         refresh_shared_parameters(self._job)
-        for lost in (one.restore(path, manifest) for one in (self._job.compression, self._job.float8)):
-            if lost:
+        for feature in self._features:
+            if lost := feature.restore(path, manifest):
                 self._reporter.note(lost)
         self._finite = FiniteSteps(manifest.step - 1, started=False)
         return manifest.step
@@ -255,20 +241,20 @@ class Trainer:
         self._job.context.post("saving", step)
         self._reporter.waiting(f"saving step {step}")
         begin = time.perf_counter()
+        tensors = named_state(self._job.model, self._job.optimizer)
+        for feature in self._features:
+            tensors |= feature.state()
         self._saved = save_load.save(
             self._folder.checkpoints,
             step,
-            named_state(self._job.model, self._job.optimizer)
-            | self._job.compression.state()
-            | self._job.float8.state(),
+            tensors,
             model=dict(model_facts(self._job.config).identity),
             run={
                 "config": self._job.config.model_dump(),
                 "corpus": self._corpus,
                 "directory": str(Path.cwd()),  # of relative paths in the configuration
                 "end_ids": self._end_ids,
-                "comm": self._job.compression.identity,
-                "float8": self._job.float8.identity,
+                **{one.saved_as: one.identity for one in self._features if one.saved_as},
                 "plan": vars(hashes(self._job.plan)),
                 "skipped_in_a_row": 0,  # nothing is saved between skipped steps; earlier versions read this
             },
@@ -355,37 +341,16 @@ class Trainer:
                 validation=validation,
                 steps_here=last - done,
                 traffic=predict_traffic(self._job.plan),
-                counted=self._counting.total(),
-                all_to_alls=() if self._all_to_alls is None else self._all_to_alls.total(),
+                counted=next((sent for one in self._features if (sent := one.traffic()) is not None), None),
+                all_to_alls=tuple(sent for one in self._features for sent in one.all_to_alls()),
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
                 plan_given=self._plan_given(),
-                figures=self._draw(),
+                figures=draw_metrics(self._job, self._folder, self._task.unit),
             )
         )
 
     def _plan_given(self) -> bool:
         """Return whether the plan is another than that of the configuration."""
         return self._job.plan != make_plan(self._job.config, nodes=self._job.plan.mesh.nodes)
-
-    def _draw(self) -> tuple[str, ...]:
-        """Draw the run's metrics, and return the names of the files."""
-        folder, metrics, title = self._folder.path, self._folder.metrics, self._job.config.name
-        plot_loss(metrics, folder / LOSS, title=title, unit=self._task.unit)
-        rows = load_rows(self._job.plan)
-        if not rows:
-            return (LOSS,)
-        from meshwright.train.record.draw_expert_load import draw_expert_load
-
-        drawn = draw_expert_load(metrics, folder / EXPERT_LOAD, title=title, experts=experts_per_layer(rows))
-        return (LOSS, EXPERT_LOAD) if drawn else (LOSS,)
-
-
-def _count_all_to_alls(job: Job) -> AllToAllTraffic | None:
-    """Return what counts the bytes of all-to-alls, of a plan that has some."""
-    if not job.plan.mesh.view("cp") and all(kind.experts is None for kind in job.plan.kinds):
-        return None
-    from meshwright.train.all_to_all_traffic import AllToAllTraffic
-
-    return AllToAllTraffic(job)

@@ -54,7 +54,7 @@ def keep_weights_in_bfloat16(job: Job, step: TrainStep) -> None:
 
 
 def lose_feedback(job: Job, step: TrainStep) -> None:
-    for part in job.compression._parts.values():
+    for part in job.features["compression"]._parts.values():
         part.commit = part.discard  # type: ignore[method-assign]
 
 

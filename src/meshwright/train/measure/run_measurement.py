@@ -246,8 +246,7 @@ class RunMeasurement:
         return times * (time.thread_time() - begin) / 10
 
     def _compressed_bytes(self) -> LinkBytes | None:
-        sent = self._job.compression.sent()
-        return None if sent is None else LinkBytes(sent.inside, sent.between)
+        return next((sent for one in self._job.features.values() if (sent := one.sent()) is not None), None)
 
 
 def _combine(job: Job, ranks: list[MeasuredRank], steps: list[int]) -> MeasuredRun:

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
+from meshwright.plan.step_buffers import experts_per_layer, load_rows
 from meshwright.train.build_job import Job
 from meshwright.train.measure.process_memory import memory_bytes
 from meshwright.train.record.expert_load import Counts, has_full_counts, summarize_load
@@ -23,6 +24,7 @@ from meshwright.train.record.trackers import Trackers
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.train_step import StepResult
 
+LOSS_FIGURE, LOAD_FIGURE = "loss.png", "expert-load.png"
 LOSSES = (LOSS, f"validation_{LOSS}")
 
 
@@ -157,6 +159,20 @@ def tracked_values(values: Mapping[str, Any]) -> dict[str, float]:
             flat |= {f"{name}/{key}": value for key, value in section.items()}
     numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
     return {name: int(x) if isinstance(x, bool) else x for name, x in numbers.items() if math.isfinite(x)}
+
+
+def draw_metrics(job: Job, folder: RunFolder, unit: LossUnit) -> tuple[str, ...]:
+    """Draw a run's metrics into its folder, and return the names of the files."""
+    title = job.config.name
+    plot_loss(folder.metrics, folder.path / LOSS_FIGURE, title=title, unit=unit)
+    rows = load_rows(job.plan)
+    if not rows:
+        return (LOSS_FIGURE,)
+    from meshwright.train.record.draw_expert_load import draw_expert_load
+
+    out, experts = folder.path / LOAD_FIGURE, experts_per_layer(rows)
+    drawn = draw_expert_load(folder.metrics, out, title=title, experts=experts)
+    return (LOSS_FIGURE, LOAD_FIGURE) if drawn else (LOSS_FIGURE,)
 
 
 def plot_loss(metrics: Path, out: Path, *, title: str, unit: LossUnit) -> None:

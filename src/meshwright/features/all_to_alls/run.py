@@ -6,9 +6,8 @@ Predictions are of two kinds: before training ran, and from the experts' counts 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.comm.collective_log import group_record
+from meshwright.features.contract import OnRank
 from meshwright.nn.attention.mask_spec import Documents
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.step_handles import LoadCounter, load_counters
@@ -28,6 +28,7 @@ from meshwright.plan.context.sent_bytes import sent_by_attention
 from meshwright.plan.expert_traffic import RankLoad, counted_load, sent_by_layer
 from meshwright.plan.run_plan import Stage
 from meshwright.train.build_job import Job
+from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.reporter import CountedBytes
 
 
@@ -133,57 +134,59 @@ class ContextTraffic:
         )
 
 
-@dataclass(frozen=True)
 class _Sources:
     """Senders that use the same groups."""
 
-    of: tuple[ExpertTraffic | ContextTraffic, ...]
-
-    @cached_property
-    def groups(self) -> set[ProcessGroup]:
-        return set().union(*(one.groups for one in self.of))
-
-    def now(self) -> int:
-        return sum(group_record(group).all_to_all_bytes for group in self.groups)
+    def __init__(self, senders: tuple[ExpertTraffic | ContextTraffic, ...]) -> None:
+        self._senders = senders
+        self.groups: set[ProcessGroup] = set().union(*(one.groups for one in senders))
+        self._sent = 0
 
     def start_step(self) -> None:
-        for one in self.of:
+        self._sent -= self._now()
+        for one in self._senders:
             one.start_step()
 
     def end_step(self) -> None:
-        for one in self.of:
+        self._sent += self._now()
+        for one in self._senders:
             one.end_step()
 
-    def counted(self, sent: int, num_steps: int) -> CountedBytes:
-        predicted = sum(one.predicted(num_steps) for one in self.of)
-        explained = sum(one.explained(num_steps) for one in self.of)
-        purposes, bases = (one.purpose for one in self.of), (one.basis for one in self.of)
-        return CountedBytes(" and ".join(purposes), sent, predicted, explained, " and ".join(filter(None, bases)))
+    def _now(self) -> int:
+        return sum(group_record(group).all_to_all_bytes for group in self.groups)
+
+    def counted(self, num_steps: int) -> CountedBytes:
+        predicted = sum(one.predicted(num_steps) for one in self._senders)
+        explained = sum(one.explained(num_steps) for one in self._senders)
+        purposes, bases = (one.purpose for one in self._senders), (one.basis for one in self._senders)
+        return CountedBytes(" and ".join(purposes), self._sent, predicted, explained, " and ".join(filter(None, bases)))
 
 
-class AllToAllTraffic(AbstractContextManager[None]):
-    """Context of training steps that counts what this rank sends in all-to-alls."""
+class AllToAllsOnRank(OnRank):
+    """Counts what this rank sends in all-to-alls of training steps."""
 
     def __init__(self, job: Job) -> None:
-        experts, context = ExpertTraffic(job), ContextTraffic(job)
+        self._job, self._steps = job, 0
+        self._sources: list[_Sources] = []
+
+    def attach(self, pipeline: Pipeline) -> None:
+        experts, context = ExpertTraffic(self._job), ContextTraffic(self._job)
         # Bytes in a group that both use can't be told apart.
         joined = experts.groups & context.groups
         found = [_Sources((experts, context))] if joined else [_Sources((experts,)), _Sources((context,))]
         self._sources = [one for one in found if one.groups]
-        self._sent, self._steps = [0] * len(self._sources), 0
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def counting(self) -> Iterator[None]:
         for one in self._sources:
             one.start_step()
-        self._sent = [sent - one.now() for sent, one in zip(self._sent, self._sources, strict=True)]
-
-    def __exit__(self, *raised: object) -> None:
-        self._sent = [sent + one.now() for sent, one in zip(self._sent, self._sources, strict=True)]
+        yield
         for one in self._sources:
             one.end_step()
         self._steps += 1
 
-    def total(self) -> tuple[CountedBytes, ...]:
-        """Return the bytes of all steps, by purpose; nothing if no step ran."""
-        pairs = zip(self._sources, self._sent, strict=True)
-        return tuple(one.counted(sent, self._steps) for one, sent in pairs if self._steps)
+    def all_to_alls(self) -> tuple[CountedBytes, ...]:
+        return tuple(one.counted(self._steps) for one in self._sources if self._steps)
+
+
+start = AllToAllsOnRank

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from statistics import mean
 
 from meshwright.capture.run.capture import BackendKind
@@ -10,6 +12,7 @@ from meshwright.capture.run.session import CaptureSession, Chunk
 from meshwright.comm.collectives import all_gather_object
 from meshwright.config.rules_capture import REGION
 from meshwright.errors import LayoutError
+from meshwright.features.contract import OnRank
 from meshwright.pipeline.actions import Overlap
 from meshwright.pipeline.overlapped_pair import takes_turns
 from meshwright.train.build_job import Job
@@ -17,6 +20,32 @@ from meshwright.train.pipeline_stages import ModelStage, Pipeline
 
 TAKES_TURNS = "overlapped computations of the stage take turns while it runs"
 COMPILED = "the simulation runs operators one by one, and a compiled block has none (capture.backend=eager)"
+
+
+class CaptureOnRank(OnRank):
+    """Graphs of this rank's layers."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._has_noted = job, False
+
+    def attach(self, pipeline: Pipeline) -> None:
+        self.session = capture_session(self._job, pipeline)
+
+    def is_steady(self) -> bool:
+        return self.session.is_done  # graphs are captured without interference
+
+    def running(self) -> AbstractContextManager[None]:
+        return self.session.step()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was captured, once, and what has run eagerly nevertheless."""
+        if self.session.is_done:
+            yield from () if self._has_noted else self.session.notes()
+            yield from self.session.fallbacks()
+            self._has_noted = True
+
+
+start = CaptureOnRank
 
 
 def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession:

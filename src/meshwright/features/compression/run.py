@@ -7,64 +7,56 @@ holds one byte tensor per rank, regardless of the number of modules, and records
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.compression.catalogue import EXACT, find_method
-from meshwright.config.schema import RunConfig
+from meshwright.comm.compression.fsdp_collectives import SentBytes
+from meshwright.comm.compression.fsdp_compress import Replicas, compress
+from meshwright.comm.node_groups import place
+from meshwright.features.contract import OnRank
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.run_plan import RunPlan, Unit
 from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
-
-if TYPE_CHECKING:
-    from meshwright.comm.compression.fsdp_collectives import SentBytes
-    from meshwright.comm.compression.fsdp_compress import Compression
+from meshwright.train.build_job import Job
 
 
-class RunCompression:
-    """Compressed collectives of this rank's stages; empty without compression."""
+class CompressionOnRank(OnRank):
+    """Compressed collectives of this rank's stages."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        plan: RunPlan,
-        parts: Mapping[int, StagePart],
-        mesh: DeviceMesh | None,
-        *,
-        rank: int,
-    ) -> None:
-        self._name = f"comm.rank{rank}"
-        self._parts: dict[int, Compression] = {}
+    saved_as = "comm"
+
+    def __init__(self, job: Job) -> None:
+        config, plan, mesh = job.config, job.plan, job.mesh
+        assert mesh is not None, "ranks that send gradients have a mesh"
+        self._name = f"comm.rank{job.context.rank}"
         gradients = sorted({unit.gradients for stage in plan.stages for unit in plan.units(stage)})
         self._has_feedback = any(find_method(name).feedback for name in gradients)
-        self.identity: dict[str, Any] = {
+        parts = job.parts()
+        placement = place(
+            [part.module for part in parts.values()], nodes=_nodes(plan), timeout_s=config.train.timeout_s
+        )
+        self.identity = {
             "gradients": gradients[0] if len(gradients) == 1 else gradients,
             "mesh": list(config.mesh.axes().sizes()),
             "layers_per_stage": [len(stage.kinds) for stage in plan.stages],
             "freeze": list(config.train.freeze),
             "layout": hashes(plan).layout,
+            "nodes": list(placement.nodes),
         }
         """Identity of the error feedback: errors are interchangeable only if it is equal. The plan's hash suffices;
         the other keys explain a mismatch to the user and are all that checkpoints predating plans have."""
-        units = [unit for stage in plan.stages for unit in plan.units(stage)]
-        sends = plan.mesh.view("fsdp") + plan.mesh.view("replicas")
-        if mesh is None or not sends or all(unit.gradients == unit.weights == EXACT for unit in units):
-            return
-        from meshwright.comm.compression.fsdp_compress import Replicas, compress
-        from meshwright.comm.node_groups import place
-
-        modules = {number: part.module for number, part in parts.items()}
-        placement = place(modules.values(), nodes=_nodes(plan), timeout_s=config.train.timeout_s)
-        self.identity["nodes"] = list(placement.nodes)
+        replicas = Replicas(mesh.get_group("dp_replicate"), sums=True) if plan.mesh.view("replicas") else None
+        self._parts = {}
         for number, part in parts.items():
             by_module = dict(_unit_modules(part))
             self._parts[number] = compress(
@@ -73,21 +65,23 @@ class RunCompression:
                 weights={name: unit.weights for name, unit in by_module.items()},
                 inside_node={name: unit.inside_node for name, unit in by_module.items()},
                 placement=placement,
-                replicas=Replicas(mesh.get_group("dp_replicate"), sums=True) if plan.mesh.view("replicas") else None,
+                replicas=replicas,
             )
+        self._counted = SentBytes()
 
-    def settle(self, *, taken: bool) -> None:
-        """End a step: keep its error feedback if the optimizer took the step, otherwise discard it."""
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        before = self._sent()
+        yield
+        self._counted += self._sent() - before
+
+    def end_step(self, *, applied: bool) -> None:
+        """Keep the step's error feedback if the optimizer took the step, otherwise discard it."""
         for part in self._parts.values():
-            if taken:
+            if applied:
                 part.commit()
             else:
                 part.discard()
-
-    def sent(self) -> SentBytes | None:
-        """Return the number of gradient and weight bytes sent by this rank, or None without compression."""
-        sent = [part.sent() for part in self._parts.values()]
-        return sum(sent[1:], sent[0]) if sent else None
 
     def state(self) -> dict[str, Tensor]:
         """Return this rank's error feedback as a byte tensor for a checkpoint; empty if there is none."""
@@ -100,10 +94,10 @@ class RunCompression:
 
     def restore(self, path: Path, manifest: Manifest) -> str:
         """Restore error feedback from the checkpoint at `path`; return the reason if it starts from zero, else ''."""
-        if not self._parts or not self._has_feedback:
+        if not self._has_feedback:
             return ""
-        saved = manifest.run.get("comm")
-        if saved is None or any(self.identity.get(key) != value for key, value in saved.items()):
+        saved = manifest.run.get(self.saved_as, {"gradients": EXACT})  # runs without compression don't say so
+        if any(self.identity.get(key) != value for key, value in saved.items()):
             return f"error feedback starts from zero: the checkpoint {_difference(saved, self.identity)}"
         if self._name in save_load.tensor_names(path):
             packed = save_load.read_tensors(path, [self._name])[self._name]
@@ -113,32 +107,24 @@ class RunCompression:
                 part.load_state_dict({k.removeprefix(start): v for k, v in errors.items() if k.startswith(start)})
         return ""
 
+    def sent(self) -> LinkBytes:
+        sent = self._sent()
+        return LinkBytes(sent.inside, sent.between)
 
-class CountingSteps:
-    """Context manager that counts the bytes of compressed collectives in training steps, excluding validation."""
-
-    def __init__(self, compression: RunCompression) -> None:
-        self._compression = compression
-        self._before = sent = compression.sent()
-        self._counted = None if sent is None else sent - sent
-
-    def __enter__(self) -> None:
-        self._before = self._compression.sent()
-
-    def __exit__(self, *exception: object) -> None:
-        sent = self._compression.sent()
-        if sent is not None and self._before is not None and self._counted is not None:
-            self._counted += sent - self._before
-
-    def total(self) -> Traffic | None:
-        """Return the total in the same form as the predicted traffic, or None without compression."""
+    def traffic(self) -> Traffic:
         counted = self._counted
-        if counted is None:
-            return None
-        sent = LinkBytes(counted.inside, counted.between)
-        return Traffic(
-            0, (TrafficEntry(Purpose.GRADIENTS, sent, LinkBytes(counted.exact_inside, counted.exact_between)),)
+        sent, exact = (
+            LinkBytes(counted.inside, counted.between),
+            LinkBytes(counted.exact_inside, counted.exact_between),
         )
+        return Traffic(0, (TrafficEntry(Purpose.GRADIENTS, sent, exact),))
+
+    def _sent(self) -> SentBytes:
+        """Return the gradient and weight bytes sent by this rank, also in validations."""
+        return sum((part.sent() for part in self._parts.values()), SentBytes())
+
+
+start = CompressionOnRank
 
 
 def _nodes(plan: RunPlan) -> list[int] | None:
@@ -155,10 +141,8 @@ def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
     yield "", part.stage.root
 
 
-def _difference(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+def _difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how a checkpoint's layout differs from the current one."""
-    if saved is None:
-        return "has none"
     keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # put the hash last: it explains least
     key = next(key for key in keys if saved.get(key) != now.get(key))
     return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"

@@ -1,0 +1,1 @@
+"""Bytes of all-to-alls in training steps, counted beside predictions."""

@@ -1,0 +1,1 @@
+"""Compressed gradients and weights, with error feedback."""
