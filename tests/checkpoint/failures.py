@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from meshwright.checkpoint import save_load
-from meshwright.checkpoint.durable_files import DurableFile
+from meshwright.checkpoint.manifest import DurableFile
 from meshwright.errors import MeshwrightError
 
 

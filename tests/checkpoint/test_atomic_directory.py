@@ -7,7 +7,7 @@ import os
 import pytest
 
 from meshwright.checkpoint import atomic_directory, manifest
-from meshwright.checkpoint.durable_files import write_file
+from meshwright.checkpoint.manifest import write_file
 from meshwright.errors import RunError
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import durable_files
-from meshwright.checkpoint.durable_files import DurableFile, FileEntry, hash_file, write_file
+from meshwright.checkpoint import manifest
+from meshwright.checkpoint.manifest import DurableFile, FileEntry, hash_file, write_file
 
 
 @given(parts=st.lists(st.binary(max_size=40)), chunk=st.integers(1, 16), most=st.integers(1, 16))
@@ -19,7 +19,7 @@ def test_what_was_written_is_there_and_was_hashed(tmp_path_factory, parts, chunk
     path = tmp_path_factory.mktemp("durable") / "file"
     real = os.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(durable_files, "CHUNK_BYTES", chunk)
+        patch.setattr(manifest, "CHUNK_BYTES", chunk)
         patch.setattr(os, "write", lambda fd, data: real(fd, data[:most]))  # as a system may: not all at once
         with DurableFile(path) as file:
             for part in parts:

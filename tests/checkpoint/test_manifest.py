@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.checkpoint import atomic_directory, manifest
-from meshwright.checkpoint.durable_files import write_file
+from meshwright.checkpoint.manifest import write_file
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.llama.description import LlamaSpec
@@ -246,6 +246,6 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path):
 
 
 def test_reading_checkpoints_needs_no_torch():
-    rooms = "manifest, atomic_directory, durable_files, layout_file"
+    rooms = "manifest, atomic_directory"
     code = f"import sys\nfrom meshwright.checkpoint import {rooms}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from meshwright.checkpoint import layout_file as layout_file
-from meshwright.checkpoint import manifest, save_load
+from meshwright.checkpoint import manifest, safetensors_file, save_load
 from meshwright.checkpoint.reader import read_row
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite
 from meshwright.errors import CheckpointError, RunError
@@ -59,7 +58,7 @@ def test_a_checkpoint_of_any_layout_is_complete(saved, source):
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 def test_a_row_is_read_from_any_layout(saved, source):
-    layout = layout_file.read(saved[source])
+    layout = safetensors_file.read_layout(saved[source])
     for name, tensor in values().items():
         for row in range(tensor.shape[0] if tensor.dim() else 0):
             found = read_row(layout, name, row)
@@ -270,15 +269,15 @@ def test_a_tensor_file_that_cannot_be_read_is_named(tmp_path, damage):
 @given(shape=st.lists(st.integers(0, 5), max_size=3), data=st.data())
 def test_layouts_come_back_from_json(tmp_path_factory, shape, data):
     offset = tuple(data.draw(st.integers(0, size)) for size in shape)
-    key = layout_file.shard_key("wé", offset, tuple(shape), tuple(shape))
-    shard = layout_file.StoredShard(offset, tuple(shape), "rank-00001.safetensors", key)
+    key = safetensors_file.shard_key("wé", offset, tuple(shape), tuple(shape))
+    shard = safetensors_file.StoredShard(offset, tuple(shape), "rank-00001.safetensors", key)
     tensors = {
-        "wé": layout_file.TensorEntry("BF16", tuple(shape), (shard, shard)),
-        "v": layout_file.TensorEntry("I8", (), ()),
+        "wé": safetensors_file.TensorEntry("BF16", tuple(shape), (shard, shard)),
+        "v": safetensors_file.TensorEntry("I8", (), ()),
     }
     folder = tmp_path_factory.mktemp("layout")
-    (folder / layout_file.LAYOUT).write_bytes(layout_file.encode(tensors))
-    assert layout_file.read(folder).tensors == tensors
+    (folder / safetensors_file.LAYOUT).write_bytes(safetensors_file.encode_layout(tensors))
+    assert safetensors_file.read_layout(folder).tensors == tensors
 
 
 def test_only_keep_checkpoints_stay(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint import manifest, save_load
-from meshwright.checkpoint.sidecars import read_sidecars
+from meshwright.checkpoint.manifest import read_sidecars
 from meshwright.errors import CheckpointError
 
 FILES = {"tokenizer.json": b"{}\n", "empty": b"", "templates/tool.jinja": b"{{ \xff }}"}

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import layout_file as layout_file
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
 from tests.checkpoint import layouts

@@ -11,9 +11,9 @@ import pytest
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
-from meshwright.reshard.draw.explain_plan import explain_plan
+from meshwright.reshard.draw_plan import explain_plan
 from meshwright.reshard.planner.steps import ReshardPlan
-from meshwright.reshard.verify.verify_plan import verify
+from meshwright.reshard.verify_plan import verify
 from tests.helpers import meshwright
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 from meshwright.checkpoint import atomic_directory
-from meshwright.checkpoint.durable_files import write_file
+from meshwright.checkpoint.manifest import write_file
 from meshwright.config.facts_for_family import model_facts
 from meshwright.plan.load_config import load
 from tests.helpers import (

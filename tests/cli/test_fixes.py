@@ -25,7 +25,7 @@ import typer.main
 import meshwright
 from meshwright import api
 from meshwright.checkpoint import atomic_directory
-from meshwright.checkpoint.durable_files import write_file
+from meshwright.checkpoint.manifest import write_file
 from meshwright.cli.main import app
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.key_fields import fields, table_of

@@ -206,12 +206,12 @@ def weights_are_those_of_the_run(reader: Reader, folder: Path) -> None:
     """Check that the page's Python has opened the weights that its run has saved."""
     import torch
 
-    from meshwright.checkpoint import layout_file
+    from meshwright.checkpoint import safetensors_file
     from meshwright.checkpoint.reader import read_tensor
 
     checkpoint, _ = newest_valid(folder / "runs/tiny/checkpoints")
     assert checkpoint is not None
-    stored, weights = layout_file.read(checkpoint), dict(reader.names["model"].named_parameters())
+    stored, weights = safetensors_file.read_layout(checkpoint), dict(reader.names["model"].named_parameters())
     assert weights
     for name, weight in weights.items():
         torch.testing.assert_close(weight, read_tensor(stored, f"model.{name}"), rtol=0, atol=0)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright.dtensor_ops.refused_ops import OperatorError
+from meshwright.dtensor_ops.run_replicated import OperatorError
 from tests.reshard.placing import numbers, place
 
 MANY_S = 120

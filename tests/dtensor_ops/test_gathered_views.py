@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
-from meshwright.dtensor_ops.refused_ops import OperatorError
+from meshwright.dtensor_ops.run_replicated import OperatorError
 from meshwright.reshard.dtensor.redistribute import redistribute
 from tests.reshard.placing import numbers, place
 

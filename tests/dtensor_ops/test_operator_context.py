@@ -14,7 +14,7 @@ from meshwright.dtensor_ops import operator_context
 from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import OperatorContext, for_dtensor
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.dtensor import redistribute_local
+from meshwright.reshard.dtensor import redistribute
 from meshwright.reshard.planner.plan import plan
 from tests.reshard.placing import numbers, place
 
@@ -138,8 +138,8 @@ def async_moves(rank, world_size):
     mesh, plans = init_device_mesh("cpu", (world_size,)), []
     x = distribute_tensor(numbers(8, 6), mesh, [S0])
     with pytest.MonkeyPatch.context() as patch:
-        run = redistribute_local.execute
-        patch.setattr(redistribute_local, "execute", lambda *args: plans.append(args[0]) or run(*args))
+        run = redistribute.execute
+        patch.setattr(redistribute, "execute", lambda *args: plans.append(args[0]) or run(*args))
         with for_dtensor():
             now = x.redistribute(placements=[S1]).to_local()
             num_sync = len(plans)

@@ -24,8 +24,8 @@ from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.matrix_owners import bytes_moved_by_rank, cost_of, moved_bytes, whole_matrices
 from meshwright.plan.traffic import predict_traffic
-from meshwright.reshard.cross_mesh.transfer_many import RankTransfer
-from meshwright.reshard.cross_mesh.transfer_plan import plan_transfer
+from meshwright.reshard.run_transfer import RankTransfer
+from meshwright.reshard.transfer_plan import plan_transfer
 from meshwright.train.optimizer import named_state
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job

@@ -15,8 +15,7 @@ from itertools import combinations, permutations, product
 
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Split
-from meshwright.reshard.planner.candidate_steps import Problem, make_step
-from meshwright.reshard.planner.intermediate_layouts import remove_axes
+from meshwright.reshard.planner.intermediate_layouts import Problem, make_step, remove_axes
 from meshwright.reshard.planner.volumes import Splits, lower_bound
 
 

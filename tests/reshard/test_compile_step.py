@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import Step, StepKind
 from meshwright.reshard.run.compile_step import compile_step
-from meshwright.reshard.run.shard_exchange import IndexRun, ShardMessage, staging_elements
-from meshwright.reshard.run.strided_windows import contiguous_strides, split_flat
+from meshwright.reshard.run.shard_exchange import (
+    IndexRun,
+    ShardMessage,
+    contiguous_strides,
+    split_flat,
+    staging_elements,
+)
 from tests.reshard.test_shard_exchange import exchanges, local, whole
 
 

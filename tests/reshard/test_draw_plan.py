@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.errors import InputError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.draw.draw_plan import downsample, draw_plan, rank_colors, rank_labels, sheets, shown_dims
+from meshwright.reshard.draw_plan import downsample, draw_plan, rank_colors, rank_labels, sheets, shown_dims
 from tests.reshard.by_hand import plan_of
 
 PLAN = plan_of((2, 4), (16, 24), "P R", ("reduce-scatter", "0", "S0 R"), ("slice", "", "S0 S1"))

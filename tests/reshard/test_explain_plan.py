@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.reshard.draw.explain_plan import explain_plan, format_time
+from meshwright.reshard.draw_plan import explain_plan, format_time
 from meshwright.reshard.planner.steps import StepKind
 from meshwright.units import format_bytes
 from tests.reshard.by_hand import plan_of

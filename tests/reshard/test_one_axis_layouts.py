@@ -13,12 +13,11 @@ from meshwright.cluster.presets import cluster_preset
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
-from meshwright.reshard.draw.explain_plan import explain_plan
-from meshwright.reshard.planner.candidate_steps import Problem, make_step
-from meshwright.reshard.planner.intermediate_layouts import goal_of, partition_stages
-from meshwright.reshard.planner.search import one_axis_forms, one_axis_path
+from meshwright.reshard.draw_plan import explain_plan
+from meshwright.reshard.planner.intermediate_layouts import Problem, goal_of, make_step, partition_stages
+from meshwright.reshard.planner.plan import one_axis_forms, one_axis_path
 from meshwright.reshard.planner.steps import ReshardPlan
-from meshwright.reshard.verify.verify_plan import verify
+from meshwright.reshard.verify_plan import verify
 from meshwright_bench.reshard.random_layouts import sample_layout, sample_pairs
 
 MESHES = [(2, 2), (2, 3), (3, 1, 2), (2, 2, 2), (2, 2, 1, 3)]

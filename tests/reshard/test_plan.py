@@ -21,7 +21,7 @@ from meshwright.reshard import clear_cache, plan
 from meshwright.reshard.planner import plan as plan_module
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, StepKind, dtype_bytes
 from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
-from meshwright.reshard.verify.verify_plan import verify
+from meshwright.reshard.verify_plan import verify
 from meshwright_bench.reshard.random_layouts import sample_layout, sample_pairs
 
 ROWS = [

@@ -31,9 +31,9 @@ from meshwright.dtensor_ops.fallback import replicate_fallback
 from meshwright.dtensor_ops.operator_context import for_dtensor
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.dtensor import private, redistribute_local
+from meshwright.reshard.dtensor import private
 from meshwright.reshard.dtensor.placements import dtensor_of, layout_of, layout_of_spec, placements_of
-from meshwright.reshard.dtensor.redistribute import redistribute
+from meshwright.reshard.dtensor.redistribute import redistribute, redistribute_by_plan
 from tests.reshard.moves import before, part, value
 
 WORDS = ["R", "S0", "S1", "P"]
@@ -273,8 +273,9 @@ def contexts(rank, world_size, name):
     original = private.redistribution_hook
 
     with pytest.MonkeyPatch.context() as patch:
-        count = redistribute_local.redistribute_by_plan
-        patch.setattr(redistribute_local, "redistribute_by_plan", lambda *args: calls.append(args) or count(*args))
+        count = redistribute_by_plan
+        name = "meshwright.reshard.dtensor.redistribute.redistribute_by_plan"
+        patch.setattr(name, lambda *args: calls.append(args) or count(*args))
         with context():
             assert all(m.redistribute_local_tensor is not theirs for m in (_redistribute, _dispatch, _api))
             ours = run()

@@ -14,12 +14,11 @@ from meshwright.comm import collectives
 from meshwright.comm.collective_log import group_record
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.cross_mesh.redistribute_across import redistribute_across
-from meshwright.reshard.cross_mesh.run_transfer import transfer
-from meshwright.reshard.cross_mesh.transfer_plan import plan_transfer
 from meshwright.reshard.dtensor import private
 from meshwright.reshard.dtensor.placements import dtensor_of, layout_of
-from meshwright.reshard.dtensor.redistribute import redistribute
+from meshwright.reshard.dtensor.redistribute import redistribute, redistribute_across
+from meshwright.reshard.run_transfer import transfer
+from meshwright.reshard.transfer_plan import plan_transfer
 
 S, R = Shard, Replicate()
 DP_TP = ((0, 1), (2, 3))

@@ -11,9 +11,8 @@ import pytest
 from meshwright.cluster.presets import cluster_preset
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import Topology, plan
-from meshwright.reshard.planner.candidate_steps import Problem, make_step
-from meshwright.reshard.planner.intermediate_layouts import normal_forms
-from meshwright.reshard.planner.search import search
+from meshwright.reshard.planner.intermediate_layouts import Problem, make_step, normal_forms
+from meshwright.reshard.planner.plan import search
 from meshwright_bench.reshard.random_layouts import sample_layout
 from tests.reshard import oracle
 from tests.reshard.test_plan import ROWS

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan, plan_transfer, reduction_layouts
-from meshwright.reshard.cross_mesh.verify_transfer import explain_transfer, verify_transfer
+from meshwright.reshard.transfer_plan import Move, TransferPlan, plan_transfer, reduction_layouts
+from meshwright.reshard.verify_transfer import explain_transfer, verify_transfer
 
 Ints = NDArray[np.int64]
 MESHES = [(1,), (4,), (2, 3), (3, 2), (2, 2, 2), (3, 1, 2)]
@@ -145,7 +145,7 @@ def test_partial_values_become_cuts_first() -> None:
 def test_the_same_in_every_process() -> None:
     program = (
         "from meshwright.mesh.layout import Layout\n"
-        "from meshwright.reshard.cross_mesh.transfer_plan import plan_transfer\n"
+        "from meshwright.reshard.transfer_plan import plan_transfer\n"
         "src, dst = Layout.parse('R S0', (2, 2), (7, 9)), Layout.parse('S1', (3,), (7, 9))\n"
         "print(plan_transfer(src, dst, src_ranks=[5, 1, 3, 0], dst_ranks=[1, 7, 2]).to_json())"
     )

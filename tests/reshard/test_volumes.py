@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.reduction import Reduction
-from meshwright.reshard.planner.candidate_steps import Staging, kind_of
+from meshwright.reshard.planner.intermediate_layouts import Staging, kind_of
 from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
 from meshwright.reshard.planner.volumes import (
     ExchangeVolume,

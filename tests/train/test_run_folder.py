@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint import atomic_directory
-from meshwright.checkpoint.durable_files import write_file
+from meshwright.checkpoint.manifest import write_file
 from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import CheckpointError, InputError
 from meshwright.plan.load_config import load

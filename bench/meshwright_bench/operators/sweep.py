@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
-from meshwright.dtensor_ops.refused_ops import ImpureOperatorError, OperatorError
+from meshwright.dtensor_ops.run_replicated import ImpureOperatorError, OperatorError
 from meshwright.mesh.process_groups import process_group
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.operators.cases import InputPlacement, Outcome, Side, SweepTask, begin_line, end_line

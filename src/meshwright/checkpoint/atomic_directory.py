@@ -27,8 +27,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.durable_files import FileEntry, sync_directory, write_file
-from meshwright.checkpoint.manifest import MANIFEST, encode, list_checkpoints, read_manifest, size_problem
+from meshwright.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    encode,
+    list_checkpoints,
+    read_manifest,
+    size_problem,
+    sync_directory,
+    write_file,
+)
 from meshwright.errors import CheckpointError, RunError
 from meshwright.log import get_logger
 

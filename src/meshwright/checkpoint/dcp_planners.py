@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from meshwright.checkpoint.layout_file import CheckpointLayout
-from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, check_name, dtype_name
+from meshwright.checkpoint.safetensors_file import DTYPES, CheckpointLayout, TensorToWrite, check_name, dtype_name
 from meshwright.comm import collectives
 from meshwright.errors import CheckpointError, MeshwrightError, RunError
 from meshwright.log import get_logger

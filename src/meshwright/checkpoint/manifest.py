@@ -3,6 +3,16 @@
 Does not import torch. `manifest.json` lists the size and hash of every other file; `atomic_directory` describes how it
 is written. The last line of the manifest is a hash of all bytes before it, so damage to the manifest itself is detected
 as well. The hashes do not protect against tampering: an attacker who can write files can also write hashes.
+
+Sidecar files: small files that a checkpoint carries for its export, such as the tokenizer's.
+
+They are in a folder of the checkpoint and in its manifest, and every later checkpoint of the run has them too: a path
+to them could be gone by the time of the export, and earlier checkpoints are removed.
+
+Files that are hashed while they are written, and flushed to disk.
+
+They use plain `write` calls rather than a memory map, so a full disk raises an `OSError` instead of killing the process
+with a bus error. The hash is computed from the bytes in memory, to detect corruption by a failing disk or controller.
 """
 
 from __future__ import annotations
@@ -15,9 +25,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from meshwright.checkpoint.durable_files import FileEntry, hash_file
 from meshwright.errors import CheckpointError, continue_command
 from meshwright.settings.violation import format_fix
 from meshwright.units import counted
@@ -301,3 +311,115 @@ def _damaged(path: Path, name: str, state: str) -> CheckpointError:
         rule="every file of a checkpoint has the size and hash recorded in its manifest",
         fix=_another(path),
     )
+
+
+SIDECARS = "sidecars"
+"""Their folder in a checkpoint."""
+
+
+def sidecar_path(name: str) -> str:
+    """Return the path of a sidecar file inside its checkpoint, as listed in the manifest."""
+    return f"{SIDECARS}/{name}"
+
+
+def read_sidecars(manifest: Manifest) -> dict[str, bytes]:
+    """Read a checkpoint's sidecar files, by name; without checking their hashes.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    names = [name for name in manifest.files if name.startswith(sidecar_path(""))]
+    try:
+        return {name.removeprefix(sidecar_path("")): (manifest.path / name).read_bytes() for name in names}
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            where=str(manifest.path),
+            rule="a checkpoint carries the files in its manifest",
+            fix="use another checkpoint or restore a copy",
+        ) from None
+
+
+CHUNK_BYTES = 8 << 20
+"""Bytes hashed and written at a time; few enough to stay in the processor's cache in between."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Expected size in bytes and hex SHA-256 of a file's content."""
+
+    num_bytes: int
+    sha256: str
+
+
+class DurableFile:
+    """A new file being written; `finish` flushes it to disk and returns its size and hash.
+
+    Raises:
+        FileExistsError: the file exists, which means that two writers use the same name.
+        OSError: from any method, as reported by the operating system (`ENOSPC` for a full disk).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._hash = hashlib.sha256()
+        self.bytes_written = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`, a contiguous buffer of any item type."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            self._hash.update(chunk)
+            while len(chunk):
+                num_bytes = os.write(self._fd, chunk)
+                self.bytes_written += num_bytes
+                chunk = chunk[num_bytes:]
+
+    def finish(self) -> FileEntry:
+        """Flush the file to disk, and return its manifest entry."""
+        os.fsync(self._fd)
+        return FileEntry(self.bytes_written, self._hash.hexdigest())
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write a new file, and flush it to disk.
+
+    Raises:
+        OSError: as in `DurableFile`.
+    """
+    with DurableFile(path) as file:
+        file.write(data)
+        return file.finish()
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Return the size and hash of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileEntry(file.tell(), digest)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory to disk, so that names created, renamed or removed in it are durable.
+
+    Raises:
+        OSError: the directory cannot be opened or flushed.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -24,8 +24,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from meshwright.checkpoint.dcp_planners import with_picklable_errors
-from meshwright.checkpoint.layout_file import CheckpointLayout, StoredShard, TensorEntry
-from meshwright.checkpoint.safetensors_file import DTYPES, open_tensors, read_slices
+from meshwright.checkpoint.safetensors_file import (
+    DTYPES,
+    CheckpointLayout,
+    StoredShard,
+    TensorEntry,
+    open_tensors,
+    read_slices,
+)
 from meshwright.errors import CheckpointError
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_planned
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from meshwright.checkpoint import atomic_directory, layout_file, manifest
+from meshwright.checkpoint import atomic_directory, manifest
 from meshwright.checkpoint.dcp_planners import (
     CheckedLoadPlanner,
     CheckedSavePlanner,
@@ -41,11 +41,20 @@ from meshwright.checkpoint.dcp_planners import (
     tensor_data,
     with_picklable_errors,
 )
-from meshwright.checkpoint.durable_files import DurableFile, FileEntry, sync_directory, write_file
-from meshwright.checkpoint.layout_file import LAYOUT, CheckpointLayout, StoredShard, TensorEntry, shard_key
+from meshwright.checkpoint.manifest import DurableFile, FileEntry, sidecar_path, sync_directory, write_file
 from meshwright.checkpoint.reader import SafetensorsReader, read_tensor
-from meshwright.checkpoint.safetensors_file import TensorToWrite, dtype_name, write_tensors
-from meshwright.checkpoint.sidecars import sidecar_path
+from meshwright.checkpoint.safetensors_file import (
+    LAYOUT,
+    CheckpointLayout,
+    StoredShard,
+    TensorEntry,
+    TensorToWrite,
+    dtype_name,
+    encode_layout,
+    read_layout,
+    shard_key,
+    write_tensors,
+)
 from meshwright.comm import collectives
 from meshwright.comm.collective_timeout import name_failed_collective
 from meshwright.errors import CONTINUE, CheckpointError, MeshwrightError, RunError
@@ -145,7 +154,7 @@ def tensor_names(path: Path) -> set[str]:
     Raises:
         CheckpointError: the layout cannot be read.
     """
-    return set(layout_file.read(path).tensors)
+    return set(read_layout(path).tensors)
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -154,7 +163,7 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is not in the checkpoint, or a file cannot be read.
     """
-    found = layout_file.read(path)
+    found = read_layout(path)
     return {name: read_tensor(found, name) for name in names}
 
 
@@ -181,7 +190,7 @@ def _broadcast_layout(path: Path, group: ProcessGroup | None) -> CheckpointLayou
     found: CheckpointLayout | CheckpointError | None = None
     if collectives.rank(group) == 0:
         try:
-            found = layout_file.read(path)
+            found = read_layout(path)
         except CheckpointError as error:
             found = error
     found = collectives.broadcast_object(found, group=group)
@@ -311,7 +320,7 @@ class SafetensorsWriter(StorageWriter):
         entries = {stored.shard.file: stored.file_entry for stored in shards}
         with self._translate_os_errors(self._temporary / LAYOUT):
             entries |= self._write_sidecars()
-            entries[LAYOUT] = write_file(self._temporary / LAYOUT, layout_file.encode(_tensor_entries(shards)))
+            entries[LAYOUT] = write_file(self._temporary / LAYOUT, encode_layout(_tensor_entries(shards)))
             final = atomic_directory.commit(
                 self._temporary, step=request.step, model=request.model, run=request.run, files=entries
             )

@@ -8,8 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.sidecars import read_sidecars
+from meshwright.checkpoint.manifest import Manifest, read_sidecars
 from meshwright.config.dump import values_to_toml
 from meshwright.config.schema import TrainConfig
 from meshwright.config.source import CONFIG_FILE

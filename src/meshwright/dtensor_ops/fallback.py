@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.dtensor_ops.gathered_views import all_reduce_int, any_rank
-from meshwright.dtensor_ops.interception import has_empty_list, has_empty_shards
-from meshwright.dtensor_ops.operator_context import OperatorContext, operator_context
+from meshwright.dtensor_ops.operator_context import OperatorContext, has_empty_list, has_empty_shards, operator_context
 from meshwright.dtensor_ops.private import (
     OpOverload,
     as_replicated,
@@ -40,14 +39,18 @@ from meshwright.dtensor_ops.private import (
     tree_leaves,
     tree_map_only,
 )
-from meshwright.dtensor_ops.refused_ops import (
+from meshwright.dtensor_ops.run_replicated import (
+    OpCall,
     OperatorError,
+    RunOp,
+    gather_bytes,
     is_storage,
     name_of,
     plain_tensor_error,
+    run_replicated,
     storage_error,
+    tensors_in,
 )
-from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, gather_bytes, run_replicated, tensors_in
 from meshwright.dtensor_ops.shard_order_ops import is_elementwise
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.dtensor_ops.torch_functions import torch_functions

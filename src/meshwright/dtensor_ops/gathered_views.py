@@ -36,10 +36,9 @@ from meshwright.dtensor_ops.private import (
     schema_of,
     wrap_local,
 )
-from meshwright.dtensor_ops.refused_ops import inplace_view_error
-from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, run_replicated, shard_like
+from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, inplace_view_error, run_replicated, shard_like
 from meshwright.reshard.dtensor import DTensorSpec, spec_of
-from meshwright.reshard.dtensor.redistribute_local import Redistributor
+from meshwright.reshard.dtensor.redistribute import Redistributor
 
 OnGather = Callable[[OpCall], None]
 """Callback invoked with an operator call before a full tensor is gathered for it."""

@@ -17,16 +17,20 @@ sharding rule cannot do better, since it can only name placements of the inputs.
 slice that it holds to the ranks that shard the dim with it, so a rank receives the slice less its own rows, the least
 that can give every rank the slice. The placements of the result are those of DTensor: replicated over the axis that
 shards the dim, unchanged over the others.
+
+Which operators a context intercepts: a table by operator, and calls that need a look at their arguments.
+
+The interception itself is in `reshard.dtensor.private`.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,11 +40,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from meshwright.comm.alltoallv import all_to_all_into
 from meshwright.comm.collectives import rank
 from meshwright.dtensor_ops.gathered_views import GatheredViews, OnGather
-from meshwright.dtensor_ops.interception import Handlers, depends_on_context
 from meshwright.dtensor_ops.private import (
     OpOverload,
     apply_masks,
     correct_aliasing,
+    draws_per_rank,
     gather_full,
     has_custom_handler,
     has_default_order,
@@ -48,6 +52,8 @@ from meshwright.dtensor_ops.private import (
     local_tensor,
     schema_of,
     shard_dim,
+    spec_has_default_order,
+    tree_leaves,
     views_and_writes,
     with_dim,
     with_meta,
@@ -56,9 +62,18 @@ from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.dtensor_ops.shard_order_ops import ShardOrders
 from meshwright.dtensor_ops.sharding_rules import register_rules
 from meshwright.log import get_logger
-from meshwright.reshard.dtensor import HandlerTable, active_interceptor, intercepted, redistribution_hook, run_below
-from meshwright.reshard.dtensor.placements import has_layout
-from meshwright.reshard.dtensor.redistribute_local import Redistributor
+from meshwright.reshard.dtensor import (
+    DTensorSpec,
+    Handler,
+    HandlerTable,
+    active_interceptor,
+    intercepted,
+    is_tracing,
+    redistribution_hook,
+    run_below,
+)
+from meshwright.reshard.dtensor.placements import has_layout, layout_of_placements
+from meshwright.reshard.dtensor.redistribute import Redistributor
 
 _log = get_logger(__name__)
 
@@ -386,3 +401,87 @@ def _placement(placement: Placement, dim: int, call: OpCall) -> Placement:
     sharded = shard_dim(placement)
     is_later = call.operator is aten.select.int and sharded is not None and sharded > dim
     return with_dim(placement, sharded - 1) if is_later and sharded is not None else placement
+
+
+READ_METADATA = (torch.ops.aten.is_same_size.default, torch.ops.aten.is_pinned.default)
+"""Operators whose DTensor handlers read only metadata, so no context needs to intercept them."""
+
+
+def _run_intercepted(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = active_interceptor()
+    if is_tracing():
+        context.note_tracing()
+        return run_below(context, lambda call: operator(*args, **kwargs), None)
+    return context.run(operator, args, kwargs)
+
+
+class Handlers(dict[OpOverload, Handler]):
+    """DTensor's table of handlers with those of an interceptor; changes, as by `loss_parallel`, go to DTensor's own."""
+
+    def __init__(self, own: dict[OpOverload, Handler], operators: Iterable[OpOverload]) -> None:
+        self._own = own
+        self._operators = tuple(operators)
+        super().__init__()
+        self._merge()
+
+    def refresh(self) -> Handlers:
+        """Return the table, merged again if DTensor's own has changed since."""
+        if self._num_own != len(self._own):
+            self._merge()
+        return self
+
+    def _merge(self) -> None:
+        self.clear()
+        self._num_own = len(self._own)
+        super().update(dict.fromkeys((*self._own, *self._operators), _run_intercepted))
+        super().update({operator: self._own[operator] for operator in READ_METADATA if operator in self._own})
+
+    def update(self, *others: Any, **more: Any) -> None:
+        self._own.update(*others, **more)
+        self._merge()
+
+    def pop(self, *args: Any) -> Any:
+        handler = self._own.pop(*args)
+        self._merge()
+        return handler
+
+    def __setitem__(self, operator: OpOverload, handler: Handler) -> None:
+        self.update({operator: handler})
+
+    def __delitem__(self, operator: OpOverload) -> None:
+        self.pop(operator)
+
+
+def depends_on_context(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[DTensorSpec]
+) -> bool:
+    """Return True if a context may treat the call in another way than DTensor by itself."""
+    if torch.Tag.nondeterministic_seeded in operator.tags and draws_per_rank(operator):
+        return True
+    if any(_is_special(spec) for spec in specs) or has_empty_list(args):
+        return True
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return any(not isinstance(x, DTensor) and x.numel() != 1 for x in tensors)
+
+
+def has_empty_list(args: tuple[Any, ...]) -> bool:
+    """Return True if an argument is an empty list, which may mean that an operator reduces over all dims."""
+    return any(type(value) is list and not value for value in args)
+
+
+def _is_special(spec: DTensorSpec) -> bool:
+    return not spec_has_default_order(spec) or 0 in spec.shape or has_empty_shards(spec)
+
+
+def has_empty_shards(spec: DTensorSpec) -> bool:
+    """Return True if any rank's shard is empty."""
+    return _has_empty_shards(spec.placements, tuple(spec.shape), tuple(spec.mesh.shape))
+
+
+@lru_cache(maxsize=4096)
+def _has_empty_shards(placements: tuple[Placement, ...], shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> bool:
+    """Return True if any rank's shard is empty; the order of the axes does not matter."""
+    sharded = tuple(p if shard_dim(p) is not None else Replicate() for p in placements)
+    num_ranks = math.prod(axis_sizes)
+    is_small = any(shape[dim] < num_ranks**2 for p in sharded if (dim := shard_dim(p)) is not None)
+    return is_small and not layout_of_placements(sharded, None, shape, axis_sizes).local_numels().all()

@@ -30,7 +30,7 @@ from meshwright.dtensor_ops.private import (
 )
 from meshwright.dtensor_ops.run_replicated import OpCall, RunOp
 from meshwright.reshard.dtensor import new_dtensor, spec_of
-from meshwright.reshard.dtensor.redistribute_local import Redistributor, redistribute_detached
+from meshwright.reshard.dtensor.redistribute import Redistributor, redistribute_detached
 
 ELEMENTWISE_PREFIXES = (
     "_foreach_", "_fused_", "copy_", "zero_", "fill_", "_to_copy", "detach", "alias", "clone", "zeros_like",

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.dtensor_ops.private import has_default_order, shard_dim, tree_leaves, tree_map_only, with_dim
-from meshwright.dtensor_ops.refused_ops import storage_error
-from meshwright.reshard.dtensor import active_interceptor, local_of, run_torch_function
-from meshwright.reshard.dtensor.interceptor import Patches
+from meshwright.dtensor_ops.run_replicated import storage_error
+from meshwright.reshard.dtensor import Patches, active_interceptor, local_of, run_torch_function
 
 EinsumTerms = tuple[list[str], str]
 """Dim labels of each operand and of the result."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright.optim.contract import MatrixOptimizer, Settings, Slot
 from meshwright.optim.whole_matrix import MatrixShard, WholeMatrix
-from meshwright.reshard.cross_mesh.transfer_many import RankTransfer, Runs, transfer_many
-from meshwright.reshard.cross_mesh.transfer_plan import Move
 from meshwright.reshard.run.shard_exchange import IndexRun
+from meshwright.reshard.run_transfer import RankTransfer, Runs, transfer_many
+from meshwright.reshard.transfer_plan import Move
 
 Site = tuple[int, str]
 """A stage, and the full-model name of a parameter on it."""

@@ -7,19 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.cross_mesh.transfer_plan import TransferPlan, plan_transfer
-from meshwright.reshard.cross_mesh.verify_transfer import explain_transfer, verify_transfer
-from meshwright.reshard.draw.draw_plan import draw_plan
-from meshwright.reshard.draw.explain_plan import explain_plan
-from meshwright.reshard.planner.link_cost import Topology
+from meshwright.reshard.draw_plan import draw_plan, explain_plan
 from meshwright.reshard.planner.plan import clear_cache, plan
 from meshwright.reshard.planner.steps import ReshardPlan
-from meshwright.reshard.verify.verify_plan import verify
+from meshwright.reshard.planner.volumes import Topology
+from meshwright.reshard.transfer_plan import TransferPlan, plan_transfer
+from meshwright.reshard.verify_plan import verify
+from meshwright.reshard.verify_transfer import explain_transfer, verify_transfer
 
 if TYPE_CHECKING:
-    from meshwright.reshard.cross_mesh.redistribute_across import redistribute_across
     from meshwright.reshard.dtensor.placements import layout_of
-    from meshwright.reshard.dtensor.redistribute import redistribute
+    from meshwright.reshard.dtensor.redistribute import redistribute, redistribute_across
     from meshwright.reshard.run.process_groups import groups_of, prepare
 
 _WITH_TORCH = {
@@ -27,7 +25,7 @@ _WITH_TORCH = {
     "layout_of": "dtensor.placements",
     "prepare": "run.process_groups",
     "redistribute": "dtensor.redistribute",
-    "redistribute_across": "cross_mesh.redistribute_across",
+    "redistribute_across": "dtensor.redistribute",
 }
 """Public names that need torch, and the modules that define them."""
 

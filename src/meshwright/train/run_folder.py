@@ -31,9 +31,10 @@ from meshwright.checkpoint.manifest import (
     newest_complete,
     newest_valid,
     read_manifest,
+    read_sidecars,
+    sidecar_path,
     verify,
 )
-from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import MeshConfig, RunConfig
 from meshwright.config.source import CONFIG_FILE

@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from meshwright.checkpoint import layout_file
+from meshwright.checkpoint import safetensors_file
 from meshwright.checkpoint.manifest import newest_valid
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.config.facts_for_family import run_facts
@@ -67,6 +67,6 @@ def saved(out: Path) -> dict[str, Tensor]:
     """The parameters and buffers in the newest checkpoint of a run, by name."""
     found = newest_valid(out / "checkpoints")[0]
     assert found is not None
-    stored = layout_file.read(found)
+    stored = safetensors_file.read_layout(found)
     names = [name for name in stored.tensors if name.startswith(PREFIX)]
     return {name.removeprefix(PREFIX): read_tensor(stored, name) for name in names}

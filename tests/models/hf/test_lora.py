@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import layout_file
+from meshwright.checkpoint import safetensors_file
 from meshwright.checkpoint.manifest import Manifest, newest_valid
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.config.facts_for_family import model_facts, run_facts
@@ -189,7 +189,7 @@ def test_a_run_changes_adapters_only_and_its_export_opens_in_peft(gang: GangPool
         run(gang, hf_config(str(tmp_path / "base"), *words, *layout), tmp_path / "run", resume=resume)
 
     checkpoint = newest_valid(tmp_path / "run" / "checkpoints")[0]
-    stored = layout_file.read(checkpoint)
+    stored = safetensors_file.read_layout(checkpoint)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", local_files_only=True)
     weights = base.state_dict()
     names = [name.removeprefix(PREFIX) for name in stored.tensors if name.startswith(PREFIX)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.checkpoint import manifest, save_load
-from meshwright.checkpoint.sidecars import read_sidecars, sidecar_path
+from meshwright.checkpoint.manifest import read_sidecars, sidecar_path
 from meshwright.models.decoder.module import Decoder
 from meshwright.models.huggingface import export_weights, kept_files, weights
 from meshwright.models.huggingface.weights import HuggingFaceWeights

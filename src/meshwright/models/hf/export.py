@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import layout_file, manifest
+from meshwright.checkpoint import manifest, safetensors_file
+from meshwright.checkpoint.manifest import read_sidecars
 from meshwright.checkpoint.reader import read_tensor
-from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer_files import TOKENIZER_FILES, read_files
 from meshwright.errors import CheckpointError
@@ -52,7 +52,7 @@ class TransformersWeights:
             RunError: `out` cannot be written.
         """
         verified = manifest.verify(checkpoint)
-        stored, model, run = layout_file.read(checkpoint), verified.model, verified.run
+        stored, model, run = safetensors_file.read_layout(checkpoint), verified.model, verified.run
         fields = model.get("fields")
         source = Source(str(model["model_type"]), None, "" if fields is None else json.dumps(fields))
         adapters, base, notes = model.get("lora"), _base(run), list[str]()

@@ -17,12 +17,10 @@ from shlex import quote
 
 import torch
 
-from meshwright.checkpoint import layout_file, manifest
-from meshwright.checkpoint.durable_files import DurableFile, write_file
-from meshwright.checkpoint.layout_file import CheckpointLayout
+from meshwright.checkpoint import manifest, safetensors_file
+from meshwright.checkpoint.manifest import DurableFile, read_sidecars, write_file
 from meshwright.checkpoint.reader import read_row, read_tensor
-from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite, write_tensors
-from meshwright.checkpoint.sidecars import read_sidecars
+from meshwright.checkpoint.safetensors_file import DTYPES, CheckpointLayout, TensorToWrite, write_tensors
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model
 from meshwright.models.huggingface.checks import check_names, check_shape
@@ -76,7 +74,7 @@ def export_safetensors(
     """
     verified = manifest.verify(checkpoint)
     model = verified.model
-    stored = layout_file.read(checkpoint)
+    stored = safetensors_file.read_layout(checkpoint)
     _check_model(architecture, model, str(stored.path))
     tensors = [converted(tensor, dtype) for tensor in _tensors_to_export(architecture, stored, model)]
     others = files_to_write(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint import manifest, save_load
+from meshwright.checkpoint.manifest import read_sidecars
 from meshwright.checkpoint.safetensors_file import TensorToWrite
-from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model, Repeated
 from meshwright.models.huggingface.checks import CONFIG, FIX, check_names, check_shape

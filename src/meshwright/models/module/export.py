@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from meshwright.checkpoint import layout_file, manifest
-from meshwright.checkpoint.durable_files import write_file
+from meshwright.checkpoint import manifest, safetensors_file
+from meshwright.checkpoint.manifest import read_sidecars, write_file
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite
-from meshwright.checkpoint.sidecars import read_sidecars
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.export_weights import PREFIX, converted, new_directory, no_adapters, write_shards
 from meshwright.models.huggingface.kept_files import with_ends
@@ -30,7 +29,7 @@ class ModuleWeights:
         """
         if merge:
             raise no_adapters(checkpoint)
-        verified, stored = manifest.verify(checkpoint), layout_file.read(checkpoint)
+        verified, stored = manifest.verify(checkpoint), safetensors_file.read_layout(checkpoint)
         tensors = [
             TensorToWrite(
                 name.removeprefix(PREFIX), DTYPES[entry.dtype], tuple(entry.shape), partial(read_tensor, stored, name)

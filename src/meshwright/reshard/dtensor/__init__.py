@@ -3,10 +3,12 @@
 Exports the low-level functions that other packages use; only this package imports `private`.
 """
 
-from meshwright.reshard.dtensor.interceptor import Handler, HandlerTable
 from meshwright.reshard.dtensor.private import (
     PLANNING,
     DTensorSpec,
+    Handler,
+    HandlerTable,
+    Patches,
     active_hook,
     active_interceptor,
     intercepted,
@@ -28,6 +30,7 @@ __all__ = [
     "DTensorSpec",
     "Handler",
     "HandlerTable",
+    "Patches",
     "active_hook",
     "active_interceptor",
     "intercepted",

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.comm.collectives import all_gather_object, is_distributed
 from meshwright.errors import LayoutError
 from meshwright.mesh.process_groups import new_group, ranks_of
-from meshwright.reshard.run.program import OUTSIDE
+from meshwright.reshard.run.compile_step import OUTSIDE
 
 Axes = tuple[int, ...]
 Ranks = tuple[int, ...]

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.cross_mesh.transfer_plan import Move, TransferPlan
 from meshwright.reshard.planner.steps import dtype_bytes
+from meshwright.reshard.transfer_plan import Move, TransferPlan
 from meshwright.units import counted, format_bytes
 
 SLACK = 1.1

@@ -1,1 +1,0 @@
-"""Transfers between meshes on different ranks, such as trainer to inference or one pipeline stage to the next."""

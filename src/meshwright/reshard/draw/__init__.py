@@ -1,1 +1,0 @@
-"""Figures and text descriptions of plans."""

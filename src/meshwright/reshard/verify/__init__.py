@@ -1,1 +1,0 @@
-"""Plan verifier: checks data movement, memory and stated cost."""
