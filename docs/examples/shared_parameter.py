@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from meshwright.parallel.pipeline_shared_gradients import SharedGradients
-from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.pipeline.split_layers import SharedParameter
 
 DIM, CLASSES, STEPS, MAX_NORM = 16, 10, 20, 1.0
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.capture.coloring import color_groups, color_intervals, overlaps_itself
-from meshwright.capture.lifetimes import GRADIENTS, Role
+from meshwright.capture.lifetimes import GRADIENTS, Role, color_groups, color_intervals, overlaps_itself
 from meshwright.capture.plan import plan_capture
 from meshwright.capture.signature import LayerSignature, TensorSignature
 from meshwright.capture.verify import verify_capture

@@ -30,7 +30,7 @@ sys.meta_path.insert(0, Interrupts())
 COMMANDS = {"module": [sys.executable, "-m", "meshwright"], "script": [Path(sys.executable).parent / "meshwright"]}
 
 
-MODULES = ["meshwright.cli.main", "typer", "meshwright.pipeline.serialize", "pydantic", "numpy"]
+MODULES = ["meshwright.cli.main", "typer", "meshwright.pipeline.schedule_table", "pydantic", "numpy"]
 
 
 @pytest.mark.parametrize(

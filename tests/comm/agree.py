@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshwright.comm.compression import codecs, error_feedback
+from meshwright.comm.compression import codecs
 from meshwright.comm.compression.catalogue import Codec
 
 QUANTISED = [codec for codec in Codec if codec.is_quantised]
@@ -38,7 +38,7 @@ def assert_codecs_agree(kernels, x, codec, *, rotate, multipliers=(1.0, 1 / 3), 
         assert same(kernels.decode(there[0], codec, out=out[-1], **options), each[0])
 
 
-def assert_feedback_agrees(kernels, steps, codec, *, beta=error_feedback.BETA, device="cpu"):
+def assert_feedback_agrees(kernels, steps, codec, *, beta=codecs.BETA, device="cpu"):
     """Of the gradients [blocks, elements] of some steps: the error of one step goes into the next one.
 
     Every second new error is written over the old one.
@@ -46,7 +46,7 @@ def assert_feedback_agrees(kernels, steps, codec, *, beta=error_feedback.BETA, d
     blocks, num_elements = steps[0].shape
     error = torch.zeros(blocks, Codec.INT8.encoded_bytes(num_elements), dtype=torch.uint8)
     for step, g in enumerate(steps):
-        payload, new_error = error_feedback.loco_quantise(g, error, codec, beta=beta)
+        payload, new_error = codecs.loco_quantise(g, error, codec, beta=beta)
         there = g.to(device), error.to(device, copy=True)
         into = there[1] if step % 2 else None
         found = kernels.loco_quantise(*there, codec, beta=beta, new_error=into)
@@ -55,12 +55,12 @@ def assert_feedback_agrees(kernels, steps, codec, *, beta=error_feedback.BETA, d
         error = new_error
 
 
-def assert_requantising_agrees(kernels, x, inner, error, codec, *, rotate, beta=error_feedback.BETA, device="cpu"):
+def assert_requantising_agrees(kernels, x, inner, error, codec, *, rotate, beta=codecs.BETA, device="cpu"):
     """Of `x` [ranks, blocks, elements], with the error of a step before, which is written over if they are rotated."""
     num_elements = x.shape[-1]
     payloads = codecs.encode(x.flatten(0, 1), inner, rotate=rotate).view(*x.shape[:-1], -1)
     options = {"codec": codec, "num_elements": num_elements, "rotate": rotate, "beta": beta}
-    payload, new_error = error_feedback.requantise(payloads, inner, error=error, **options)
+    payload, new_error = codecs.requantise(payloads, inner, error=error, **options)
     there = payloads.to(device), error.to(device, copy=True)
     into = there[1] if rotate else None
     found = kernels.requantise(there[0], inner, error=there[1], new_error=into, **options)

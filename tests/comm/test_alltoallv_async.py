@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.comm import all_to_all, collectives
-from meshwright.comm.alltoallv import start_all_to_all
-from meshwright.comm.alltoallv_async import SplitExchange, _in_flight
-from meshwright.comm.collective_log import group_record
-from meshwright.comm.collective_timeout import CollectiveError
+from meshwright.comm.alltoallv import SplitExchange, _in_flight, start_all_to_all
+from meshwright.comm.collective_log import CollectiveError, group_record
 from meshwright.errors import LayoutError
 
 # plan[a][b]: rows from rank a to rank b

@@ -13,10 +13,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import all_to_all, collectives
-from meshwright.comm.collective_log import TrackedOperation, group_record, group_records
-from meshwright.comm.collective_timeout import CollectiveError, name_failed_collective
-from meshwright.comm.message_format import format_ranks
-from meshwright.comm.p2p import open_channels
+from meshwright.comm.collective_log import (
+    CollectiveError,
+    TrackedOperation,
+    format_ranks,
+    group_record,
+    group_records,
+    name_failed_collective,
+)
+from meshwright.comm.collectives import open_channels
 from meshwright.errors import MeshwrightError, RunError
 from tests.gangs.gang import GangError
 

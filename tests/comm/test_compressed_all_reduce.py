@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.comm.compression.catalogue import Codec
-from meshwright.comm.compression.compressed_all_reduce import AllReduceHook, CompressedAllReduce
+from meshwright.comm.compression.fsdp_collectives import AllReduceHook, CompressedAllReduce
 from meshwright.comm.compression.fsdp_compress import Compression
 from meshwright.errors import InputError
 from meshwright.mesh.local_shards import to_local

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.comm.compression import codecs, error_feedback
+from meshwright.comm.compression import codecs
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import QUANTISED_DTYPES
-from meshwright.comm.kernels import cpu_kernels, dispatch
-from meshwright.comm.kernels.cpu_kernels import CpuKernels, Isa
+from meshwright.comm.kernels import dispatch
+from meshwright.comm.kernels.dispatch import CpuKernels, Isa
 from meshwright.errors import RunError
 from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, same
 from tests.comm.data import KINDS, fresh
@@ -26,10 +26,10 @@ from tests.comm.data import KINDS, fresh
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     try:
-        cpu_kernels._compiler()
-    except cpu_kernels.BuildError as error:
+        dispatch._compiler()
+    except dispatch.BuildError as error:
         pytest.skip(f"needs a C++ compiler: {error}")
-    return cpu_kernels.open_library()
+    return dispatch.open_library()
 
 
 @pytest.fixture(scope="module", params=list(Isa), ids=lambda isa: isa.value)
@@ -61,7 +61,7 @@ def test_codecs_agree_with_the_reference(compiled, num_elements, kind, dtype, co
 @cases
 def test_error_feedback_agrees_with_the_reference(compiled, num_elements, kind, dtype, codec, rotate, rows, seed):
     steps = [fresh(kind, (rows, num_elements), dtype, seed=seed + step) for step in range(3)]
-    assert_feedback_agrees(compiled, steps, codec, beta=0.5 if rotate else error_feedback.BETA)
+    assert_feedback_agrees(compiled, steps, codec, beta=0.5 if rotate else codecs.BETA)
 
 
 @pytest.mark.parametrize("inner", [Codec.EXACT, Codec.BF16, Codec.INT8])
@@ -71,11 +71,11 @@ def test_between_nodes_goes_the_sum_of_what_came_inside(inner):
     payloads = codecs.encode(x.view(6, 300), inner, rotate=rotate).view(3, 2, -1)
     size = {"num_elements": 300, "rotate": rotate}
     error = torch.zeros(2, Codec.INT8.encoded_bytes(300), dtype=torch.uint8)
-    error = error_feedback.loco_quantise(x[0], error, Codec.INT4)[1]
+    error = codecs.loco_quantise(x[0], error, Codec.INT4)[1]
     total = [codecs.decode_sum(payloads[:, i], inner, dtype=torch.float32, **size) for i in range(2)]
-    for where in (dispatch, error_feedback):
-        for beta in (0.5, error_feedback.BETA):
-            expected = error_feedback.loco_quantise(torch.stack(total), error, Codec.INT4, beta=beta)
+    for where in (dispatch, codecs):
+        for beta in (0.5, codecs.BETA):
+            expected = codecs.loco_quantise(torch.stack(total), error, Codec.INT4, beta=beta)
             found = where.requantise(payloads, inner, error=error, codec=Codec.INT4, beta=beta, **size)
             assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
     kept = error.clone()
@@ -141,7 +141,7 @@ def test_strided_gradients(compiled):
     x = torch.randn(300, 2).t()
     error = torch.zeros(2, Codec.INT8.encoded_bytes(300), dtype=torch.uint8)
     assert torch.equal(compiled.encode(x, Codec.INT4), codecs.encode(x, Codec.INT4))
-    expected = error_feedback.loco_quantise(x, error, Codec.INT4)[0]
+    expected = codecs.loco_quantise(x, error, Codec.INT4)[0]
     assert torch.equal(compiled.loco_quantise(x, error, Codec.INT4)[0], expected)
 
 
@@ -153,7 +153,7 @@ def test_the_best_instruction_set_is_chosen(library):
 
 def test_without_a_compiler_the_reference_works_and_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("CXX", "no-such-compiler -x")
-    cpu_kernels.find_kernels.cache_clear()
+    dispatch.find_kernels.cache_clear()
     try:
         x = torch.randn(2, 200)
         error = torch.zeros(2, Codec.INT8.encoded_bytes(200), dtype=torch.uint8)
@@ -169,7 +169,7 @@ def test_without_a_compiler_the_reference_works_and_the_log_says_so_once(monkeyp
         [line] = [record.getMessage() for record in caplog.records]
         assert "torch reference" in line and "no-such-compiler" in line
     finally:
-        cpu_kernels.find_kernels.cache_clear()
+        dispatch.find_kernels.cache_clear()
 
 
 def fake_compiler(folder, script):
@@ -180,7 +180,7 @@ def fake_compiler(folder, script):
 
 
 def libraries():
-    return list(cpu_kernels.cache_folder().glob("*.so"))
+    return list(dispatch.cache_folder().glob("*.so"))
 
 
 def test_the_library_is_built_once_and_again_when_damaged(library, monkeypatch, tmp_path, caplog):
@@ -190,17 +190,17 @@ def test_the_library_is_built_once_and_again_when_damaged(library, monkeypatch, 
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
-        assert CpuKernels(cpu_kernels.open_library()).isa in Isa
+        assert CpuKernels(dispatch.open_library()).isa in Isa
     assert log.read_text().split() == ["called"]
     [built] = libraries()
     assert built.name.startswith("kernels_cpu-")
     # In another folder: a path that this process has loaded is not read again.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    cpu_kernels.cache_folder().mkdir(parents=True)
-    damaged = cpu_kernels.cache_folder() / built.name
+    dispatch.cache_folder().mkdir(parents=True)
+    damaged = dispatch.cache_folder() / built.name
     damaged.write_bytes(built.read_bytes()[:1000])
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        cpu_kernels.open_library()
+        dispatch.open_library()
     assert "damaged" in caplog.text and log.read_text().split() == ["called"] * 2
     assert libraries() == [damaged]
     assert damaged.read_bytes() == built.read_bytes()
@@ -212,7 +212,7 @@ def test_one_of_the_ranks_builds(library, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with ThreadPoolExecutor(3) as pool:
-        opened = list(pool.map(lambda _: cpu_kernels.open_library(), range(3)))
+        opened = list(pool.map(lambda _: dispatch.open_library(), range(3)))
     assert {one._name for one in opened} == {str(path) for path in libraries()} and len(libraries()) == 1
     assert log.read_text().split() == ["called"]
 
@@ -220,8 +220,8 @@ def test_one_of_the_ranks_builds(library, monkeypatch, tmp_path):
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, "echo 'what a source' >&2; exit 3"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(cpu_kernels.BuildError, match="failed with exit code 3: what a source"):
-        cpu_kernels.open_library()
+    with pytest.raises(dispatch.BuildError, match="failed with exit code 3: what a source"):
+        dispatch.open_library()
     assert libraries() == []
 
 
@@ -231,7 +231,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(library, monkeypatch, tm
     script = f'while [ "$1" != -o ]; do shift; done; cp "{library._name}" "$2"'
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     with caplog.at_level(logging.WARNING, logger="meshwright"):
-        assert CpuKernels(cpu_kernels.open_library()).isa in Isa
+        assert CpuKernels(dispatch.open_library()).isa in Isa
     assert "for this process only" in caplog.text
 
 

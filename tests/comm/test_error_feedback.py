@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from meshwright.comm.compression.catalogue import ERROR_CODEC, Codec
-from meshwright.comm.compression.codecs import QUANTISED_DTYPES, decode, decode_sum, encode
-from meshwright.comm.compression.error_feedback import BETA, loco_quantise, requantise
+from meshwright.comm.compression.codecs import (
+    BETA,
+    QUANTISED_DTYPES,
+    decode,
+    decode_sum,
+    encode,
+    loco_quantise,
+    requantise,
+)
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError
 

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import decode, encode
-from meshwright.comm.compression.error_feedback_state import ErrorLayout, ErrorState, LazyErrorState
+from meshwright.comm.compression.fsdp_collectives import ErrorLayout, ErrorState, LazyErrorState
 from meshwright.errors import RunError
 from tests.comm.test_error_feedback import gradients
 

@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.comm import Compression, compress
-from meshwright.comm.collective_timeout import CollectiveError
+from meshwright.comm.collective_log import CollectiveError
 from meshwright.comm.compression.catalogue import Codec
-from meshwright.comm.compression.error_feedback_state import ErrorLayout
-from meshwright.comm.compression.fsdp_collectives import CompressedReduceScatter
+from meshwright.comm.compression.fsdp_collectives import CompressedReduceScatter, ErrorLayout
 from meshwright.errors import ConfigError
 from meshwright.mesh.local_shards import to_local
 

@@ -21,19 +21,18 @@ import pytest
 import torch
 
 from meshwright.comm import all_to_all
-from meshwright.comm.alltoallv import start_all_to_all
-from meshwright.comm.alltoallv_async import SplitExchange
+from meshwright.comm.alltoallv import SplitExchange, start_all_to_all
 from meshwright.comm.collectives import (
     LARGE_SHARD_BYTES,
     all_gather_rows,
     all_reduce_sum,
     barrier,
+    open_channels,
     reduce_scatter_sum,
 )
 from meshwright.comm.compression.catalogue import Codec
-from meshwright.comm.kernels import cpu_kernels
-from meshwright.comm.kernels.cpu_kernels import CpuKernels, Isa
-from meshwright.comm.p2p import open_channels
+from meshwright.comm.kernels import dispatch
+from meshwright.comm.kernels.dispatch import CpuKernels, Isa
 from tests.comm.ticks import Ticker, Ticks, hold_the_gil, release_the_gil
 from tests.helpers import quick_and_slow
 
@@ -124,10 +123,10 @@ def test_the_count_tells_a_held_gil_from_a_released_one():
 @pytest.fixture(scope="module")
 def library():
     try:
-        cpu_kernels._compiler()
-    except cpu_kernels.BuildError as error:
+        dispatch._compiler()
+    except dispatch.BuildError as error:
         pytest.skip(f"needs a C++ compiler: {error}")
-    return cpu_kernels.open_library()
+    return dispatch.open_library()
 
 
 NUM_ELEMENTS = 1 << 25

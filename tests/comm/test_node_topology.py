@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm import node_topology as nodes_module
-from meshwright.comm.node_topology import (
+from meshwright.comm import node_groups as nodes_module
+from meshwright.comm.node_groups import (
     Links,
     group_links,
     has_uneven_nodes,

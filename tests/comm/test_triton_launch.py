@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright.comm.compression import codecs, error_feedback
+from meshwright.comm.compression import codecs
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import QUANTISED_DTYPES
 from meshwright.comm.kernels import dispatch
@@ -45,12 +45,12 @@ def interpreter() -> Iterator[Gang]:
 
 def interpreted(rank, world_size, check, *args):
     """`check(kernels, *args)`, with kernels that a CPU interprets."""
-    if "meshwright.comm.kernels.triton_programs" not in sys.modules:
+    if "meshwright.comm.kernels.triton_kernels" not in sys.modules:
         import meshwright.comm.compression.fsdp_compress  # noqa: F401
 
-        assert "meshwright.comm.kernels.triton_programs" not in sys.modules, "only tensors of a GPU need Triton"
+        assert "meshwright.comm.kernels.triton_kernels" not in sys.modules, "only tensors of a GPU need Triton"
         interpret_triton()
-    from meshwright.comm.kernels.triton_launch import TritonKernels
+    from meshwright.comm.kernels.triton_kernels import TritonKernels
 
     torch.set_num_threads(1)
     return check(TritonKernels(), *args)
@@ -60,7 +60,7 @@ def test_one_file_imports_triton():
     """That which is imported when the first tensor of a GPU comes."""
     uses = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
     files = Path(dispatch.__file__).parents[1].rglob("*.py")
-    assert [file.name for file in files if uses.search(file.read_text("utf-8"))] == ["triton_programs.py"]
+    assert [file.name for file in files if uses.search(file.read_text("utf-8"))] == ["triton_kernels.py"]
 
 
 def check_codecs(kernels, length, codec, dtype, rotate, device="cpu"):
@@ -70,13 +70,13 @@ def check_codecs(kernels, length, codec, dtype, rotate, device="cpu"):
 
 def check_feedback(kernels, length, codec, dtype, rotate, device="cpu"):
     steps = [assorted((1 + rotate, length), dtype, seed=length + step) for step in range(2)]
-    assert_feedback_agrees(kernels, steps, codec, beta=0.5 if rotate else error_feedback.BETA, device=device)
+    assert_feedback_agrees(kernels, steps, codec, beta=0.5 if rotate else codecs.BETA, device=device)
 
 
 def check_requantising(kernels, length, inner, codec, rotate, device="cpu"):
     x = assorted((3, 2, length), torch.float32, seed=length)
     error = torch.zeros(2, Codec.INT8.encoded_bytes(length), dtype=torch.uint8)
-    error = error_feedback.loco_quantise(x[0], error, codec)[1]
+    error = codecs.loco_quantise(x[0], error, codec)[1]
     assert_requantising_agrees(kernels, x, inner, error, codec, rotate=rotate, device=device)
 
 
@@ -105,14 +105,14 @@ def compiled_without_a_gpu(rank, world_size, cache):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from meshwright.comm.kernels import triton_launch, triton_programs
+    from meshwright.comm.kernels import triton_kernels
 
     numbers = {"multiplier": "fp32", "beta": "fp32", "rest": "fp32"}
     numbers |= dict.fromkeys(("num_elements", "num_groups", "rank_stride", "block_stride"), "i32")
     found = {}
     for name in ("encode", "loco", "decode", "requantise"):
-        program = getattr(triton_programs, name)
-        tiles = triton_launch._tiles(torch.empty(1, 1), 4, itemsize=2)
+        program = getattr(triton_kernels, name)
+        tiles = triton_kernels._tiles(torch.empty(1, 1), 4, itemsize=2)
         given = {"NUM_RANKS": 8, "BITS": 4, "INNER_BITS": 8, "ROTATE": name != "decode"}
         given |= {"GROUPS": tiles.groups, "WIDTH": tiles.width}
         constants = {(i,): given[arg] for i, arg in enumerate(program.arg_names) if arg in given}
@@ -121,7 +121,7 @@ def compiled_without_a_gpu(rank, world_size, cache):
         whole = [i for i, arg in enumerate(program.arg_names) if signature[arg][0] == "*" or arg in STRIDES]
         aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
         source = ASTSource(program, signature=signature, constexprs=constants, attrs=aligned)
-        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_launch.OPTIONS)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.OPTIONS)
         found[name] = code.asm["ptx"], code.asm["sass"], code.asm["ttgir"]
     return found
 
@@ -199,8 +199,8 @@ def test_interpreted_what_does_not_fit_is_refused(interpreter):
 
 def test_without_triton_a_gpu_has_the_reference_and_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_launch", raising=False)
-    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_programs", raising=False)
+    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_kernels", raising=False)
     dispatch.find_triton.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, logger="meshwright"):
@@ -226,7 +226,7 @@ def test_tensors_of_a_gpu_go_to_triton(monkeypatch):
 @pytest.mark.parametrize("rotate", [False, True])
 def test_kernels_on_a_gpu_agree_with_the_reference(length, codec, rotate):
     needs_triton()
-    from meshwright.comm.kernels.triton_launch import TritonKernels
+    from meshwright.comm.kernels.triton_kernels import TritonKernels
 
     found = TritonKernels()
     for dtype in QUANTISED_DTYPES:

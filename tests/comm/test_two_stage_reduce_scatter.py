@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from meshwright.comm import Compression, compress, place
 from meshwright.comm.collectives import reduce_scatter_sum
 from meshwright.comm.compression.catalogue import GROUP, Codec
-from meshwright.comm.compression.error_feedback_state import ErrorLayout
-from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter
+from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter, ErrorLayout
 from meshwright.comm.compression.fsdp_compress import TwoStageReduceScatter
 from meshwright.mesh.local_shards import to_local
 from tests.comm.test_fsdp_collectives import FACTORS, OPS, Model

@@ -285,7 +285,7 @@ def test_frozen_parameters_that_fsdp2_frees_are_gathered_again(gang, policy, fro
 
 def test_the_kept_operators_exist():
     """An operator that PyTorch renames would be recomputed from then on, silently."""
-    for module in ("comm.alltoallv_async", "nn.attention.backends.cpu_blocks", "nn.attention.backends.varlen"):
+    for module in ("comm.alltoallv", "nn.attention.backends.cpu_blocks", "nn.attention.backends.varlen"):
         importlib.import_module(f"meshwright.{module}")  # registers it
     for name in MATRIX_PRODUCTS | ATTENTION | CHOICES | COLLECTIVES:
         namespace, base = name.split("::")

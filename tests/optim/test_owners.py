@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.checkpoint import save_load
-from meshwright.comm.collective_count import EXCHANGE, count_collectives
+from meshwright.comm.collective_log import EXCHANGE, count_collectives
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.shard_intervals import Split

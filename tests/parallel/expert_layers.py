@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.alltoallv_async import _in_flight
+from meshwright.comm.alltoallv import _in_flight
 from meshwright.comm.collective_log import group_record
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.experts.layer import MixtureOfExperts

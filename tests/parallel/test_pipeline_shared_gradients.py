@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import to_local
 from meshwright.parallel.pipeline_shared_gradients import SharedGradients, pipelines_on
-from meshwright.pipeline.shared_parameters import SharedParameter, stage_groups
+from meshwright.pipeline.split_layers import SharedParameter, stage_groups
 
 PP, CHUNKS = 4, 2
 RANKS = tuple(range(PP)) * CHUNKS

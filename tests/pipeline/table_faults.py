@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshwright.pipeline import Schedule, generate, lower
 from meshwright.pipeline.lower import LowerOptions
-from meshwright.pipeline.serialize import parse_action
+from meshwright.pipeline.schedule_table import parse_action
 
 TORCH_1F1B = Path(__file__).with_name("torch_1f1b.csv")
 EVERYTHING = LowerOptions(reduces=True, keeps_unsharded=True, shared=((0, 3),))

@@ -14,14 +14,13 @@ from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recompute
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
-from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.generate import ScheduleKind, generate
 from meshwright.pipeline.lower import LowerOptions, forward_only, lower
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule, single_stage
-from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.step_clock import ThreadClock, compute_spans
+from meshwright.pipeline.simulate import Costs, simulate
+from meshwright.pipeline.timeline import ThreadClock, compute_spans
 
 
 class Toy:

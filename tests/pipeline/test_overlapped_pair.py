@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from meshwright.comm.p2p import open_channels
+from meshwright.comm.collectives import open_channels
 from meshwright.mesh.process_groups import new_group
 from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
@@ -16,7 +16,7 @@ from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import LowerOptions, lower
 from meshwright.pipeline.overlapped_pair import OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
-from meshwright.pipeline.step_clock import ThreadClock, compute_spans
+from meshwright.pipeline.timeline import ThreadClock, compute_spans
 from tests.comm.virtual_clock import VirtualClock
 from tests.pipeline.expert_stages import WIDTH, ExpertStage, GroupExchange
 

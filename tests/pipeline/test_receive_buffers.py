@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.comm.p2p import open_channels
+from meshwright.comm.collectives import open_channels
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import RECVS, ActionKind
 from meshwright.pipeline.execute import Executor, channel_keys

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.errors import ScheduleError
 from meshwright.pipeline import Schedule, generate, lower, verify
 from meshwright.pipeline.lower import LowerOptions
-from meshwright.pipeline.serialize import parse_action
+from meshwright.pipeline.schedule_table import parse_action
 from tests.pipeline.random_tables import random_table
 
 TORCH_DUALPIPE_V = Path(__file__).with_name("torch_dualpipe_v.csv")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.comm.p2p import Channel
+from meshwright.comm.collectives import Channel
 from meshwright.config.facts_for_family import run_facts
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.weight_init import normal_shard

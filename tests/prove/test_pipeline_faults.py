@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.config.facts_for_family import model_facts
-from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.pipeline.split_layers import SharedParameter
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.report import render
 from meshwright.prove.stage_placement import StagePlacement, stage_placement_of

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright.comm import alltoallv_async
+from meshwright.comm import alltoallv
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, run_on
 
@@ -23,14 +23,14 @@ def corpus(tmp_path_factory):
 
 def count_switches(rank, world_size, words):
     """Calls of `switch_task` in a step."""
-    calls, before = [], alltoallv_async.switch_task
-    alltoallv_async.switch_task = lambda: calls.append(1)
+    calls, before = [], alltoallv.switch_task
+    alltoallv.switch_task = lambda: calls.append(1)
     try:
         _, step = make_job(rank, world_size, words)
         step(1)
         return len(calls)
     finally:
-        alltoallv_async.switch_task = before
+        alltoallv.switch_task = before
 
 
 @pytest.mark.parametrize("method", ["ring", "heads"])
@@ -48,7 +48,7 @@ TRACED = partialmethod(torch.nn.Module.compile, backend="aot_eager")
 def losses(rank, world_size, words):
     with mock.patch.object(torch.nn.Module, "compile", TRACED):
         _, step = make_job(rank, world_size, words)
-    return [step(number).loss for number in range(1, 4)], len(alltoallv_async._in_flight())
+    return [step(number).loss for number in range(1, 4)], len(alltoallv._in_flight())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from meshwright.comm import alltoallv_async
+from meshwright.comm import alltoallv
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline import overlapped_pair
 from meshwright.train.pipeline_stages import ModelStage
@@ -72,7 +72,7 @@ class Transfers:
 
     def __init__(self):
         self.num_overlapped, self._starts = 0, []
-        self._real = alltoallv_async.start_into, alltoallv_async.wait_rows
+        self._real = alltoallv.start_into, alltoallv.wait_rows
 
     def start(self, out, x, **named):
         self._starts.append((threading.get_ident(), out.data_ptr() if x.is_floating_point() else None))
@@ -86,11 +86,11 @@ class Transfers:
         self._real[1](out)
 
     def __enter__(self):
-        alltoallv_async.start_into, alltoallv_async.wait_rows = self.start, self.wait
+        alltoallv.start_into, alltoallv.wait_rows = self.start, self.wait
         return self
 
     def __exit__(self, *raised):
-        alltoallv_async.start_into, alltoallv_async.wait_rows = self._real
+        alltoallv.start_into, alltoallv.wait_rows = self._real
 
 
 def dualpipe_trace(rank, world_size, words, overlaps):

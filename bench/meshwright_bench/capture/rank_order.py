@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.run.capture import BackendKind
+from meshwright.capture.run.capture import BackendKind, CaptureSession, Chunk
 from meshwright.capture.run.scopes import select
-from meshwright.capture.run.session import CaptureSession, Chunk
 from meshwright.config.facts_for_family import run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part

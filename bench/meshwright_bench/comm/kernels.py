@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.comm.compression import codecs, error_feedback
+from meshwright.comm.compression import codecs
 from meshwright.comm.compression.catalogue import ERROR_CODEC, Codec
 from meshwright.comm.kernels import dispatch
-from meshwright.comm.kernels.cpu_kernels import find_kernels
+from meshwright.comm.kernels.dispatch import find_kernels
 from meshwright.errors import RunError
 from meshwright_bench.alternate import alternate
 from meshwright_bench.comm.cases import COPY, DTYPES, KernelTask
@@ -111,8 +111,8 @@ def check_bits(dtype: torch.dtype, device: torch.device) -> None:
         RunError: the results differ.
     """
     g = _random((CHECKED_ELEMENTS,), dtype, torch.device("cpu"))
-    _, error = error_feedback.loco_quantise(g, _zero_error(CHECKED_ELEMENTS, g.device), CODEC)
-    payload, new_error = error_feedback.loco_quantise(g, error, CODEC)
+    _, error = codecs.loco_quantise(g, _zero_error(CHECKED_ELEMENTS, g.device), CODEC)
+    payload, new_error = codecs.loco_quantise(g, error, CODEC)
     blocks = torch.stack([payload, codecs.encode(g, CODEC), payload])
     total = codecs.decode_sum(blocks, CODEC, num_elements=CHECKED_ELEMENTS, dtype=dtype, multiplier=1 / 3)
     ours = dispatch.loco_quantise(g.to(device), error.to(device), CODEC)

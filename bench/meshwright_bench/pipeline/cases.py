@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.simulate import Costs, simulate
 
 OURS, THEIRS, BARE, MERGED, BARE_MERGED = "ours", "torch", "bare", "ours_merged", "bare_merged"
 """Sides of a comparison: Meshwright, `torch.distributed.pipelining`, a hand-written loop; see `merge_ranks`."""

@@ -21,10 +21,9 @@ from torch.autograd.graph import get_gradient_edge
 from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.recompute import recompute
-from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.lower import lower
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.simulate import Costs, StageCosts, simulate
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.byte_counters import LiveBytes
 from meshwright_bench.pipeline.cases import (

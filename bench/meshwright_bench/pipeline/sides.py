@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from meshwright.comm.p2p import open_channels
+from meshwright.comm.collectives import open_channels
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
 from meshwright.pipeline.execute import ExecutableStage, Executor, channel_keys
 from meshwright.pipeline.lower import LowerOptions, lower

@@ -19,12 +19,10 @@ from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
 from meshwright.pipeline.actions import ActionKind
-from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.step_clock import ThreadClock, compute_spans
-from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.pipeline.simulate import Costs, StageCosts, simulate
+from meshwright.pipeline.timeline import Span, ThreadClock, Timeline, compute_spans
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Timer, Work, alternate
 from meshwright_bench.pipeline.cases import (

@@ -26,7 +26,7 @@ from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.nn.weight_init import normal_shard
 from meshwright.parallel.pipeline_shared_gradients import SharedGradients, pipelines_on
-from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.pipeline.split_layers import SharedParameter
 from meshwright.train.build_job import initialize
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Timer, Work, alternate

@@ -6,19 +6,32 @@ and its gradient that layer's gradient of the output, without copies. Everything
 (the embedding, the loss, what stands between captured regions, the next stage), which may keep it for its own backward
 and weight gradients: it lives until the micro-batch is done in the chunk, and until it has been sent. So do further
 arguments and results of a layer, and their gradients. An argument that several layers take is one tensor.
+
+Assign numbers to intervals so that those that overlap have different ones.
+
+Intervals are closed: one that ends where another begins overlaps it, because a layer writes its output while it still
+reads its input.
+
+A rank's row of a lowered table as events of captured layers.
+
+The layers of a chunk run in order in a forward, and in reverse in a backward and in the deferred weight gradients. Both
+computations of an overlapped pair take turns in an order that the table does not say: their events count as
+simultaneous.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.capture.coloring import Interval
-from meshwright.capture.events import Event
 from meshwright.capture.signature import Chunks, LayerSignature, TensorSignature
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, ActionKind
+from meshwright.errors import ScheduleError
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, NO_MICROBATCH, Action, ActionKind
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.units import counted
 
 K = ActionKind
 
@@ -171,3 +184,130 @@ def follows_another(layers: Sequence[LayerSignature], layer: int) -> bool:
 def first_with(layers: Sequence[LayerSignature], argument: int) -> int:
     """Return the first layer of a chunk that takes an argument, by the argument's number."""
     return next(at for at, layer in enumerate(layers) if any(one.number == argument for one in layer.arguments))
+
+
+Interval = tuple[int, int]
+"""First and last time."""
+
+
+def color_intervals(intervals: Sequence[Interval]) -> list[int]:
+    """Return a number for each interval, with as few numbers as possible.
+
+    Intervals take the lowest free number in the order in which they begin. A new number is only taken while all others
+    are in use, so that the count is the largest number of intervals that overlap at one time (`largest_overlap`).
+    """
+    colors = [0] * len(intervals)
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []  # end and number
+    used = 0
+    for index in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+        begin, end = intervals[index]
+        while busy and busy[0][0] < begin:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            heapq.heappush(free, used)
+            used += 1
+        colors[index] = heapq.heappop(free)
+        heapq.heappush(busy, (end, colors[index]))
+    return colors
+
+
+def color_groups(groups: Sequence[Sequence[Interval]]) -> list[int]:
+    """Return a number for each group of intervals that must have the same one.
+
+    First fit, in the order in which the groups begin: the fewest if each group is one interval; else the fewest can be
+    hard to find, and this may use more.
+    """
+    colors = [0] * len(groups)
+    taken: list[list[Interval]] = []
+    for index in sorted(range(len(groups)), key=lambda i: min(groups[i])):
+        group = sorted(groups[index])
+        color = next((c for c, others in enumerate(taken) if not _overlaps(others, group)), len(taken))
+        if color == len(taken):
+            taken.append([])
+        taken[color] = list(heapq.merge(taken[color], group))
+        colors[index] = color
+    return colors
+
+
+def overlaps_itself(group: Sequence[Interval]) -> bool:
+    """Return whether any two intervals of a group overlap."""
+    ordered = sorted(group)
+    return any(later[0] <= earlier[1] for earlier, later in zip(ordered, ordered[1:], strict=False))
+
+
+def _overlaps(others: Sequence[Interval], group: Sequence[Interval]) -> bool:
+    """Return whether an interval of one list overlaps one of the other; neither list overlaps itself."""
+    for begin, end in group:
+        at = bisect_right(others, (begin, end))
+        if at < len(others) and others[at][0] <= end:
+            return True
+        if at and others[at - 1][1] >= begin:
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Event:
+    """An action of a rank: of one captured layer if it computes, else of the stage."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+    layer: int | None
+    """Number of the layer in its chunk; None if the action is no computation of a layer."""
+    begin: int
+    """First time at which it may run; times are positions in the list of events."""
+    end: int
+    """Last time at which it may run: `begin`, unless it overlaps."""
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f".{self.layer}"
+        microbatch = "" if self.microbatch == NO_MICROBATCH else str(self.microbatch)
+        return f"{self.stage}{self.kind.value}{microbatch}{layer}"
+
+
+def row_events(schedule: Schedule, rank: int, num_layers: Mapping[int, int]) -> tuple[Event, ...]:
+    """Return the events of a rank's row, in order.
+
+    A computation of a chunk without captured layers is one event without a layer.
+
+    Args:
+        schedule: a lowered table.
+        rank: rank in the pipeline.
+        num_layers: number of captured layers of each stage on the rank.
+
+    Raises:
+        ScheduleError: the table isn't lowered, or has no such rank.
+    """
+    if not 0 <= rank < schedule.num_ranks:
+        raise ScheduleError(
+            f"rank {rank} of a table with {counted(schedule.num_ranks, 'row')}",
+            where="plan_capture, rank",
+            rule="a plan is made for a rank of the table",
+            fix=f"use a rank from 0 to {schedule.num_ranks - 1}",
+        )
+    if schedule.num_ranks > 1 and not schedule.is_lowered:
+        raise ScheduleError(
+            "the table is not lowered",
+            where="plan_capture, schedule",
+            rule="lifetimes end where a lowered table frees tensors",
+            fix="meshwright.pipeline.lower(schedule)",
+        )
+    events: list[Event] = []
+    for action in schedule.actions[rank]:
+        parts = [list(_part_events(part, num_layers)) for part in action.parts()]
+        first, together = len(events), sum(map(len, parts))
+        for part, layer in (event for events_of_part in parts for event in events_of_part):
+            begin, end = (first, first + together - 1) if len(parts) > 1 else (len(events), len(events))
+            events.append(Event(part.kind, part.stage, part.microbatch, layer, begin, end))
+    return tuple(events)
+
+
+def _part_events(part: Action, num_layers: Mapping[int, int]) -> Iterator[tuple[Action, int | None]]:
+    layers: Iterator[int | None] | range = range(num_layers[part.stage]) if part.kind in COMPUTE else range(0)
+    if part.kind in BACKWARDS or part.kind is K.BACKWARD_WEIGHT:
+        layers = range(num_layers[part.stage] - 1, -1, -1)
+    yield from ((part, layer) for layer in layers)
+    if part.kind not in COMPUTE or not num_layers[part.stage]:
+        yield part, None

@@ -19,9 +19,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from meshwright.capture.coloring import Interval, color_groups, color_intervals, overlaps_itself
-from meshwright.capture.events import Event, row_events
-from meshwright.capture.lifetimes import GRADIENTS, Lifetime, Lifetimes, Role
+from meshwright.capture.lifetimes import (
+    GRADIENTS,
+    Event,
+    Interval,
+    Lifetime,
+    Lifetimes,
+    Role,
+    color_groups,
+    color_intervals,
+    overlaps_itself,
+    row_events,
+)
 from meshwright.capture.signature import Chunks, LayerSignature, TensorSignature, chunks_of
 from meshwright.errors import InputError
 from meshwright.pipeline.actions import COMPUTE, ActionKind

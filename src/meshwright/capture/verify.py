@@ -15,8 +15,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from meshwright.capture.events import Event
-from meshwright.capture.lifetimes import COPIES, Content, Role, first_with, follows_another
+from meshwright.capture.lifetimes import COPIES, Content, Event, Role, first_with, follows_another
 from meshwright.capture.plan import CaptureMode, CapturePlan
 from meshwright.capture.signature import LayerSignature, TensorSignature
 from meshwright.errors import CaptureError

@@ -56,7 +56,7 @@ from meshwright.checkpoint.safetensors_file import (
     write_tensors,
 )
 from meshwright.comm import collectives
-from meshwright.comm.collective_timeout import name_failed_collective
+from meshwright.comm.collective_log import name_failed_collective
 from meshwright.errors import CONTINUE, CheckpointError, MeshwrightError, RunError
 from meshwright.log import get_logger
 from meshwright.units import counted, format_bytes

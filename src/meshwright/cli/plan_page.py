@@ -13,8 +13,7 @@ from meshwright.cluster.presets import gpus_by_memory
 from meshwright.config.optimizer.parameter_groups import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.pipeline.costs import Costs
-from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks

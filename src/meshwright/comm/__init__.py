@@ -8,14 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.comm.alltoallv import all_to_all, start_all_to_all
-    from meshwright.comm.alltoallv_async import AllToAllHandle
+    from meshwright.comm.alltoallv import AllToAllHandle, all_to_all, start_all_to_all
     from meshwright.comm.compression.ddp_hook import compress_ddp
     from meshwright.comm.compression.fsdp_compress import Compression, Replicas, compress
     from meshwright.comm.node_groups import Placement, place
 
 _FILES = {
-    "AllToAllHandle": "alltoallv_async",
+    "AllToAllHandle": "alltoallv",
     "Compression": "compression.fsdp_compress",
     "Placement": "node_groups",
     "Replicas": "compression.fsdp_compress",

@@ -9,24 +9,41 @@ weak references to the groups, so a record disappears with its group, and they h
 
 With NCCL, a collective is only enqueued here and runs later; PyTorch's watchdog detects a hang and aborts the process
 with its own message.
+
+Errors for collectives that timed out or lost a rank, with the call site and the state of the other ranks.
+
+Format dtypes, tensors and ranks for messages.
+
+Count what this rank hands to collectives and pipeline channels in a step, by group.
+
+Collectives of FSDP2 and DTensor are counted where they are called, so those in compiled code are not seen. Compressed
+collectives are not either: they keep a count of their own (`compression`).
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import socket
+import threading
 import time
-from functools import cache
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collective_timeout import collective_error, is_lost_rank_error
-from meshwright.comm.message_format import format_ranks, format_tensor
-from meshwright.errors import RunError
+from meshwright.comm.private import group_of, last_collective, replaced_collectives
+from meshwright.errors import CONTINUE, RunError
 
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
 """Environment variable; set to 1 on all ranks to compare ranks before each collective. Read once per group."""
@@ -148,3 +165,204 @@ def compare_ranks(operation: TrackedOperation, facts: str, extra: Any = None) ->
             fix="make the same sequence of calls on every rank, even where a rank has nothing to send",
         )
     return [extra for _, extra in gathered]
+
+
+LOST_RANK_PHRASES = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
+"""Lower-case phrases in a backend's error when another rank is late, lost or in a different collective."""
+EXCHANGE_TIMEOUT_S = 1.0
+"""Seconds to wait for reports from other ranks; ranks stuck in the same hang time out at about the same time."""
+MAX_FRAMES = 8
+NO_REPORT = "reported no failed collective: computing, blocked elsewhere, or stopped"
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+class CollectiveError(RunError):
+    """Failure of a collective because another rank was late, was lost, or entered a different one."""
+
+
+def is_lost_rank_error(error: BaseException) -> bool:
+    """Return whether `error` is a backend's error for a collective that another rank did not complete."""
+    text = f"{type(error).__name__} {error}".lower()
+    return isinstance(error, RuntimeError | OSError) and any(word in text for word in LOST_RANK_PHRASES)
+
+
+@contextmanager
+def name_failed_collective() -> Iterator[None]:
+    """Use PyTorch's flight recorder to name a collective of FSDP2, DTensor or a checkpoint that fails in the block.
+
+    Raises:
+        CollectiveError: a collective timed out or another rank was lost.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not (is_lost_rank_error(error) and dist.is_initialized()):
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        if (last := last_collective()) is None:
+            name = "a collective"
+        else:
+            name = f"{last[0]} in the group of {format_ranks(last[1])}{last[2]}"
+        raise collective_error(name, error, frames=frames) from error
+
+
+def collective_error(
+    name: str,
+    error: BaseException,
+    *,
+    waited_s: float | None = None,
+    frames: traceback.StackSummary | None = None,
+) -> CollectiveError:
+    """Build the error for a collective that failed with `error`.
+
+    Args:
+        name: description of the collective for the message.
+        error: the backend's exception.
+        waited_s: seconds that the collective waited, if known.
+        frames: the stack of its call site; the current stack if None.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    reason = str(error).splitlines()[0].rpartition("] ")[2]
+    stack = _stack(frames if frames is not None else traceback.extract_stack())
+    reports = _exchange_reports(name)
+    peers = "".join(f"\nrank {peer}: {reports.get(peer, NO_REPORT)}" for peer in range(num_ranks) if peer != rank)
+    text = f"rank {rank} of {num_ranks}, host {socket.gethostname()}: {reason}\ncalled at{stack}{peers}"
+    return CollectiveError(
+        f"rank {rank} {_outcome(reason, waited_s)} {name}",
+        where=text.replace("\n", "\n       "),
+        rule="all ranks of a group enter its collectives in the same order, within the group's timeout "
+        "(train.timeout_s)",
+        fix="find out why the other rank did not enter it; MESHWRIGHT_DEBUG_COLLECTIVES=1 compares ranks before "
+        f"each collective; if a rank was only stopped or slow, continue with {CONTINUE}",
+    )
+
+
+def _outcome(reason: str, waited_s: float | None) -> str:
+    text = reason.lower()
+    if "timed out" in text or "timeout" in text:
+        return "timed out in" if waited_s is None else f"timed out after {waited_s:.1f} s in"
+    if any(word in text for word in ("connection", "closed by peer", "broken pipe", "socket")):
+        return "lost the connection to another rank in"
+    return "failed in"
+
+
+def _stack(frames: traceback.StackSummary) -> str:
+    """Format the call site of a collective, innermost frame last, without the frames of PyTorch and this package."""
+    shown = [frame for frame in frames if not frame.filename.startswith(_HIDDEN)]
+    return "".join(f"\n  {f.filename}:{f.lineno} in {f.name}" for f in shown[-MAX_FRAMES:])
+
+
+def _exchange_reports(name: str) -> dict[int, str]:
+    """Report this rank's failed collective to the other ranks, and return theirs by rank.
+
+    Runs in a thread, because the store's host may not respond and store calls accept no shorter timeout.
+    """
+    reports: dict[int, str] = {}
+    thread = threading.Thread(target=_post_and_collect, args=(name, reports), daemon=True, name="exchange-reports")
+    thread.start()
+    thread.join(EXCHANGE_TIMEOUT_S)
+    return dict(reports)
+
+
+def _post_and_collect(name: str, reports: dict[int, str]) -> None:
+    group = dist.group.WORLD
+    assert group is not None, "a collective of several ranks has a group"
+    rank, missing = dist.get_rank(), set(range(dist.get_world_size()))
+    try:
+        store = group.get_group_store()
+        store.set(f"hang-{rank}", name)
+        missing.remove(rank)
+        deadline = time.monotonic() + EXCHANGE_TIMEOUT_S
+        while missing and time.monotonic() < deadline:
+            for peer in list(missing):
+                if store.check([f"hang-{peer}"]):
+                    reports[peer] = store.get(f"hang-{peer}").decode()
+                    missing.remove(peer)
+            time.sleep(0.02)
+    except (AttributeError, RuntimeError, OSError):
+        return  # the store does not exist, or its host is gone
+
+
+def format_dtype(dtype: torch.dtype) -> str:
+    """Format a dtype, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_tensor(x: Tensor) -> str:
+    """Format a tensor's dtype and shape, such as `float32 [2, 3]`."""
+    return f"{format_dtype(x.dtype)} {list(x.shape)}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks, such as `rank 3`, `ranks 0, 2` or `ranks 0 … 7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} … {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
+
+
+SEND, ALL_TO_ALL, EXCHANGE = "send", "all_to_all", "exchange"
+TENSORS = ("input", "input_tensor", "tensor", "self")
+"""Names of the argument that holds a collective's input."""
+
+
+Sent = tuple[str, tuple[int, ...]]
+"""Operation and its group: `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `all_to_all` or `exchange`."""
+
+
+class CollectiveBytes(Counter[Sent]):
+    """Bytes by operation and group, and the CPU time that counting took."""
+
+    cost_s = 0.0
+
+
+@contextmanager
+def count_collectives() -> Iterator[CollectiveBytes]:
+    """Yield the bytes that this rank sends to each peer in the context, by operation and group; in all-to-alls and
+    exchanges, where peers get different amounts, to all of them.
+
+    An all-reduce counts as a reduce-scatter and an all-gather. Each collective counts as what it must send, whatever
+    a backend does: gloo's reduce-scatter, for example, is an all-reduce.
+    """
+    found = CollectiveBytes()
+    depth = 0
+
+    def counting(op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth == 0:  # some call others
+                begin = time.thread_time()
+                arguments = signature.bind(*args, **kwargs).arguments
+                x = next(arguments[name] for name in TENSORS if name in arguments)
+                ranks = tuple(dist.get_process_group_ranks(group_of(arguments.get("group"))))
+                shard = x.numel() if op == "all_gather" else -(-x.numel() // len(ranks))
+                times = 2 if op == "all_reduce" else 1
+                if len(ranks) > 1:
+                    found[op, ranks] += times * shard * x.element_size()
+                found.cost_s += time.thread_time() - begin
+            depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    before = _own_counts()
+    with replaced_collectives(counting):
+        yield found
+    found.update(_own_counts() - before)
+
+
+def _own_counts() -> Counter[Sent]:
+    """Return the bytes that our channels, all-to-alls and exchanges have sent so far."""
+    found: Counter[Sent] = Counter()
+    for record in group_records().values():
+        found[SEND, record.ranks] += record.channel_bytes
+        found[ALL_TO_ALL, record.ranks] += record.all_to_all_bytes
+        found[EXCHANGE, record.ranks] += record.exchange_bytes
+    return found

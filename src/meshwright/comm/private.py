@@ -26,8 +26,6 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.comm.message_format import format_ranks
-
 TASK_KEY = "meshwright.comm.overlap"
 COLLECTIVES = {
     "all_gather": ("all_gather_single", "all_gather_into_tensor", "all_gather_tensor"),
@@ -37,8 +35,11 @@ COLLECTIVES = {
 """Names of the collectives, in `torch.distributed` and among the functional ones; PyTorch 2.13 renamed some."""
 
 
-def last_collective() -> str | None:
-    """Describe the last collective that this process entered; None if PyTorch recorded none."""
+def last_collective() -> tuple[str, list[int], str] | None:
+    """Return the last collective that this process entered, the ranks of its group and its tensors, in words.
+
+    None if PyTorch recorded none.
+    """
     try:
         entries = json.loads(c10d._dump_fr_trace_json(True, False))["entries"]  # type: ignore[attr-defined]
         last = max(entries, key=lambda entry: int(entry["record_id"]))
@@ -49,8 +50,7 @@ def last_collective() -> str | None:
         ranks = dist.get_process_group_ranks(c10d._resolve_process_group(last["process_group"][0]))
     except (AttributeError, KeyError, ValueError, RuntimeError):
         return None
-    of = f", of {shapes}" if shapes else ""
-    return f"{name}, sequence number {number} in the group of {format_ranks(ranks)}{of}"
+    return f"{name}, sequence number {number}", ranks, f", of {shapes}" if shapes else ""
 
 
 def group_name(group: ProcessGroup | None) -> str:

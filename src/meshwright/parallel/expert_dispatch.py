@@ -20,8 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from meshwright.comm.alltoallv import start_all_to_all
-from meshwright.comm.alltoallv_async import AllToAllHandle, SplitExchange
+from meshwright.comm.alltoallv import AllToAllHandle, SplitExchange, start_all_to_all
 from meshwright.comm.collectives import all_reduce_sum, world_size
 from meshwright.nn.experts.balance import BatchCounts, SampleCounts
 from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows

@@ -29,7 +29,7 @@ from meshwright.comm.collectives import rank as own_rank
 from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import new_group
-from meshwright.pipeline.shared_parameters import SharedParameter, stage_groups
+from meshwright.pipeline.split_layers import SharedParameter, stage_groups
 from meshwright.units import counted
 
 

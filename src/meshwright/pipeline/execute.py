@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshwright.comm.collectives import Channel, Transfer
 from meshwright.comm.overlap import helper_thread
-from meshwright.comm.p2p import Channel, Transfer
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore, compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, Action, ActionKind, Overlap
 from meshwright.pipeline.overlapped_pair import Operation, OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.step_clock import ReadClocks, TimedOperation
+from meshwright.pipeline.timeline import ReadClocks, TimedOperation
 
 K = ActionKind
 ChannelKey = tuple[int, int, ActionKind]

@@ -23,9 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, Action, ActionKind, Overlap
-from meshwright.pipeline.costs import Costs
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.simulate import Costs, simulate
 
 K = ActionKind
 Row = list[Action | Overlap]

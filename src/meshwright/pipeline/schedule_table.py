@@ -3,17 +3,26 @@
 Generators (`generate/`) emit compute only; `lower` adds communication, frees, sharding and buffer slots; `verify`,
 `simulate` and `draw` accept both; `execute` runs a lowered table and contains no policy. A single stage on one rank is
 plain gradient accumulation, `F0 B0 F1 B1 …`, so every step takes the same path, and the verified table is what runs.
+
+Serialization of tables: JSON for the full table, and CSV, which can be written by hand, for the compute actions.
+
+A CSV has one line per rank and one action per cell, `0F0,0F1,0B0,0B1`. Empty cells and lines starting with `#` are
+ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions. Compute-only tables written by
+`torch.distributed.pipelining` can be read, with its overlaps, `(0F3;3B1)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import count
 
-from meshwright.pipeline import serialize
-from meshwright.pipeline.actions import COMPUTE, Action, K, Overlap
+from meshwright.errors import ScheduleError
+from meshwright.pipeline.actions import COMPUTE, NO_MICROBATCH, RECVS, STAGE_LEVEL, Action, ActionKind, K, Overlap
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,7 @@ class Schedule:
 
     def to_json(self) -> str:
         """Serialize the full table; `from_json` is the inverse."""
-        return serialize.to_json(self.kind, self.num_microbatches, self.stage_ranks, self.actions)
+        return to_json(self.kind, self.num_microbatches, self.stage_ranks, self.actions)
 
     @staticmethod
     def from_json(source: str, *, where: str = "JSON") -> Schedule:
@@ -93,11 +102,11 @@ class Schedule:
         Raises:
             ScheduleError: `source` is not a pipeline table; the message locates the error.
         """
-        return Schedule(*serialize.from_json(source, where=where))
+        return Schedule(*from_json(source, where=where))
 
     def to_csv(self) -> str:
         """Serialize the compute actions, one line per rank and one cell per action."""
-        return serialize.to_csv(self.compute_only().actions)
+        return to_csv(self.compute_only().actions)
 
     @staticmethod
     def from_csv(source: str, *, where: str = "CSV", kind: str = "csv") -> Schedule:
@@ -106,7 +115,7 @@ class Schedule:
         Raises:
             ScheduleError: a cell is not an action (the message gives line and column), or a stage lacks a unique rank.
         """
-        return Schedule(kind, *serialize.from_csv(source, where=where))
+        return Schedule(kind, *from_csv(source, where=where))
 
 
 def single_stage(num_microbatches: int) -> Schedule:
@@ -114,3 +123,156 @@ def single_stage(num_microbatches: int) -> Schedule:
     kinds = (K.FORWARD, K.BACKWARD)
     actions = tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in kinds)
     return Schedule("one stage", num_microbatches, (0,), (actions,))
+
+
+Actions = tuple[tuple[Action | Overlap, ...], ...]
+"""Ordered actions by rank."""
+
+FORMAT = "meshwright pipeline table 1"
+CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
+TORCH_REDUCE = re.compile(r"[0-9]+REDUCE_GRAD")
+TORCH_OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+ALMOST_A_CELL = re.compile(r"(?<![0-9])([0-9]{1,9})[\s_:]*([FBIW])[\s_:]*([0-9]{1,9})(?![0-9])")
+BY_NAME = {kind.value: kind for kind in ActionKind}
+SOME_CELL = "stage, kind and micro-batch, such as 2F3"
+CELL_RULE = (
+    "a cell is stage, kind and micro-batch, such as 2F3, with kind F, B, I or W; overlapping actions are joined by +"
+)
+
+
+def parse_action(cell: str) -> Action | Overlap:
+    """Parse the string form of an action.
+
+    Raises:
+        ScheduleError: `cell` is not an action.
+    """
+    of_torch = TORCH_OVERLAP.fullmatch(cell)
+    first, plus, second = of_torch.expand(r"\1+\2").partition("+") if of_torch else cell.partition("+")
+    if plus:
+        return Overlap(_parse_single(first, cell), _parse_single(second, cell))
+    return _parse_single(first, cell)
+
+
+def to_json(kind: str, num_microbatches: int, stage_ranks: tuple[int, ...], actions: Actions) -> str:
+    """Serialize the full table."""
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "kind": kind,
+            "num_microbatches": num_microbatches,
+            "stage_ranks": list(stage_ranks),
+            "actions": [" ".join(map(str, row)) for row in actions],
+        },
+        indent=1,
+    )
+
+
+def from_json(source: str, *, where: str) -> tuple[str, int, tuple[int, ...], Actions]:
+    """Parse JSON written by `to_json` and return its arguments."""
+    try:
+        table = json.loads(source)
+        if not isinstance(table, dict) or table.get("format") != FORMAT:
+            raise ScheduleError("not a pipeline table", where=where, rule=f"format must be {FORMAT!r}")
+        actions = tuple(
+            tuple(
+                _at(parse_action, cell, f"{where}, rank {rank}, action {i + 1}") for i, cell in enumerate(row.split())
+            )
+            for rank, row in enumerate(table["actions"])
+        )
+        stage_ranks = tuple(map(int, table["stage_ranks"]))
+        return str(table["kind"]), int(table["num_microbatches"]), stage_ranks, actions
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ScheduleError(
+            f"not a pipeline table: {type(error).__name__}: {error}", where=where, rule="written by Schedule.to_json"
+        ) from error
+
+
+def to_csv(actions: Actions) -> str:
+    """Serialize compute actions, one line per rank."""
+    return "".join(",".join(map(str, row)) + "\n" for row in actions)
+
+
+def from_csv(source: str, *, where: str) -> tuple[int, tuple[int, ...], Actions]:
+    """Parse a CSV; return the number of micro-batches, the rank of each stage, and the actions."""
+    rows: list[tuple[Action | Overlap, ...]] = []
+    for number, line in enumerate(source.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        row, column = [], 1
+        for cell in line.split(","):
+            text = cell.strip()
+            if text and not TORCH_REDUCE.fullmatch(text):
+                place = f"{where}, line {number}, column {column + len(cell) - len(cell.lstrip())}"
+                row.append(_at(_parse_compute, text, place))
+            column += len(cell) + 1
+        rows.append(tuple(row))
+    if not any(rows):
+        raise ScheduleError("no actions", where=where, rule="one line per rank, one cell per action: 0F0,0F1,0B0,0B1")
+    parts = [(rank, part) for rank, row in enumerate(rows) for action in row for part in action.parts()]
+    num_microbatches = 1 + max(part.microbatch for _, part in parts)
+    return num_microbatches, _stage_ranks(parts, where), tuple(rows)
+
+
+def _stage_ranks(parts: list[tuple[int, Action]], where: str) -> tuple[int, ...]:
+    owners: dict[int, int] = {}
+    for rank, part in parts:
+        if owners.setdefault(part.stage, rank) != rank:
+            raise ScheduleError(
+                f"stage {part.stage} is on rank {owners[part.stage]} and on rank {rank} ({part})",
+                where=where,
+                rule="a stage is on one rank; line n of the file is rank n-1",
+                fix=f"move {part} to the line of rank {owners[part.stage]}",
+            )
+    missing = next(stage for stage in count() if stage not in owners)
+    if missing < len(owners):
+        raise ScheduleError(
+            f"stage {missing} is missing, but stage {max(owners)} is present",
+            where=where,
+            rule="stages are numbered consecutively from 0, in model order",
+            fix=f"add the actions of stage {missing}, or renumber the stages",
+        )
+    return tuple(owners[stage] for stage in sorted(owners))
+
+
+def _at(parse: Callable[[str], Action | Overlap], cell: str, place: str) -> Action | Overlap:
+    try:
+        return parse(cell)
+    except ScheduleError as error:
+        raise ScheduleError(error.what, where=place, rule=error.rule, fix=error.fix) from None
+
+
+def _parse_compute(cell: str) -> Action | Overlap:
+    action = parse_action(cell)
+    for part in action.parts():
+        if part.kind not in COMPUTE:
+            raise ScheduleError(
+                f"{cell} is not a computation",
+                rule="a CSV contains compute actions only; lowering adds the others",
+                fix=f"remove {part}",
+            )
+    return action
+
+
+def _parse_single(text: str, cell: str) -> Action:
+    match = CELL.fullmatch(text.strip())
+    kind = BY_NAME.get(match[2]) if match else None
+    if match is None or kind is None:
+        raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=_suggestion(cell))
+    if (match[3] is None) is not (kind in STAGE_LEVEL) or (match[4] is not None and kind not in RECVS):
+        right = f"{match[1]}{match[2]}{'' if kind in STAGE_LEVEL else match[3]}"
+        needs_microbatch = match[3] is None and kind not in STAGE_LEVEL
+        fix = f"{cell} with its micro-batch, such as 2F3" if needs_microbatch else cell.replace(text, right)
+        raise ScheduleError(f"{cell!r} is not an action", rule=CELL_RULE, fix=fix)
+    microbatch = NO_MICROBATCH if match[3] is None else int(match[3])
+    return Action(kind, int(match[1]), microbatch, None if match[4] is None else int(match[4]))
+
+
+def _suggestion(text: str) -> str:
+    """Return the valid cells closest to `text` if they hold all that it does; else what a cell is."""
+    upper = text.upper()
+    found = ["".join(parts) for parts in ALMOST_A_CELL.findall(upper)]
+    rest = ALMOST_A_CELL.sub("", upper).replace("OVERLAP_F_B", "").replace("OVERLAP", "")
+    if not found or re.search("[A-Z0-9]", rest):
+        return SOME_CELL
+    overlap = len(found) == 2 and re.search(r"[+(]|OVERLAP", upper)
+    return ("+" if overlap else ",").join(found)

@@ -2,12 +2,18 @@
 
 Stages are balanced by cost, including the embedding and the output head, so the last stage gets fewer layers if the
 vocabulary is large.
+
+Parameters shared between pipeline stages, with the stages that hold a replica and its name on each.
+
+A tied word embedding is on the first and the last stage; the conditioning embedders of a diffusion transformer are on
+all stages. The model declares shared parameters explicitly; they are never inferred from names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from meshwright.errors import ScheduleError
 from meshwright.units import counted
@@ -71,3 +77,22 @@ def layer_ranges(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
     """Return the layer indices of each stage."""
     starts = [sum(layers_per_stage[:stage]) for stage in range(len(layers_per_stage) + 1)]
     return tuple(range(starts[stage], starts[stage + 1]) for stage in range(len(layers_per_stage)))
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """Parameter replicated on several stages."""
+
+    key: str
+    """Name in the full model."""
+    sites: tuple[tuple[int, str], ...]
+    """Stages that hold a replica and its qualified name in each stage's module, lowest stage first."""
+
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages that hold a replica."""
+        return tuple(stage for stage, _ in self.sites)
+
+
+def stage_groups(shared: Iterable[SharedParameter]) -> tuple[tuple[int, ...], ...]:
+    """Return the distinct sets of stages that share parameters; a table syncs each set once."""
+    return tuple(sorted({parameter.stages() for parameter in shared if len(parameter.sites) > 1}))

@@ -1,14 +1,24 @@
-"""Timelines of executed actions, simulated or measured, in a common format for comparison."""
+"""Timelines of executed actions, simulated or measured, in a common format for comparison.
+
+Clocks of a thread, and the times of a step's operations read from them.
+
+A thread is at any moment on a core, ready but waiting for one, or blocked: in a collective, a message or a queue.
+Linux accounts for all three (`/proc/<pid>/schedstat`, Documentation/scheduler/sched-stats), so what a step on CPU waits
+for is measured from outside, without instrumenting the collectives of FSDP2 and DTensor. With several OpenMP threads,
+waiting for the others counts as blocked, too.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.pipeline.actions import Action
-from meshwright.pipeline.serialize import parse_action
+from meshwright.pipeline.actions import COMPUTE, Action
+from meshwright.pipeline.schedule_table import parse_action
 
 
 @dataclass(frozen=True)
@@ -96,3 +106,78 @@ def from_values(values: Mapping[str, Any]) -> dict[str, Timeline]:
         spans = (Span(rank, parse_action(text).parts()[0], start, end) for rank, text, start, end in entry["spans"])
         timelines[name] = Timeline(entry["num_ranks"], tuple(spans))
     return timelines
+
+
+SCHEDSTAT = "/proc/thread-self/schedstat"
+
+
+class Reading(NamedTuple):
+    """Reading of a thread's clocks, in seconds."""
+
+    wall: float
+    cpu: float
+    """Time on a core."""
+    queued: float
+    """Time ready to run, waiting for a core."""
+
+    def __sub__(self, earlier: Reading) -> Reading:
+        return Reading(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+    @property
+    def blocked(self) -> float:
+        """Rest of the wall time."""
+        return max(0.0, self.wall - self.cpu - self.queued)
+
+
+ReadClocks = Callable[[], Reading]
+
+
+class ThreadClock:
+    """Clocks of the thread that makes this object; only that thread may read them."""
+
+    def __init__(self) -> None:
+        try:
+            self._file: int | None = os.open(SCHEDSTAT, os.O_RDONLY)
+        except OSError:  # not Linux, or a kernel without it: waiting for a core counts as blocked
+            self._file = None
+
+    def __call__(self) -> Reading:
+        """Read all clocks, in about 2 µs."""
+        queued = 0.0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        return Reading(time.perf_counter(), time.thread_time(), queued)
+
+    def close(self) -> None:
+        """Close the file of the clock."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+@dataclass(frozen=True)
+class TimedOperation:
+    """Clocks around an operation of the executor; only an overlapped pair has two actions."""
+
+    actions: tuple[Action, ...]
+    before: Reading
+    """Before waiting for received inputs."""
+    start: Reading
+    end: Reading
+    turns: float | None
+    """Wall time that divides a pair's time by its turns, so that its spans don't overlap."""
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether the operation computes, rather than sends, receives, reduces or frees."""
+        return self.actions[0].kind in COMPUTE
+
+    def spans(self, rank: int) -> list[Span]:
+        """Return the spans of the actions on a rank of the pipeline."""
+        start, end = self.start.wall, self.end.wall
+        if self.turns is None:
+            return [Span(rank, self.actions[0], start, end)]
+        return [Span(rank, self.actions[0], start, self.turns), Span(rank, self.actions[1], self.turns, end)]
+
+
+def compute_spans(timed: Sequence[TimedOperation], *, rank: int) -> list[Span]:
+    """Return the spans of a row's computations, in seconds of the wall clock."""
+    return [span for one in timed if one.is_compute for span in one.spans(rank)]

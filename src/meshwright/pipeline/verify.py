@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, STAGE_LEVEL, Action, ActionKind, Overlap
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.verify_buffers import check_buffers
-from meshwright.pipeline.verify_error import ActionLocation, before, violation
+from meshwright.pipeline.verify_buffers import ActionLocation, before, check_buffers, violation
 from meshwright.units import counted
 
 K = ActionKind

@@ -4,17 +4,29 @@
 gradient occupies its slot from RECV_B to FREE_GRAD and is used by B or I, and W. An output is live from F to FREE_OUT
 and is used by SEND_F; the gradient of an input is live from B or I to FREE_IN_GRAD and is used by SEND_B. The table
 frees only tensors that cross ranks; it omits tensors passed within a rank.
+
+Errors raised by `verify`, with the action, its rank and position, the violated rule, and a fix.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, RECVS, SENDS, STAGE_LEVEL, Action, ActionKind
+from meshwright.pipeline.actions import (
+    BACKWARDS,
+    COMPUTE,
+    FREES,
+    RECVS,
+    SENDS,
+    STAGE_LEVEL,
+    Action,
+    ActionKind,
+    Overlap,
+)
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.verify_error import ActionLocation, before, violation
 
 K = ActionKind
 Key = tuple[ActionKind, int, int]
@@ -265,3 +277,24 @@ def _check_partners(schedule: Schedule) -> None:
                 rule="a group syncs once on each rank with one of its stages",
                 fix="put one SYNC_SHARED on each of the group's ranks",
             )  # fmt: skip
+
+
+class ActionLocation(NamedTuple):
+    """Rank and position of an action in a table."""
+
+    rank: int
+    position: int
+    """Zero-based index in the rank's row; messages count from 1."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, position {self.position + 1}"
+
+
+def violation(loc: ActionLocation, action: Action | Overlap, what: str, *, rule: str, fix: str) -> ScheduleError:
+    """Return an error about an action; `what` continues a sentence that starts with the action."""
+    return ScheduleError(f"{action} {what}", where=f"{loc}, {action}", rule=rule, fix=fix)
+
+
+def before(position: int | None) -> str:
+    """Return ` before position …`, or an empty string if there is no position."""
+    return "" if position is None else f" before position {position + 1}"

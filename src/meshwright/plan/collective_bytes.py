@@ -22,7 +22,7 @@ from math import prod
 from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
-from meshwright.pipeline.shared_parameters import stage_groups
+from meshwright.pipeline.split_layers import stage_groups
 from meshwright.plan.context.sent_bytes import sent_by_attention
 from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
 from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes

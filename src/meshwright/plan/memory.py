@@ -15,8 +15,7 @@ from functools import lru_cache
 
 from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.pipeline.costs import Costs, StageCosts
-from meshwright.pipeline.simulate import PeakBytes, simulate
+from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
 from meshwright.plan.block_layers import SavedBytes
 from meshwright.plan.collective_bytes import two_stage_peers
 from meshwright.plan.context.exchange import Exchange, make_exchange

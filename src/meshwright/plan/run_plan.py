@@ -18,7 +18,7 @@ from meshwright.models.contract.tp_styles import Style
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.optim.planned import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.pipeline.split_layers import SharedParameter
 from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers, SavedBytes
 from meshwright.plan.mesh_views import Atoms, Mesh
 

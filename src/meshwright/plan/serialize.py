@@ -16,8 +16,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 
 from meshwright.errors import ConfigError, ScheduleError
 from meshwright.pipeline.actions import Action, Overlap
-from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.serialize import parse_action
+from meshwright.pipeline.schedule_table import Schedule, parse_action
 from meshwright.plan.run_plan import FORMAT, RunPlan
 
 WIDTH = 160

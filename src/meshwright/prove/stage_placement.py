@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshwright.pipeline.shared_parameters import SharedParameter
+from meshwright.pipeline.split_layers import SharedParameter
 from meshwright.plan.run_plan import RunPlan
 from meshwright.units import join_words
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from meshwright.comm.collectives import exchange
 from meshwright.comm.collectives import rank as rank_in
-from meshwright.comm.p2p import exchange
 from meshwright.errors import LayoutError
 from meshwright.reshard.run.shard_exchange import IndexRun, slice_runs
 from meshwright.reshard.transfer_plan import Move, TransferPlan

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comm.collective_timeout import name_failed_collective
+from meshwright.comm.collective_log import name_failed_collective
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError

@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from meshwright.comm.collectives import Channel, open_channels
 from meshwright.comm.overlap import SwitchesTasks
-from meshwright.comm.p2p import Channel, open_channels
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.task import Batch

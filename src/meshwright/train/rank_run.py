@@ -10,7 +10,7 @@ import torch
 
 from meshwright.cluster.host import host_memory_bytes
 from meshwright.comm.collectives import all_gather_object, broadcast_object
-from meshwright.comm.node_topology import host_identity, node_numbers
+from meshwright.comm.node_groups import host_identity, node_numbers
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig

@@ -16,9 +16,7 @@ from meshwright.capture.lifetimes import Role
 from meshwright.capture.plan import plan_capture
 from meshwright.capture.run.runner import Runner
 from meshwright.capture.run.simulated_graphs import SimulatedGraphs
-from meshwright.capture.run.static_tensors import StaticTensors
-from meshwright.capture.run.static_weights import StaticWeights
-from meshwright.capture.run.weight_gradients import AccumulatedGradients, ReturnedGradients
+from meshwright.capture.run.static_tensors import AccumulatedGradients, ReturnedGradients, StaticTensors, StaticWeights
 from meshwright.capture.signature import LayerSignature
 from meshwright.errors import CaptureError
 from meshwright.pipeline import Action, ActionKind, Overlap, Schedule, lower

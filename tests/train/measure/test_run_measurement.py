@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from meshwright.comm.collective_count import count_collectives
+from meshwright.comm.collective_log import count_collectives
 from meshwright.comm.private import COLLECTIVES
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.plan.traffic import predict_traffic

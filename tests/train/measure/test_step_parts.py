@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.pipeline.actions import Action, ActionKind
-from meshwright.pipeline.step_clock import Reading, ThreadClock, TimedOperation, compute_spans
+from meshwright.pipeline.timeline import Reading, ThreadClock, TimedOperation, compute_spans
 from meshwright.train.measure.step_parts import raw_parts
 
 KINDS = [ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE]

@@ -8,8 +8,7 @@ from dataclasses import asdict
 
 from meshwright.config.dump import to_toml
 from meshwright.config.load import load
-from meshwright.pipeline.costs import Costs
-from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan

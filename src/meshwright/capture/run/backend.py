@@ -1,23 +1,35 @@
 """Interface of a backend: the graphs of one layer, captured and replayed.
 
 A backend knows how a graph is captured and replayed, and nothing of which micro-batch or buffer it is for.
+
+A layer's graphs, run eagerly on static tensors: the computations that the backend `cuda` captures.
+
+If a run with graphs differs from one without, this backend tells whether static tensors are at fault, or capturing.
+
+A layer's CUDA graphs: captured at the first call, replayed at later ones.
+
+[Note: memory of a pool] What a forward saves stays allocated while its autograd graph is alive, which is until the
+backward is captured. Then, and whenever a temporary tensor of a capture is freed, its memory goes to graphs that are
+captured later in the same pool. They run later in each replay too, because graphs are captured in the order of the
+table.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.capture.plan import Graph
-from meshwright.capture.run.call import rebuild
-from meshwright.capture.run.observe import Observation
-from meshwright.capture.run.static_tensors import Static
-from meshwright.capture.run.static_weights import StaticWeights
-from meshwright.capture.run.weight_gradients import WeightGradients
+from meshwright.capture.run.observe import Observation, flatten, rebuild
+from meshwright.capture.run.private import using_parameters
+from meshwright.capture.run.static_tensors import Static, StaticWeights, WeightGradients
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
 from meshwright.nn.step_handles import StepHandle
@@ -185,3 +197,230 @@ class LayerFailed(CaptureError):
             fix="leave the layer eager",
         )
         self.layer, self.reason = layer, reason
+
+
+class EagerGraphs(LayerGraphs):
+    """Computations of one layer and instance on static tensors.
+
+    Args:
+        layer: the layer.
+        backwards: number of the first forward's backwards to capture; each micro-batch runs one of them.
+    """
+
+    def __init__(self, layer: CapturedLayer, *, backwards: int) -> None:
+        self._layer, self._backwards = layer, backwards
+        self._remaining = 0
+        """Backwards that still follow the last forward."""
+        self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
+        self._position = {id(weight): at for at, weight in enumerate(self._weights)}
+        self._stored: dict[str, list[int]] = {}
+        self._leaves: list[Tensor] = []
+        self._roots: list[Tensor] = []
+        self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
+        self._positions: list[int] = []
+        self.contributions: dict[StepHandle, Tensor] = {}
+        self.reaches: list[frozenset[int]] = []
+
+    def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
+        """Run the forward."""
+        sources, targets = [one.read() for one in inputs], [one.hold() for one in outputs]
+        self.run("forward", lambda: self._forward(sources, targets))
+
+    def backward(
+        self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
+    ) -> Sequence[int]:
+        """Run the backward."""
+        given = [one.read() for one in gradients if one is not None]
+        targets = [one.hold() for one in found if one is not None]
+        name = "split backward" if defers else "backward"
+        self.run(name, lambda: self._backward(name, given, targets, defers=defers))
+        return self._stored[name]
+
+    def deferred(self) -> list[int]:
+        """Return the positions of the deferred weights."""
+        return self._positions
+
+    def weights(self) -> None:
+        """Compute the deferred weight gradients."""
+        self.run("weights", self._compute_deferred)
+
+    def finish(self) -> None:
+        """Do nothing: what comes later overwrites what it needs."""
+
+    def times(self) -> Times | None:
+        """Return None: the layer runs eagerly either way."""
+        return None
+
+    @torch.no_grad()
+    def run(self, name: str, computation: Callable[[], None]) -> None:
+        """Run one of the computations, or its graph."""
+        computation()
+
+    def run_without_trace(self, sources: Sequence[Tensor]) -> None:
+        """Run forward and backward, on gradients of zero."""
+        with contributing(self._layer.handles), deferring(self._layer.store, False):
+            roots = self._differentiable(sources)
+            self._differentiate(roots, [torch.zeros_like(root) for root in roots], keeps=False)
+
+    def _forward(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        with contributing(self._layer.handles) as self.contributions:
+            results = self._results(sources)
+            for target, result in zip(targets, results, strict=True):
+                target.detach().copy_(result.detach())
+        self._roots = [one for one in results if one.requires_grad]
+        self.reaches = reached(self._roots, [*self._wanted(), *self._weights])
+        self._remaining, self._backwards = self._backwards, 1
+
+    def _backward(self, name: str, given: Sequence[Tensor], targets: Sequence[Tensor], *, defers: bool) -> None:
+        self._remaining -= 1
+        with deferring(self._layer.store, defers) as entries:
+            of_inputs, self._stored[name] = self._differentiate(self._roots, given, keeps=self._remaining > 0)
+            for target, gradient in zip(targets, of_inputs, strict=True):
+                target.zero_() if gradient is None else target.copy_(gradient)
+        if defers:
+            self._deferred = [(self._position[id(one.parameter)], one.compute, one.tensors) for one in entries]
+            self._positions = [position for position, _, _ in self._deferred]
+        if not self._remaining:
+            self._roots, self._leaves = [], []
+
+    def _compute_deferred(self) -> None:
+        store_sums(self._layer.gradients, ((at, compute(*tensors)) for at, compute, tensors in self._deferred))
+        self._deferred = []
+
+    def _wanted(self) -> list[Tensor]:
+        return [leaf for leaf in self._leaves if leaf.requires_grad]
+
+    def _differentiable(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        return [one for one in self._results(sources) if one.requires_grad]
+
+    def _results(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Run the forward on static inputs; returns the results, the output first."""
+        observed = self._layer.observed
+        pairs = zip(sources, observed.inputs, strict=True)
+        self._leaves = [one.detach().requires_grad_(facts.requires_grad) for one, facts in pairs]
+        with torch.enable_grad(), using_parameters(self._layer.module, self._replacements):
+            results: list[Tensor] = flatten(self._layer.run(self._leaves))[1]
+        return [results[at] for at in observed.order()]
+
+    def _differentiate(
+        self, roots: Sequence[Tensor], given: Sequence[Tensor], *, keeps: bool
+    ) -> tuple[list[Tensor | None], list[int]]:
+        """Run the backward and store weight gradients; returns the gradients of the inputs, and stored positions."""
+        wanted = self._wanted()
+        with using_parameters(self._layer.module, self._replacements):
+            found: Any = torch.autograd.grad(
+                roots, [*wanted, *self._weights], list(given), allow_unused=True, retain_graph=keeps
+            )
+        of_weights = {at: one for at, one in enumerate(found[len(wanted) :]) if one is not None}
+        for at, gradient in of_weights.items():
+            self._layer.gradients.store(at, gradient)
+        return list(found[: len(wanted)]), list(of_weights)
+
+
+ROUNDS, REPEATS = 5, 10
+"""Rounds of a measurement, and calls in each."""
+
+
+class CudaPools:
+    """Memory pools of a plan, and the stream that graphs are captured on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._handles: dict[int, Any] = {}
+        self._warm: set[int] = set()
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)
+
+    def handle(self, pool: int) -> Any:
+        """Return the handle of a pool, by its number in the plan."""
+        if pool not in self._handles:
+            self._handles[pool] = torch.cuda.graph_pool_handle()
+        return self._handles[pool]
+
+    def is_first(self, layer: CapturedLayer) -> bool:
+        """Return whether this is the first question for a layer."""
+        is_first = id(layer) not in self._warm
+        self._warm.add(id(layer))
+        return is_first
+
+    def num_bytes(self) -> int:
+        """Return the memory reserved since these pools were made."""
+        return max(0, torch.cuda.memory_reserved(self.device) - self._before)
+
+
+class CudaGraphs(EagerGraphs):
+    """Graphs of one layer and instance.
+
+    Args:
+        layer: the layer.
+        pools: memory pools of the plan.
+        pool: number of the pool.
+        backwards: number of the forward's backwards to capture; each micro-batch replays one of them.
+    """
+
+    def __init__(self, layer: CapturedLayer, pools: CudaPools, pool: int, *, backwards: int) -> None:
+        super().__init__(layer, backwards=backwards)
+        self._pools, self._pool = pools, pools.handle(pool)
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        self._sources: list[Tensor] = []
+
+    def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
+        """Replay the forward; the first call captures it."""
+        if not self._graphs:
+            self._sources = [one.read() for one in inputs]
+            if self._pools.is_first(self._layer):
+                self._warm_up()
+        super().forward(inputs, outputs)
+
+    def run(self, name: str, computation: Callable[[], None]) -> None:
+        """Replay a computation's graph; the first call captures it. Other threads may use the device meanwhile."""
+        if name in self._graphs:
+            self._graphs[name].replay()
+            return
+        graph, stream = torch.cuda.CUDAGraph(), self._pools.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                computation()
+            except Exception:
+                with suppress(RuntimeError):  # it only says that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graphs[name] = graph
+
+    def times(self) -> Times:
+        """Measure forward and backward on what lies in static memory, alternating; medians."""
+        eager, replayed = [], []
+        for _ in range(ROUNDS):
+            eager.append(self._seconds(lambda: self.run_without_trace(self._sources)))
+            replayed.append(self._seconds(self._replay))
+        return Times(median(eager), median(replayed))
+
+    def _seconds(self, work: Callable[[], None]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(self._pools.device)
+        begin.record()
+        for _ in range(REPEATS):
+            work()
+        end.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return milliseconds / 1000 / REPEATS
+
+    def _replay(self) -> None:
+        for graph in self._graphs.values():
+            graph.replay()
+
+    def _warm_up(self) -> None:
+        """Run forward and backward once: libraries allocate and choose algorithms in their first calls."""
+        stream = self._pools.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run_without_trace(self._sources)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize(self._pools.device)

@@ -2,15 +2,30 @@
 
 An observed forward runs eagerly and as usual. What a graph can't do is a reason to leave the layer eager: wait for the
 device to read a tensor on the host, move bytes between ranks, hold parameters that are gathered while it runs.
+
+Arguments and results of a layer as a list of tensors and a template of everything else.
+
+Tensors may stand in tuples, lists, dicts and plain objects such as dataclasses. Everything else is a constant: a graph
+has it baked in, so it must be equal whenever the graph is replayed.
+
+Restore what warm-up and capturing change: gradients, random number generators, buffers, step handles, amaxes.
 """
 
 from __future__ import annotations
 
+import inspect
+import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -18,10 +33,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.capture.run.call import flatten, storages
 from meshwright.capture.run.private import TorchDispatchMode
-from meshwright.capture.run.static_tensors import is_same
-from meshwright.capture.run.static_weights import TensorFacts
+from meshwright.capture.run.static_tensors import TensorFacts, is_same
 from meshwright.capture.signature import (
     ITEM_BYTES,
     ArgumentSignature,
@@ -29,6 +42,8 @@ from meshwright.capture.signature import (
     ResultSignature,
     TensorSignature,
 )
+from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.step_handles import StepHandle
 
 HOST_READS = frozenset({
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "tensor", "allclose",
@@ -222,3 +237,172 @@ def _caller() -> str:
         if frame.filename != __file__ and f"{torch.__name__}/" not in frame.filename:
             return f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
     return "unknown"
+
+
+@dataclass(frozen=True)
+class Hole:
+    """Place of a tensor in a template."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class ObjectTemplate:
+    """A plain object with its attributes as templates."""
+
+    kind: type
+    attributes: dict[str, Any]
+
+
+def flatten(value: Any) -> tuple[Any, list[Tensor]]:
+    """Return a value's template and its tensors, in order."""
+    tensors: list[Tensor] = []
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            return Hole(len(tensors) - 1)
+        if type(part) in (tuple, list):
+            return type(part)(map(walk, part))
+        if type(part) is dict:
+            return {key: walk(item) for key, item in part.items()}
+        if _is_plain_object(part):
+            return ObjectTemplate(type(part), {name: walk(item) for name, item in vars(part).items()})
+        return part
+
+    return walk(value), tensors
+
+
+def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the value of a template with the given tensors."""
+    if isinstance(template, Hole):
+        return tensors[template.index]
+    if type(template) in (tuple, list):
+        return type(template)(rebuild(part, tensors) for part in template)
+    if type(template) is dict:
+        return {key: rebuild(part, tensors) for key, part in template.items()}
+    if isinstance(template, ObjectTemplate):
+        made: Any = object.__new__(template.kind)
+        for name, part in template.attributes.items():
+            object.__setattr__(made, name, rebuild(part, tensors))  # also of a frozen dataclass
+        return made
+    return template
+
+
+def difference(one: Any, other: Any, path: str = "") -> str | None:
+    """Return the path of the first constant in which two templates differ; None if they are equal."""
+    if isinstance(one, ObjectTemplate) and isinstance(other, ObjectTemplate):
+        if one.kind is not other.kind:
+            return path or "the arguments"
+        one, other = one.attributes, other.attributes
+    if type(one) is not type(other):
+        return path or "the arguments"
+    if isinstance(one, dict):
+        if one.keys() != other.keys():
+            return path or "the arguments"
+        return next(filter(None, (difference(one[k], other[k], f"{path}.{k}".lstrip(".")) for k in one)), None)
+    if isinstance(one, (tuple, list)):
+        if len(one) != len(other):
+            return path or "the arguments"
+        pairs = enumerate(zip(one, other, strict=True))
+        return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in pairs)), None)
+    return None if one is other or _equal(one, other) else path or "an argument"
+
+
+def storages(value: Any) -> Iterator[int]:
+    """Yield the addresses of the storages of all tensors in a value."""
+    yield from (t.untyped_storage().data_ptr() for t in flatten(value)[1])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _is_plain_object(part: Any) -> bool:
+    special = (type, FunctionType, nn.Module, Enum, torch.Generator)
+    return hasattr(part, "__dict__") and not callable(part) and not isinstance(part, special)
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = ()) -> Iterator[None]:
+    """Context that leaves no trace in modules and generators, however it ends.
+
+    Gradients, values of buffers and of other tensors that modules hold in plain objects (such as the amax of float8
+    layers), what step handles got, deferred weight gradients, and the state of the CPU's and the devices' random number
+    generators are put back. Gradients are set aside, not copied.
+    """
+    modules, stores = list(modules), list(stores)
+    parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+    tensors = {id(t): t for module in modules for one in module.modules() for t in _held(one)}.values()
+    handles = {id(h): h for module in modules for h in module.modules() if isinstance(h, StepHandle)}.values()
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    contributions = [(handle, handle.take_contribution()) for handle in handles]
+    deferred = [(store, store.take()) for store in stores]
+    generators = _generator_states()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.detach().copy_(value)
+        for handle, contribution in contributions:
+            handle.take_contribution()
+            if contribution is not None:
+                handle.add_contribution(contribution)
+        for store, entries in deferred:
+            store.take()
+            store.defers = False
+            for entry in entries:
+                store.put(entry.parameter, entry.compute, *entry.tensors)
+        _restore_generators(generators)
+
+
+def host_state(module: nn.Module) -> Any:
+    """Return a template of what the forwards of a module may keep on the host, which a graph has baked in.
+
+    That are attributes, variables of the class, of closures and of the file that a forward names, and the state of
+    Python's and NumPy's random number generators.
+    """
+    found: dict[str, Any] = {
+        "Python's random numbers": hash(random.getstate()),
+        "NumPy's random numbers": repr(list(np.random.get_state())[2:]),
+    }
+    for name, one in module.named_modules():
+        forward = inspect.unwrap(type(one).forward)
+        variables = inspect.getclosurevars(forward) if inspect.isfunction(forward) else None
+        named = {} if variables is None else {**variables.globals, **variables.nonlocals}
+        plain = {k: v for k, v in {**vars(type(one)), **named}.items() if isinstance(v, _PLAIN)}
+        found[name] = _by_value(plain) | _by_value(vars(one))
+    return flatten(found)[0]
+
+
+_PLAIN = (bool, int, float, complex, str, tuple, list, dict, set, deque, count)
+
+
+def _by_value(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace containers that a template would hold by identity by their text."""
+    unseen = (set, deque, count, dict)
+    return {k: repr(v) if isinstance(v, unseen) and type(v) is not dict else v for k, v in values.items()}
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    """Return the tensors that a module itself holds, except parameters."""
+    return [one for one in flatten(dict(vars(module)))[1] if not isinstance(one, nn.Parameter)]
+
+
+def _generator_states() -> tuple[Tensor, list[Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _restore_generators(states: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])

@@ -6,6 +6,10 @@ an entry of the stage's `WeightGradStore`, as those of any layer. Gradients of p
 `weight_gradients` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
 
 `Binding`s are the static tensors of a layer and a micro-batch: where its graphs find and leave what.
+
+Position of a rank in its step: which computations of the plan have run, and which may run next.
+
+Memory is shared as the order of the table allows, so a computation out of order is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +26,8 @@ from torch import Tensor, nn
 from meshwright.capture.lifetimes import Content, Role, first_with, follows_another
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
 from meshwright.capture.run.backend import CapturedLayer, LayerFailed, LayerGraphs, MakeGraphs, Times
-from meshwright.capture.run.call import difference, flatten, rebuild
-from meshwright.capture.run.progress import Progress
-from meshwright.capture.run.snapshot import host_state, unchanged
-from meshwright.capture.run.static_tensors import Static, StaticTensors
-from meshwright.capture.run.static_weights import TensorFacts
+from meshwright.capture.run.observe import difference, flatten, host_state, rebuild, unchanged
+from meshwright.capture.run.static_tensors import Static, StaticTensors, TensorFacts
 from meshwright.capture.signature import LayerSignature
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import compute_deferred
@@ -485,3 +487,77 @@ class Replay(torch.autograd.Function):
         result = replay.layer.gradients.result
         weights = (result(at) if at in stored else None for at in range(ctx.num_weights))
         return (None, None, *found, *weights)
+
+
+Key = tuple[ActionKind, int, int, int]
+"""Kind, stage, micro-batch and layer of a computation."""
+
+
+class Progress:
+    """Computations of a plan in order; both of an overlapped pair count as one position.
+
+    After the last computation comes the first again, of the next step.
+    """
+
+    def __init__(self, plan: CapturePlan) -> None:
+        found = [event for event in plan.events if event.layer is not None]
+        self._groups: list[dict[Key, str]] = [
+            {(e.kind, e.stage, e.microbatch, e.layer): str(e) for e in group if e.layer is not None}
+            for _, group in groupby(found, key=lambda e: (e.begin, e.end))
+        ]
+        self._last = {(e.stage, e.microbatch): (e.kind, e.stage, e.microbatch, e.layer) for e in found}
+        self._all = {key for group in self._groups for key in group}
+        self.num_steps = 0
+        """Number of steps that were begun."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the start of a step."""
+        self.num_steps += 1
+        self._position = 0
+        self._done: set[Key] = set()
+        self._skipped: set[Key] = set()
+
+    def has(self, key: Key) -> bool:
+        """Return whether the plan has a computation."""
+        return key in self._all
+
+    def is_skipped(self, key: Key) -> bool:
+        """Return whether a computation runs eagerly, or not at all, in this step."""
+        return key in self._skipped
+
+    def skip(self, key: Key) -> None:
+        """Expect a computation no longer."""
+        if key in self._all:
+            self._skipped.add(key)
+            self._step_on()
+
+    def advance(self, key: Key) -> None:
+        """Note that a computation runs.
+
+        Raises:
+            CaptureError: the plan has another one now.
+        """
+        here = self._groups[self._position]
+        if key not in here or key in self._done:
+            kind, stage, microbatch, layer = key
+            due = " or ".join(text for one, text in here.items() if one not in self._done | self._skipped)
+            raise CaptureError(
+                f"{stage}{kind.value}{microbatch}.{layer} runs where the plan has {due}",
+                where=f"capture, computation {self._position} of the step",
+                rule="graphs are replayed in the order of the plan's table",
+                fix="runner.reset() before a step that follows an unfinished one",
+            )
+        self._done.add(key)
+        self._step_on()
+
+    def ends(self, key: Key) -> bool:
+        """Return whether a computation is the last one of its micro-batch in the chunk."""
+        return self._last[key[1], key[2]] == key
+
+    def _step_on(self) -> None:
+        while all(key in self._done or key in self._skipped for key in self._groups[self._position]):
+            self._position += 1
+            if self._position == len(self._groups):
+                self.reset()
+                return

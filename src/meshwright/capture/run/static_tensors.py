@@ -1,14 +1,36 @@
-"""Static tensors of a plan, and which tensor of which micro-batch each buffer holds at the moment."""
+"""Static tensors of a plan, and which tensor of which micro-batch each buffer holds at the moment.
+
+Weights that a layer's graphs read, at addresses that never change.
+
+A parameter whose storage stays where it is is read there. FSDP2 allocates gathered weights again in each step, also on
+one rank in mixed precision, so graphs read a copy in the compute dtype, which the first micro-batch of a step refreshes
+in place.
+
+Gradients of captured layers' parameters, at addresses that graphs write to.
+
+Graphs of parameters that nobody watches add to a buffer that is the parameter's `.grad` itself. With
+`zero_grad(set_to_none=True)` the parameter loses the buffer, but the buffer stays where it is, and is zeroed and set as
+`.grad` again before the next replay. (`torch.cuda.make_graphed_callables` returns aliases of one static gradient
+instead, which autograd may take as `.grad`: with several micro-batches, the last one's gradient is then counted twice
+and the others' are lost; pytorch#181723.)
+
+FSDP2 and DistributedDataParallel watch gradients as autograd accumulates them. Graphs of their parameters write to
+memory that all layers share, and autograd gets a clone, so that every hook runs exactly as in eager execution.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.capture.lifetimes import COPIES, Content, Role
 from meshwright.capture.plan import CaptureMode, CapturePlan
+from meshwright.capture.run.private import copy_all
 from meshwright.errors import CaptureError
 
 
@@ -133,3 +155,208 @@ class StaticTensors:
                 fix="LayerSignature(…, follows=False) for a layer whose input comes from elsewhere",
             )
         return index
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape, dtype and gradient of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        what = f"{'×'.join(map(str, self.shape)) or 'a scalar'} {str(self.dtype).removeprefix('torch.')}"
+        return f"{what} {'with' if self.requires_grad else 'without'} a gradient"
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorFacts:
+        """Return the facts of a tensor."""
+        return TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class StaticWeights:
+    """Weights of one layer.
+
+    Args:
+        module: the layer.
+        facts: what its forward computes with, by name, without duplicates.
+        copies: whether to keep copies.
+        device: device of the copies.
+    """
+
+    def __init__(
+        self, module: nn.Module, facts: Mapping[str, TensorFacts], *, copies: bool, device: torch.device
+    ) -> None:
+        self._module, self._facts = module, dict(facts)
+        own = dict(module.named_parameters())
+        self._leaves: dict[str, nn.Parameter] = {}
+        """Tensors that graphs read: copies, or aliases of the parameters, whose own nodes belong to other streams."""
+        for name, one in facts.items():
+            memory = torch.zeros(one.shape, dtype=one.dtype, device=device) if copies else own[name].detach()
+            self._leaves[name] = nn.Parameter(memory, requires_grad=one.requires_grad)
+        self._copies = copies
+        self._fixed = {} if copies else {name: p.data_ptr() for name, p in own.items()}
+        self._owners = {
+            name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in facts
+        }
+        self._is_fresh = False
+
+    def replacements(self) -> dict[str, nn.Parameter]:
+        """Return what graphs read by every name in the module, names of tied parameters included."""
+        first = {id(p): name for name, p in self._module.named_parameters()}
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {name: self._leaves[first[id(p)]] for name, p in every}
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the weights that graphs compute gradients of."""
+        return [p for name, p in self._leaves.items() if self._facts[name].requires_grad]
+
+    def current(self) -> list[nn.Parameter]:
+        """Return the module's own parameters that get these gradients, in the same order."""
+        return [p for name, p in self._own().items() if self._facts[name].requires_grad]
+
+    def expire(self) -> None:
+        """Refresh the copies at the next use: the optimizer has changed the parameters, or may have."""
+        self._is_fresh = False
+
+    @torch.no_grad()
+    def refresh(self, where: str) -> None:
+        """Make sure that graphs read the parameters' values.
+
+        Raises:
+            CaptureError: a parameter is no longer where it was, or what it was.
+        """
+        if self._copies and self._is_fresh:
+            return
+        found = self._own()
+        for name, one in self._facts.items():
+            if (
+                TensorFacts.of(found[name]) != one
+                or self._fixed.get(name, address := found[name].data_ptr()) != address
+            ):
+                raise CaptureError(
+                    f"the parameter {name} has moved since its graphs were captured",
+                    where=where,
+                    rule="graphs read parameters at fixed addresses",
+                    fix="capture again after replacing parameters; for parameters that move in each step, "
+                    "capture(…, copies_weights=True)",
+                )
+        if self._copies:
+            copy_all(list(self._leaves.values()), [found[name] for name in self._leaves])
+        self._is_fresh = True
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses that graphs read."""
+        return tuple(p.data_ptr() for p in self._leaves.values())
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        return {name: getattr(owner, last) for name, (owner, last) in self._owners.items()}
+
+
+class WeightGradients(Protocol):
+    """Gradients of one layer's parameters, by position."""
+
+    returns: bool
+    """Whether autograd accumulates them."""
+
+    def prepare(self, positions: Collection[int]) -> None:
+        """Get ready for a replay that computes these gradients; the others stay None, as in eager execution."""
+
+    def store(self, position: int, gradient: Tensor) -> None:
+        """Store a gradient; a part of the graph."""
+
+    def result(self, position: int) -> Tensor | None:
+        """Return what autograd should accumulate after a replay; None if the graph has done so."""
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses that graphs write to."""
+
+
+class AccumulatedGradients(WeightGradients):
+    """Gradients that graphs accumulate.
+
+    Args:
+        parameters: parameters of the layer.
+    """
+
+    returns = False
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._buffers = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+
+    @torch.no_grad()
+    def prepare(self, positions: Collection[int]) -> None:
+        """Make the buffers the parameters' gradients, with the values that those have."""
+        for position in positions:
+            parameter, buffer = self._parameters[position], self._buffers[position]
+            if parameter.grad is buffer:
+                continue
+            if parameter.grad is None:
+                buffer.zero_()
+            else:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+
+    @torch.no_grad()
+    def store(self, position: int, gradient: Tensor) -> None:
+        """Add a gradient to the parameter's."""
+        self._buffers[position].add_(gradient)
+
+    def result(self, position: int) -> None:
+        """Return None: the parameter has its gradient."""
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses of the buffers."""
+        return tuple(buffer.data_ptr() for buffer in self._buffers)
+
+
+class SharedOutputs:
+    """Memory for the gradients of one layer at a time, shared by all layers."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[tuple[torch.Size, torch.dtype, int], Tensor] = {}
+
+    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return memory for the gradients of a layer's parameters."""
+        seen: Counter[tuple[torch.Size, torch.dtype]] = Counter()
+        found = []
+        for one in parameters:
+            kind = (one.shape, one.dtype)
+            key = (*kind, seen[kind])
+            seen[kind] += 1
+            if key not in self._outputs:
+                self._outputs[key] = torch.zeros_like(one, requires_grad=False)
+            found.append(self._outputs[key])
+        return found
+
+
+class ReturnedGradients(WeightGradients):
+    """Gradients that autograd accumulates.
+
+    Args:
+        parameters: parameters of the layer, or the copies that its graphs read.
+        outputs: memory shared by all layers.
+    """
+
+    returns = True
+
+    def __init__(self, parameters: Sequence[Tensor], outputs: SharedOutputs) -> None:
+        self._outputs = outputs.of(parameters)
+
+    def prepare(self, positions: Collection[int]) -> None:
+        """Do nothing."""
+
+    @torch.no_grad()
+    def store(self, position: int, gradient: Tensor) -> None:
+        """Keep a gradient until autograd gets it."""
+        self._outputs[position].copy_(gradient)
+
+    def result(self, position: int) -> Tensor:
+        """Return a clone of the gradient: autograd may keep it as `.grad`, and the next replay overwrites it."""
+        return self._outputs[position].clone()
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return the addresses of the memory."""
+        return tuple(output.data_ptr() for output in self._outputs)

@@ -9,7 +9,7 @@ its name. The planner, the configuration and the collectives all use this file, 
 
 - `codecs.py`: `encode`, and `_elements` for decoding. Quantised codecs are generic in `Codec.bits`, tested with 8, 4
   and 2.
-- `cpu_kernels.cpp` and `triton_programs.py`, which implement 8, 4 and 2 bits; `dispatch.py` sends quantised codecs to
+- `cpu_kernels.cpp` and `triton_kernels.py`, which implement 8, 4 and 2 bits; `dispatch.py` sends quantised codecs to
   them (`_kernels`, `requantise`) and others to the torch reference.
 
 In both cases, add a row to the table in `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets
@@ -189,7 +189,7 @@ def encoded_bytes(name: str, num_elements: int, *, element_bytes: int) -> int:
 
 
 def codec_of_sum(codec: Codec, *, feedback: bool) -> Codec:
-    """Return the codec of an all-reduce's second stage; see [Note: the second encoding] in `compressed_all_reduce`."""
+    """Return the codec of an all-reduce's second stage; see [Note: the second encoding] in `fsdp_collectives`."""
     return codec if feedback or not codec.is_quantised else Codec.INT8
 
 

@@ -26,9 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm.collectives import world_size
 from meshwright.comm.compression.catalogue import EXACT, Method, Use, find_method
-from meshwright.comm.compression.compressed_all_reduce import CompressedAllReduce
-from meshwright.comm.compression.error_feedback_state import strip_prefix
-from meshwright.comm.compression.fsdp_collectives import SentBytes
+from meshwright.comm.compression.fsdp_collectives import CompressedAllReduce, SentBytes, strip_prefix
 from meshwright.comm.compression.fsdp_compress import Compression
 from meshwright.errors import LayoutError
 from meshwright.log import get_logger

@@ -3,7 +3,7 @@
 `two_stage_reduce_scatter` (qgZ) reduces inside each node first, then between nodes. Shards are summed inside a node at
 the precision that its fast links allow, and only the sums, 1/L of the bytes, are sent between nodes in few bits
 (ZeRO++; Wang et al. 2023, section 3.3), optionally with LoCo's error feedback (Xie et al. 2024). Errors are kept for
-the sums only, 1/L of the gradient on each rank. `node_topology.TwoStagePlan` is the communication plan; each stage is
+the sums only, 1/L of the gradient on each rank. `node_groups.TwoStagePlan` is the communication plan; each stage is
 one all-to-all.
 
 Shapes: r = N · L ranks in the group, N nodes with L ranks each, n elements per shard.
@@ -22,17 +22,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.comm.alltoallv import all_to_all
 from meshwright.comm.compression.catalogue import EXACT, Codec, Method, Use, find_method
-from meshwright.comm.compression.compressed_all_reduce import AllReduceHook, CompressedAllReduce
-from meshwright.comm.compression.error_feedback_state import ErrorLayout, strip_prefix
 from meshwright.comm.compression.fsdp_collectives import (
+    AllReduceHook,
     CompressedAllGather,
+    CompressedAllReduce,
     CompressedReduceScatter,
+    ErrorLayout,
     SentBytes,
     reduce_factor,
+    strip_prefix,
 )
 from meshwright.comm.kernels import dispatch
-from meshwright.comm.node_groups import Placement, TwoStageGroups, place
-from meshwright.comm.node_topology import Links
+from meshwright.comm.node_groups import Links, Placement, TwoStageGroups, place
 from meshwright.comm.private import shard_group
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.log import get_logger

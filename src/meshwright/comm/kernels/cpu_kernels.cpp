@@ -1,4 +1,4 @@
-// Codecs and LoCo error feedback on a CPU, bitwise equal to codecs.py and error_feedback.py, 128 elements at a time.
+// Codecs and LoCo error feedback on a CPU, bitwise equal to codecs.py, 128 elements at a time.
 //
 // Without intrinsics or torch headers: the loops are plain C++ over the 128 elements of a group, which the compiler
 // vectorises. Each entry point is compiled three times from the same source, for AVX-512, for AVX2 and for the
@@ -311,7 +311,7 @@ INLINE void decode_sum(uint8_t* payloads, int dtype, int64_t num_ranks, int64_t 
 
 }  // namespace
 
-// Calls `function<bits>` with the other arguments, which cpu_kernels.py has validated.
+// Calls `function<bits>` with the other arguments, which dispatch.py has validated.
 #define WITH_BITS(function, bits, ...)                      \
     do {                                                    \
         if (bits == 8) function<8>(__VA_ARGS__);            \

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from statistics import mean
 
-from meshwright.capture.run.capture import BackendKind
+from meshwright.capture.run.capture import BackendKind, CaptureSession, Chunk
 from meshwright.capture.run.scopes import select
-from meshwright.capture.run.session import CaptureSession, Chunk
 from meshwright.comm.collectives import all_gather_object
 from meshwright.config.rules_capture import REGION
 from meshwright.errors import LayoutError

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.alltoallv import start_all_to_all
-from meshwright.comm.alltoallv_async import AllToAllHandle
+from meshwright.comm.alltoallv import AllToAllHandle, start_all_to_all
 from meshwright.comm.collectives import world_size
 from meshwright.nn.attention.attention import attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask

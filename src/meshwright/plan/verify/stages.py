@@ -8,7 +8,7 @@ from math import prod
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import ActionKind
-from meshwright.pipeline.shared_parameters import stage_groups
+from meshwright.pipeline.split_layers import stage_groups
 from meshwright.pipeline.verify import verify as verify_schedule
 from meshwright.plan.run_plan import Edge, RunPlan, Stage
 from meshwright.plan.verify.error import Fault, join_names

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.comm.compression.catalogue import Method
-from meshwright.comm.compression.error_feedback import BETA
+from meshwright.comm.compression.codecs import BETA
 from meshwright.config.schema import RunConfig
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.plain_quantiser import SentUnit, flatten, quantise, sent_units, unflatten

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import torch
 
-from meshwright.comm.collective_timeout import CollectiveError, is_lost_rank_error
+from meshwright.comm.collective_log import CollectiveError, is_lost_rank_error
 from meshwright.errors import CONTINUE, MeshwrightError, RunError, StoppedError
 from meshwright.lasting_output import lasting_output
 from meshwright.log import configure, log_failure

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.collective_count import CollectiveBytes, Sent, count_collectives
+from meshwright.comm.collective_log import CollectiveBytes, Sent, count_collectives
 from meshwright.comm.collectives import all_gather_object
 from meshwright.models.contract.task import Batch
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.simulate import simulate
-from meshwright.pipeline.step_clock import Reading, ThreadClock, TimedOperation, compute_spans
-from meshwright.pipeline.timeline import Span, Timeline
+from meshwright.pipeline.timeline import Reading, Span, ThreadClock, TimedOperation, Timeline, compute_spans
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.train.build_job import Job
 from meshwright.train.measure.process_memory import peak_bytes, tensor_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from meshwright.pipeline.step_clock import Reading, TimedOperation
+from meshwright.pipeline.timeline import Reading, TimedOperation
 
 ZERO = Reading(0.0, 0.0, 0.0)
 

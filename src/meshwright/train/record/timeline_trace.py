@@ -14,9 +14,9 @@ from pathlib import Path
 
 from meshwright.output_files import writing
 from meshwright.pipeline.actions import ActionKind
-from meshwright.pipeline.costs import Costs, StageCosts
 from meshwright.pipeline.draw import draw_comparison
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.pipeline.simulate import Costs, StageCosts
 from meshwright.pipeline.timeline import Timeline, to_chrome_trace, to_json
 from meshwright.units import counted
 

@@ -1,4 +1,8 @@
-"""Schedules with stages placed on the ranks in one direction: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
+"""Generate schedules by name: `generate("1f1b", num_stages=4, num_microbatches=8)`.
+
+Generators emit compute actions only, ordered for a cost model with one unit of time for each F, I and W of a stage. Use
+`simulate` to get the cost with other stage times. Those with stages placed on the ranks in one direction are in this
+file, stage s on rank s mod p; the V-shaped ones are in `generate_v`.
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush, 2021). Interleaved: Narayanan et al. 2021,
 section 2.2. ZB-H1: Qi et al. 2024, "Zero bubble pipeline parallelism", section 2.
@@ -8,11 +12,29 @@ p: ranks, r: a rank, m: micro-batches, v: chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import Enum
+
+from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import Action, ActionKind
-from meshwright.pipeline.generate.stage_placement import loop_placement
+from meshwright.pipeline.generate_v import dualpipe_v, v_half, v_min, zb_v
 from meshwright.pipeline.schedule_table import Schedule
+from meshwright.units import counted
 
 K = ActionKind
+
+
+class ScheduleKind(Enum):
+    """Schedules that can be generated; the value is the user-facing name."""
+
+    F_THEN_B = "f-then-b"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZB_V = "zb-v"
+    DUALPIPE_V = "dualpipe-v"
+    V_HALF = "v-half"
+    V_MIN = "v-min"
 
 
 def f_then_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -21,7 +43,7 @@ def f_then_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Sche
         tuple(Action(kind, rank, m) for kind in (K.FORWARD, K.BACKWARD) for m in range(num_microbatches))
         for rank in range(num_ranks)
     )
-    return Schedule("f-then-b", num_microbatches, loop_placement(num_ranks, 1), rows)
+    return Schedule("f-then-b", num_microbatches, tuple(range(num_ranks)), rows)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -31,7 +53,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> S
         forwards = [Action(K.FORWARD, rank, m) for m in range(num_microbatches)]
         backwards = [Action(K.BACKWARD, rank, m) for m in range(num_microbatches)]
         rows.append(_alternate(forwards, backwards, num_warmup=num_ranks - rank - 1))
-    return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
+    return Schedule("1f1b", num_microbatches, tuple(range(num_ranks)), tuple(rows))
 
 
 def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -58,7 +80,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         )  # fmt: skip
         num_warmup = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * largest
         rows.append(_alternate(forwards, backwards, num_warmup=num_warmup))
-    return Schedule("interleaved", num_microbatches, loop_placement(num_ranks, num_chunks), tuple(rows))
+    return Schedule("interleaved", num_microbatches, tuple(range(num_ranks)) * num_chunks, tuple(rows))
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -79,7 +101,7 @@ def zb_h1(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedul
         done = max(0, num_microbatches - rank)
         row.extend(Action(K.BACKWARD_WEIGHT, rank, m) for m in range(done, num_microbatches))
         rows.append(tuple(row))
-    return Schedule("zb-h1", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
+    return Schedule("zb-h1", num_microbatches, tuple(range(num_ranks)), tuple(rows))
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], *, num_warmup: int) -> tuple[Action, ...]:
@@ -96,3 +118,70 @@ def _groups(num_microbatches: int, num_ranks: int) -> list[range]:
     small, larger = divmod(num_microbatches, count)
     starts = [i * small + min(i, larger) for i in range(count + 1)]
     return [range(starts[i], starts[i + 1]) for i in range(count)]
+
+
+Generator = Callable[[int, int, int], Schedule]
+"""Function from the numbers of ranks, micro-batches and chunks to a schedule."""
+
+GENERATORS: dict[ScheduleKind, Generator] = {
+    ScheduleKind.F_THEN_B: f_then_b,
+    ScheduleKind.ONE_F_ONE_B: one_f_one_b,
+    ScheduleKind.INTERLEAVED: interleaved,
+    ScheduleKind.ZB_H1: zb_h1,
+    ScheduleKind.ZB_V: zb_v,
+    ScheduleKind.DUALPIPE_V: dualpipe_v,
+    ScheduleKind.V_HALF: v_half,
+    ScheduleKind.V_MIN: v_min,
+}
+
+V_SHAPED = frozenset({ScheduleKind.ZB_V, ScheduleKind.DUALPIPE_V, ScheduleKind.V_HALF, ScheduleKind.V_MIN})
+"""Schedules with two chunks per rank placed in a V: the first rank has the first and the last stage."""
+
+
+def default_chunks(kind: ScheduleKind) -> int:
+    """Return the default number of chunks per rank."""
+    return 2 if kind in V_SHAPED or kind is ScheduleKind.INTERLEAVED else 1
+
+
+def generate(
+    kind: str | ScheduleKind, *, num_stages: int, num_microbatches: int, num_chunks: int | None = None
+) -> Schedule:
+    """Generate the table of a schedule.
+
+    Args:
+        kind: name of the schedule; see `ScheduleKind`.
+        num_stages: number of pipeline ranks p.
+        num_microbatches: micro-batches m per step.
+        num_chunks: chunks v of consecutive layers per rank, each a stage of the table. One for f-then-b, 1f1b and
+            zb-h1, any number for interleaved, two for the V-shaped schedules (zb-v, dualpipe-v, v-half, v-min). None
+            means two if the schedule supports two, else one.
+
+    Raises:
+        ScheduleError: the schedule is unknown or does not support these numbers.
+    """
+    chosen = schedule_kind(kind)
+    for name, number in (("stages", num_stages), ("micro-batches", num_microbatches), ("chunks", num_chunks)):
+        if number is not None and number < 1:
+            raise ScheduleError(f"{number} {name}", rule="must be at least 1", fix=f"use 1 or more {name}")
+    chunks = default_chunks(chosen) if num_chunks is None else num_chunks
+    required = 2 if chosen in V_SHAPED else 1
+    if chosen is not ScheduleKind.INTERLEAVED and chunks != required:
+        raise ScheduleError(
+            f"{chosen.value} with {counted(chunks, 'chunk')}",
+            rule=f"{chosen.value} has {required} {'chunk' if required == 1 else 'chunks'} per rank",
+            fix=f"use {required}, or the schedule interleaved",
+        )
+    return GENERATORS[chosen](num_stages, num_microbatches, chunks)
+
+
+def schedule_kind(kind: str | ScheduleKind) -> ScheduleKind:
+    """Look up a schedule by name.
+
+    Raises:
+        ScheduleError: the name is unknown.
+    """
+    try:
+        return ScheduleKind(kind)
+    except ValueError:
+        names = ", ".join(known.value for known in ScheduleKind)
+        raise ScheduleError(f"unknown schedule {kind!r}", rule=f"known schedules are {names}", fix="1f1b") from None

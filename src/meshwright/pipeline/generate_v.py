@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
-from meshwright.pipeline.generate.stage_placement import v_placement
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.units import counted
 
@@ -56,6 +55,11 @@ def v_min(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
     turns = (3, 1, 3) if num_ranks % 3 == 0 else (1, 1, 1)
     block = _BuildingBlock(num_ranks, spacing=(1, 1, 1, 1), turns=turns)
     return _repeat("v-min", block, num_microbatches, peak=(num_ranks + 4) // 3)
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Place stages down the ranks and back up: the first rank has the first and the last stage."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
 def _zb_v_row(num_ranks: int, rank: int, num_microbatches: int) -> tuple[Action, ...]:
