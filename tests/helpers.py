@@ -20,7 +20,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.models.dit.description import UNUSED_KEYS
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 
 SMALL = ("model.num_layers=2", "train.global_batch=8", "train.seq_len=64", "train.validation_samples=16",
          "train.sample_tokens=8", "train.threads=1")  # fmt: skip

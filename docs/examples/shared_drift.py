@@ -19,8 +19,8 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.task import Task
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.train.build_job import Job, build_job, rank_group
 from meshwright.train.launch.launcher import context_from_environment
 from meshwright.train.launch.rank_context import RankContext

@@ -26,12 +26,10 @@ from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.models.hf.source import check_installed
 from meshwright.models.hf.tiny_config import causal_types, text_type
 from meshwright.optim.catalogue import BUILT_IN
-from meshwright.plan.load_config import load
-from meshwright.plan.load_plan import check_fits, load_plan
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.parameter_counts import replicated_note
-from meshwright.plan.rules import violations
+from meshwright.plan.rules import check_fits, load, load_plan, violations
 from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
 from meshwright.prove.as_run.configuration import as_configured, num_steps, plan_as_configured, set_aside_as_run
 from meshwright.prove.bodies import compare_body, locate_body, locate_compare_body, record_body

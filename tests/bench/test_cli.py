@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright_bench.train import cases
 from tests.helpers import small_corpus
 

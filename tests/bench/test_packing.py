@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import InputError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.packing.benchmark import bench_packing, packing_figures

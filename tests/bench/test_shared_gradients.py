@@ -12,7 +12,7 @@ from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import InputError, RunError
 from meshwright.parallel import pipeline_shared_gradients
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.byte_counters import SentBytes
 from meshwright_bench.report import as_json

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from meshwright.cluster.presets import device_for
-from meshwright.cluster.spec import Rate
+from meshwright.cluster.presets import Rate, device_for
 from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import InputError
 from meshwright_bench import devices

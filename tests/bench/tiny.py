@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright_bench.train.cases import Case
 
 

@@ -17,7 +17,7 @@ from meshwright.checkpoint.manifest import write_file
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.llama.description import LlamaSpec
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import alternatives
 
 FILES = {"layout.json": b'{"a": [1, 2]}\n', "rank-00000.safetensors": bytes(range(256)), "rank-00001.safetensors": b""}

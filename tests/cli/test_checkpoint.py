@@ -11,7 +11,7 @@ import torch
 
 from meshwright.checkpoint import save_load
 from meshwright.config.facts_for_family import model_facts
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import SMALL, meshwright, shown_error
 from tests.models.specs import build as build_model
 

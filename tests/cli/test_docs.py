@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,7 +15,7 @@ import pytest
 from meshwright.checkpoint import atomic_directory
 from meshwright.checkpoint.manifest import write_file
 from meshwright.config.facts_for_family import model_facts
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import (
     alternatives,
     assert_every_fix_works,

@@ -28,10 +28,10 @@ from meshwright.checkpoint import atomic_directory
 from meshwright.checkpoint.manifest import write_file
 from meshwright.cli.main import app
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.key_fields import fields, table_of
+from meshwright.config.overlay import fields, table_of
 from meshwright.config.source import smallest_preset
 from meshwright.models.contract.family import family_names
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.data.chats.formats import CHATML, build, chat
 from tests.fuzz.case import Case
 from tests.fuzz.judge import MAX_REFUSALS, ways

@@ -14,7 +14,7 @@ import torch
 
 from meshwright import api
 from meshwright.checkpoint import save_load
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.cli.test_fixes import raise_exit
 from tests.helpers import SMALL, shown_error
 from tests.models.specs import build

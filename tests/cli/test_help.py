@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from meshwright.config.source import preset_names
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import meshwright
 
 VERBS = (["run"], ["prove"], ["report"], ["launch"], ["launch", "slurm"], ["launch", "kubernetes"],

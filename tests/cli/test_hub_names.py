@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.settings.hub_names import download_fix
+from meshwright.settings.import_object import download_fix
 from tests.helpers import shown_error
 
 QWEN = "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B (after hf auth login, if it is gated), then "

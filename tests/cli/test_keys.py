@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config.foreign_names import KEYS
-from meshwright.config.key_fields import fields
 from meshwright.config.known_keys import known_keys, search
+from meshwright.config.overlay import fields
 from meshwright.models.contract.family import family_names
 
 

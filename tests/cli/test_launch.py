@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.config.dump import to_toml
+from meshwright.config.source import to_toml
 from meshwright.errors import MeshwrightError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.cli.cluster_stand_ins import directives, expand
 from tests.cli.jobset_schema import breaches
 from tests.helpers import alternatives, shown_error

@@ -9,14 +9,13 @@ import pytest
 
 from meshwright.cli.plan_page import nodes_of_gpus
 from meshwright.config.source import preset_names
-from meshwright.plan.collective_bytes import context_bytes
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory, predict_process_memory
+from meshwright.plan.rules import load
 from meshwright.plan.serialize import from_json
-from meshwright.plan.traffic import predict_traffic
+from meshwright.plan.traffic import context_bytes, predict_traffic
 from meshwright.units import format_bytes, format_count
 from tests.helpers import meshwright, shown_error
 

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.cli.plan_page import COLUMNS, optimizer_groups, page
 from meshwright.config.facts_for_family import model_facts
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 
 WORDS = ("train.optimizer=muon", 'train.parameter_groups=["embedding:lr=0.01","*.wo.weight:weight_decay=0"]')
 

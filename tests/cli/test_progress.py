@@ -19,8 +19,7 @@ from meshwright.cli import progress as module
 from meshwright.cli.main import show_error
 from meshwright.cli.progress import TerminalReporter
 from meshwright.errors import RunError
-from meshwright.plan.collective_bytes import Purpose
-from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
+from meshwright.plan.traffic import LinkBytes, Purpose, Traffic, TrafficEntry
 from meshwright.train.record.reporter import LossUnit, Progress, Start, Summary, Validation
 from tests.helpers import clean_environment, meshwright
 

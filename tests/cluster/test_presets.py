@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from meshwright.cluster.presets import RESERVE, cluster_preset, device_for, gpus_by_memory, preset_names
-from meshwright.cluster.spec import Rate
+from meshwright.cluster.presets import RESERVE, Rate, cluster_preset, device_for, gpus_by_memory, preset_names
 from meshwright.errors import ConfigError
 from meshwright.units import GIB
 

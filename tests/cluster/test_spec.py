@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cluster.presets import cluster_preset
-from meshwright.cluster.spec import Rate
+from meshwright.cluster.presets import Rate, cluster_preset
 from meshwright.errors import ConfigError
 
 

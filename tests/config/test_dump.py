@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.config.dump import to_toml
 from meshwright.config.schema import run_type
-from meshwright.config.source import preset_names
-from meshwright.plan.load_config import load
+from meshwright.config.source import preset_names, to_toml
+from meshwright.plan.rules import load
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
 positive = st.floats(min_value=1e-300, allow_infinity=False, allow_nan=False, exclude_min=True)

@@ -9,8 +9,8 @@ import pytest
 from meshwright.config import float8_layers
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")

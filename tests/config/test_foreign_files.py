@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.key_fields import fields
+from meshwright.config.overlay import fields
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.models.contract.family import family_names

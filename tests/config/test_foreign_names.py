@@ -7,14 +7,13 @@ from itertools import cycle
 import pytest
 
 from meshwright.config.foreign_names import CHOICES, DERIVED, DIFFERENCES, KEYS, PRESETS, UNAVAILABLE, VALUES
-from meshwright.config.key_fields import fields, is_valid
-from meshwright.config.parse_value import parse_value
+from meshwright.config.overlay import fields, is_valid
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import preset_names
-from meshwright.config.translate import find_meaning, nearest_preset, normalize, value_named
+from meshwright.config.translate import find_meaning, nearest_preset, normalize, parse_value, value_named
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import family_names, find_family
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import alternatives, assert_every_fix_works, outcome
 
 WORDS = {

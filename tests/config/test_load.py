@@ -11,7 +11,7 @@ from meshwright.config.load import known_keys
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig
 from meshwright.config.source import preset_names
 from meshwright.errors import ConfigError, InputError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.settings.violation import format_fix
 from tests.helpers import assert_every_fix_works, outcome
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config.facts_for_family import model_facts
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 
 # Counted from the sizes in the models' own config.json on Hugging Face, which round to the published 8.03, 70.6 and
 # 405.85 billion (The Llama 3 herd of models, 2024).

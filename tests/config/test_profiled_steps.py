@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.profiled_steps import profiled_ranks, profiled_steps
+from meshwright.config.resolve import profiled_ranks, profiled_steps
 from meshwright.errors import ConfigError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.recompute_blocks import policy_of
+from meshwright.config.resolve import policy_of
 from meshwright.errors import ConfigError
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import stage_costs
+from meshwright.plan.rules import load
 from tests.plan.test_memory import planned
 
 

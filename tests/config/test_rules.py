@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshwright.config.dump import to_toml
 from meshwright.config.schema import RunConfig, run_type
+from meshwright.config.source import to_toml
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.settings.violation import format_value
 from tests.helpers import assert_every_fix_works, outcome
 

@@ -7,7 +7,7 @@ import pytest
 from meshwright.comm.compression.catalogue import Use, names
 from meshwright.config.schema import CommConfig, RunConfig
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.pipeline_table import layers_per_stage, lowered_table
+from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
 
 

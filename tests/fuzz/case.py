@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from meshwright.config.key_fields import fields
+from meshwright.config.overlay import fields
 from meshwright.config.source import read_source
 
 

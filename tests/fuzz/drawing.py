@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from meshwright.config.key_fields import fields, table_of
+from meshwright.config.overlay import fields, table_of
 from meshwright.config.source import read_source
 from meshwright.settings.violation import format_value
 from tests.fuzz.case import Case

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from meshwright.comm.compression.catalogue import METHODS
-from meshwright.config.key_fields import fields, is_valid
+from meshwright.config.overlay import fields, is_valid
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import family_names
 from meshwright.optim.catalogue import BUILT_IN

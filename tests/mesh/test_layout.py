@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout, overlap_numels
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Split
+from meshwright.mesh.shard_intervals import Reduction, Split
 
 MESHES = [(2,), (2, 3), (4, 2), (1, 2, 3), (2, 2, 2)]
 

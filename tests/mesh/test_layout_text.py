@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from tests.mesh.test_layout import layouts
 
 AXIS_SIZES, SHAPE = (2, 3), (4, 4)

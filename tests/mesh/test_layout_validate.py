@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.layout_validate import normalize_shard_order, normalize_sizes
+from meshwright.mesh.layout_text import normalize_shard_order, normalize_sizes
 
 
 def test_sizes_in_any_form_become_plain_ints() -> None:

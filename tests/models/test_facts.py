@@ -11,8 +11,8 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.parallel.rank_model import StagePart, part_of
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 
 MODELS = {
     "llama": ("llama-tiny", ["model.num_layers=3"]),

@@ -15,8 +15,8 @@ from meshwright.checkpoint import save_load
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
 from meshwright.prove.report import render

@@ -15,9 +15,9 @@ from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import Slot
 from meshwright.optim.role import Role
 from meshwright.optim.trial import SETTINGS, ShardedDim, Tried, try_optimizer
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.rules import load
 from meshwright.train.own_optimizer import check_optimizer
 from tests.helpers import clean_environment, shown_error, small_corpus
 from tests.train.runs import metrics

@@ -19,11 +19,10 @@ from meshwright.optim.contract import MatrixOptimizer
 from meshwright.optim.owner_updates import rank_moves
 from meshwright.optim.whole_matrix import WholeMatrix
 from meshwright.plan import matrix_owners
-from meshwright.plan.collective_bytes import Purpose
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.matrix_owners import bytes_moved_by_rank, cost_of, moved_bytes, whole_matrices
-from meshwright.plan.traffic import predict_traffic
+from meshwright.plan.rules import load
+from meshwright.plan.traffic import Purpose, predict_traffic
 from meshwright.reshard.run_transfer import RankTransfer
 from meshwright.reshard.transfer_plan import plan_transfer
 from meshwright.train.optimizer import named_state

@@ -21,8 +21,8 @@ from meshwright.parallel.apply_plan import apply_plan
 from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync
 from meshwright.parallel.rank_model import part_of
 from meshwright.parallel.tp_gradient_reduction import sync_partial_gradients
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.verify import verify
 from tests.helpers import outcome
 from tests.models.dit.dits import IMAGES, VIDEOS, fill, make_batch, words_of

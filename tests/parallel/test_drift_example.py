@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.pipeline.actions import ActionKind
-from meshwright.plan.load_config import load
 from meshwright.plan.pipeline_table import lowered_table
+from meshwright.plan.rules import load
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.prove.proofs import SMALL, SOURCE
 

@@ -11,7 +11,7 @@ from meshwright.nn.float8.linear import Float8Linear
 from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.linear import Linear
 from meshwright.parallel.float8 import apply_float8
-from meshwright.plan.block_layers import Float8Layers
+from meshwright.plan.run_plan import Float8Layers
 
 
 def block():

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 
 from meshwright.errors import LayoutError, ScheduleError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.verify import faults, verify
 from tests.plan.fake_family import fake_plan
 

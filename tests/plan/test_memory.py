@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwright.mesh.local_shards import to_local
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import unsharded_parameters
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import HOLES, LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.rules import load
 from meshwright.train.record.events import read_events
 from tests.helpers import meshwright, small_corpus
 from tests.train.jobs import load_words, make_job, run_on
@@ -197,7 +197,7 @@ def test_larger_runs_take_more():
 
 def test_predicting_needs_no_torch_and_no_time():
     code = (
-        "import sys; from meshwright.plan.load_config import load; from meshwright.plan.make_plan import make_plan; "
+        "import sys; from meshwright.plan.rules import load; from meshwright.plan.make_plan import make_plan; "
         "from meshwright.plan.memory import predict_memory; "
         "predict_memory(make_plan(load('llama3-405b'))); sys.exit('torch' in sys.modules)"
     )

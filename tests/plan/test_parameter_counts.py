@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.parameter_counts import num_params, replicated_note
+from meshwright.plan.rules import load
 from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.stage_sizes import num_params, replicated_note
 
 
 def plan_of(*words: str) -> RunPlan:

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 from meshwright.mesh.local_shards import local_box, to_local
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.run_plan import GradientPlacement
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import job_of

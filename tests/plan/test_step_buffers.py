@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.run_plan import Buffer
-from meshwright.plan.step_buffers import buffer_sums, experts_per_layer, load_rows
-from meshwright.plan.traffic import LinkBytes, predict_traffic
+from meshwright.plan.stage_sizes import buffer_sums, experts_per_layer, load_rows
+from meshwright.plan.traffic import LinkBytes, Purpose, predict_traffic
 from tests.plan.plans import fake, with_kind
 
 DATA = ("dp_shard",)

@@ -9,10 +9,9 @@ import sys
 import pytest
 
 from meshwright.comm.compression.catalogue import encoded_bytes
-from meshwright.plan.collective_bytes import Purpose
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.traffic import LinkBytes, predict_traffic
+from meshwright.plan.rules import load
+from meshwright.plan.traffic import LinkBytes, Purpose, predict_traffic
 
 BLOCK = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128
 ROOT = 2 * 256 * 128 + 128
@@ -131,7 +130,7 @@ def test_the_rank_that_sends_most():
 
 def test_predicting_needs_no_torch():
     code = (
-        "import sys; from meshwright.plan.load_config import load; from meshwright.plan.make_plan import make_plan; "
+        "import sys; from meshwright.plan.rules import load; from meshwright.plan.make_plan import make_plan; "
         "from meshwright.plan.traffic import predict_traffic; "
         "predict_traffic(make_plan(load('llama3-405b'), nodes=8)); sys.exit('torch' in sys.modules)"
     )

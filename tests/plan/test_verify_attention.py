@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.plan.context.method import ContextMethod
-from meshwright.plan.run_plan import Shard
+from meshwright.plan.run_plan import ContextMethod, Shard
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.verify import faults
 from tests.plan.plans import LAYOUTS, assert_found, plan_of, with_kind

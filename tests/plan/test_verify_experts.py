@@ -7,11 +7,10 @@ from itertools import combinations
 
 import pytest
 
-from meshwright.plan.block_layers import ExpertLayer
 from meshwright.plan.expert_traffic import counted_load, describe_rows, predicted_load
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.run_plan import Shard
+from meshwright.plan.rules import load
+from meshwright.plan.run_plan import ExpertLayer, Shard
 from meshwright.plan.verify import faults
 
 PLAN = make_plan(load("moe-tiny", ["mesh.dp_shard=4", "mesh.ep=2"]))

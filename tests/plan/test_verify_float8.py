@@ -9,9 +9,9 @@ import pytest
 
 from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.plan.compare import hashes
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.rules import load
 from meshwright.plan.run_plan import Parameter, Shard
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.verify import faults

@@ -19,8 +19,8 @@ from meshwright.data.images import ImageDataset
 from meshwright.models.dit.config import DiTConfig
 from meshwright.parallel import pipeline_shared_gradients
 from meshwright.parallel.context import ring
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult

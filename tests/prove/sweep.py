@@ -9,7 +9,7 @@ from contextlib import closing
 from itertools import product
 
 from meshwright.config.source import preset_names
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.as_run.configuration import as_configured
 from meshwright.prove.as_run.driver import render as render_as_run
 from meshwright.prove.report import render

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshwright.config.optimizer.lr_schedule import learning_rate
+from meshwright.config.resolve import learning_rate
 from meshwright.data.sampler import WindowOrder
 from meshwright.mesh.axes import Axes
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.branches import diagnose_branches as branches
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.record.plain_optimizer import plain_learning_rate

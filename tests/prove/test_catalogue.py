@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError, ModelError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.catalogue import catalogue
 from meshwright.prove.catalogue.case import Case, Outcome, Result
 from meshwright.prove.catalogue.catalogue import prove_all

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.prove.proofs import prove_with, record_few_steps, small_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshwright import api
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.verify import faults
 from meshwright.prove.spec import as_proof, plan_in_float64, set_aside
 from tests.helpers import SMALL

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.run_plan import GradientPlacement
 from meshwright.plan.verify import verify
 from meshwright.prove.report import render

@@ -6,7 +6,7 @@ from functools import reduce
 
 import torch
 
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
 
 COMBINE = {

@@ -18,8 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Split
+from meshwright.mesh.shard_intervals import Reduction, Split
 from meshwright.reshard.planner.intermediate_layouts import Problem, make_step
 from meshwright.reshard.planner.steps import Step
 

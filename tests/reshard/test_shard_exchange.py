@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from meshwright.reshard.planner.steps import Step, StepKind
 from meshwright.reshard.run.shard_exchange import (
     IndexRun,

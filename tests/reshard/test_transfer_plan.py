@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from meshwright.reshard.transfer_plan import Move, TransferPlan, plan_transfer, reduction_layouts
 from meshwright.reshard.verify_transfer import explain_transfer, verify_transfer
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from meshwright.reshard.planner.intermediate_layouts import Staging, kind_of
 from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
 from meshwright.reshard.planner.volumes import (

@@ -14,8 +14,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.contract.task import Task
 from meshwright.models.tasks.next_token import generate
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.forward_only import PipelineForward

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.manifest import list_checkpoints
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.run_folder import check_continues, files_to_carry
 from tests.helpers import SMALL
 

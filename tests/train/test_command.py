@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints, verify
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import SAME_S
 from tests.helpers import clean_environment, small_corpus
 from tests.train.runs import (

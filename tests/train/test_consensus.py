@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.train.rank_run import agree_on_plan, shared_nodes
 
 WORDS = ("mesh.pp=2", "train.num_microbatches=4")

@@ -7,10 +7,10 @@ import pytest
 from meshwright.comm.collective_log import group_record
 from meshwright.parallel.context.heads import HeadsAttention
 from meshwright.parallel.context.ring import RingAttention
-from meshwright.plan.collective_bytes import Purpose, messages
-from meshwright.plan.context.method import ContextMethod
-from meshwright.plan.context.sent_bytes import sent_by_attention
+from meshwright.plan.context.layers import sent_by_attention
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import ContextMethod
+from meshwright.plan.traffic import Purpose, messages
 from tests.helpers import quick_and_slow
 from tests.plan.context.dense import least_bytes
 from tests.train.jobs import load_words, make_job

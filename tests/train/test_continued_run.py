@@ -9,10 +9,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from meshwright.config.dump import to_toml
 from meshwright.config.schema import RunConfig
+from meshwright.config.source import to_toml
 from meshwright.errors import CONTINUE, InputError, RunError, StoppedError, continue_command
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.continued_run import Start, changed_keys, check_source, find_start, naming
 from tests.helpers import SMALL, small_corpus
 from tests.train.runs import Fault, assert_bitwise_equal, metrics, train

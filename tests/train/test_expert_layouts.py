@@ -7,9 +7,9 @@ import torch
 
 from meshwright.nn.experts.layer import Experts
 from meshwright.plan.expert_traffic import describe_rows
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.rules import load
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import make_job, run_on, trace
 from tests.train.runs import Fault, final_state, metrics, train

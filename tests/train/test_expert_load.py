@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint import save_load
 from meshwright.nn.step_handles import load_counters, step_buffers
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import verify
 from meshwright.prove.report import render

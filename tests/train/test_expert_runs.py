@@ -12,7 +12,7 @@ import torch
 
 from meshwright.errors import RunError
 from meshwright.nn.experts.balance import ExpertLoad
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.reporter import Reporter

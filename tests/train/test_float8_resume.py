@@ -10,7 +10,7 @@ import torch
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.save_load import read_tensors
 from meshwright.features.float8.run import HISTORY
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import small_corpus
 from tests.train.jobs import job_of, run_on
 from tests.train.runs import STEPS, assert_bitwise_equal, final_state, train

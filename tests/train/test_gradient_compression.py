@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.config.rules_compression import no_effect_notes
-from meshwright.plan.collective_bytes import Purpose
+from meshwright.config.resolve import notes_of
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.traffic import Purpose
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.record.reporter import Reporter, Summary
@@ -238,7 +238,7 @@ def test_one_rank_sends_nothing_to_be_compressed():
     ],
 )
 def test_what_has_nothing_to_do_is_told(words, said):
-    found = list(no_effect_notes(load_words((LOCO, INT8, *words))))
+    found = list(notes_of(load_words((LOCO, INT8, *words))))
     assert [note.partition(":")[0] for note in found] == said
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from meshwright.errors import CONTINUE, RunError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.reporter import Reporter

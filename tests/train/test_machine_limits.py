@@ -7,9 +7,9 @@ import re
 import pytest
 
 from meshwright.errors import LayoutError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import SHARED, predict_memory, predict_process_memory
+from meshwright.plan.rules import load
 from meshwright.train.launch import launcher, machine_limits
 from meshwright.train.launch.machine_limits import check_machine, check_memory, check_ranks, needed_bytes
 from meshwright.units import GIB

@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 
 from meshwright.errors import CONTINUE, RunError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.pipeline_table import lowered_table
+from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.record.reporter import Reporter

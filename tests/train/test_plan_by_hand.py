@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.errors import ConfigError, InputError, LayoutError
 from meshwright.plan.compare import hashes
-from meshwright.plan.load_plan import load_plan
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load_plan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from tests.helpers import SMALL, small_corpus

@@ -82,7 +82,7 @@ def test_initial_weights_do_not_depend_on_the_precision(corpus):
 
 def test_only_what_needs_a_mesh_has_one(corpus):
     for words, needed in (([], False), ([BF16], True), (["mesh.tp=2"], True), (["train.precision=float64"], False)):
-        from meshwright.plan.load_config import load
+        from meshwright.plan.rules import load
 
         assert needs_mesh(make_plan(load(None, words))) is needed
 

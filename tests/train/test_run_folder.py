@@ -15,8 +15,8 @@ from meshwright.checkpoint import atomic_directory
 from meshwright.checkpoint.manifest import write_file
 from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import CheckpointError, InputError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.serialize import to_json
 from meshwright.train.run_folder import choose_folder, keep_other_plan
 from tests.helpers import alternatives

@@ -10,8 +10,8 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import DataError, LayoutError
 from meshwright.mesh.local_shards import local_box, to_local
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.pipeline_stages import Pipeline

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from meshwright.errors import RunError, StoppedError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec
 from meshwright.train.rank_run import run_rank

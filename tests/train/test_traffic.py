@@ -15,9 +15,8 @@ from meshwright.comm.collective_log import group_records
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER, all_reduce_sum
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients
-from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.traffic import predict_traffic
+from meshwright.plan.traffic import Purpose, predict_traffic
 from meshwright.train import train_step
 from tests.helpers import quick_and_slow, small_corpus
 from tests.train.jobs import load_words, make_job

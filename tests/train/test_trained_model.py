@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError, InputError
 from meshwright.models.contract.run_facts import Prompt
 from meshwright.models.hf import private
 from meshwright.models.tasks.next_token import generate
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train import trained_model
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.errors import RunError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.continued_run import find_start
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec

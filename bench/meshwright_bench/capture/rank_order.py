@@ -17,7 +17,7 @@ from meshwright.nn.attention.rope import RotaryEmbedding
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.pipeline import generate, lower
 from meshwright.pipeline.actions import COMPUTE, ActionKind
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright_bench.capture.cases import CaptureCase
 
 HEAD_DIM = 64

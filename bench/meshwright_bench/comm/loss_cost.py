@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.models.contract.loss_unit import LossUnit
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.launch.run_spec import RunSpec

@@ -8,8 +8,8 @@ import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.mesh.process_groups import process_group
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep

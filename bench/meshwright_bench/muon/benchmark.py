@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import date
 from functools import partial
 
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import refuse_cuda

@@ -7,8 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Split
+from meshwright.mesh.shard_intervals import Reduction, Split
 
 _EVEN = (4096, 8192, 16384)
 _UNEVEN = (1, 7, 1000, 4097, 5003)

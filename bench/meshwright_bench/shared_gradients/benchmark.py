@@ -11,7 +11,7 @@ from functools import partial
 from statistics import median
 
 from meshwright.config.facts_for_family import model_facts
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import refuse_cuda

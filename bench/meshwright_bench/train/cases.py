@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.units import format_count
 
 OURS, BARE = "ours", "bare"

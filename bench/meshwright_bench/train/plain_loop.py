@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.config.facts_for_family import model_facts, run_facts
-from meshwright.config.optimizer.lr_schedule import learning_rate
+from meshwright.config.resolve import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Tokens

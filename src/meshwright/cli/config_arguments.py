@@ -18,7 +18,7 @@ WORDS_HELP = (
 
 def complete_words(incomplete: str) -> list[str]:
     """Return presets and files, keys, and values of a key, that begin like the word that is being typed."""
-    from meshwright.config.key_fields import fields
+    from meshwright.config.overlay import fields
     from meshwright.config.source import preset_names
     from meshwright.models.contract.family import family_names
 

@@ -9,9 +9,8 @@ from shlex import quote
 from typing import Any
 
 from meshwright.checkpoint.manifest import Manifest, read_sidecars
-from meshwright.config.dump import values_to_toml
 from meshwright.config.schema import TrainConfig
-from meshwright.config.source import CONFIG_FILE
+from meshwright.config.source import CONFIG_FILE, values_to_toml
 from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.contract.family import find_family

@@ -94,9 +94,9 @@ def _job(
     """Load and verify the run, as on that cluster, and return its job, and the memory of a rank in words."""
     from meshwright.cli.plan_page import devices
     from meshwright.output_files import check_output
-    from meshwright.plan.load_config import load
     from meshwright.plan.make_plan import make_plan
     from meshwright.plan.memory import predict_memory
+    from meshwright.plan.rules import load
     from meshwright.plan.verify import verify
     from meshwright.train.launch.scripts.cluster_job import make_job
 

@@ -59,7 +59,7 @@ def plan(
         _show_differences(made, other)
     elif json_path != STDOUT:
         from meshwright.cli.plan_page import page
-        from meshwright.config.notes import notes_of
+        from meshwright.config.resolve import notes_of
 
         for line in page(name, made, config=config):
             show(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
@@ -87,9 +87,8 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
     The configuration comes with them, unless it is a plan file.
     """
     from meshwright.cli.plan_page import nodes_of_gpus
-    from meshwright.plan.load_config import load
-    from meshwright.plan.load_plan import read_plan
     from meshwright.plan.make_plan import make_plan
+    from meshwright.plan.rules import load, read_plan
 
     source, overrides = split_words(words)
     if source is not None and source.endswith(".json"):

@@ -10,19 +10,17 @@ from typing import Any
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
 from meshwright.cluster.presets import gpus_by_memory
-from meshwright.config.optimizer.parameter_groups import group_settings
+from meshwright.config.resolve import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, simulate
-from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory, predict_process_memory
-from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.parameter_counts import num_params, replicated_note
-from meshwright.plan.run_plan import BYTES, EXPERTS, Collective, RunPlan, Unit
-from meshwright.plan.traffic import Traffic, predict_traffic
+from meshwright.plan.run_plan import BYTES, EXPERTS, Atoms, Collective, RunPlan, Unit
+from meshwright.plan.stage_sizes import num_params, replicated_note
+from meshwright.plan.traffic import Purpose, Traffic, predict_traffic
 from meshwright.units import counted, format_bytes, format_count
 
 COLUMNS = 80

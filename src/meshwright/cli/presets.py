@@ -15,11 +15,11 @@ def presets(
     keys: Annotated[bool, typer.Option("--keys", help="Print every key with its meaning, as Markdown.")] = False,
 ) -> None:
     """List the presets with their size and layout, or print one."""
-    from meshwright.config.dump import keys_table, to_toml
     from meshwright.config.facts_for_family import model_facts
+    from meshwright.config.known_keys import keys_table
     from meshwright.config.load import load as load_keys
-    from meshwright.config.source import preset_names
-    from meshwright.plan.load_config import load
+    from meshwright.config.source import preset_names, to_toml
+    from meshwright.plan.rules import load
 
     if keys:
         print(keys_table(), end="")

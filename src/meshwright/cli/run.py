@@ -32,8 +32,7 @@ def run(
     """
     from meshwright import api
     from meshwright.config.facts_for_family import run_facts
-    from meshwright.plan.load_config import load
-    from meshwright.plan.load_plan import load_plan
+    from meshwright.plan.rules import load, load_plan
     from meshwright.train.continued_run import check_source, find_start
     from meshwright.train.launch.launcher import context_from_environment, run_as_rank
 

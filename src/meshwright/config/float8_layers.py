@@ -11,8 +11,7 @@ from meshwright.config.schema import Float8Config, RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.nn.float8.recipe import SIZE_UNIT
-from meshwright.settings.nearby_sizes import round_up
-from meshwright.settings.violation import Fix, Violation, format_value
+from meshwright.settings.violation import Fix, Violation, format_value, round_up
 from meshwright.units import counted
 
 OFF: Fix = {"float8.recipe": "none"}

@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.config.foreign_keys import ForeignKey, foreign_keys_error
-from meshwright.config.key_fields import fields, is_valid, sections, table_of
-from meshwright.config.overlay import ConfigOverlay, shorten
-from meshwright.config.parse_value import likely_values, parse_value
+from meshwright.config.foreign_names import DIFFERENCES
+from meshwright.config.overlay import ConfigOverlay, fields, is_valid, sections, shorten, table_of
 from meshwright.config.rules import Rules, check, repair
-from meshwright.config.rules_data import DEFAULT_SOURCE, SOURCE
 from meshwright.config.schema import PLANNED_SECTIONS, RunConfig, run_type
+from meshwright.config.section_rules import DEFAULT_SOURCE, SOURCE
 from meshwright.config.source import DEFAULT_PRESET, preset_names, read_source, smallest_preset
-from meshwright.config.translate import OF_VALIDATION, find_meaning, nearest_preset, option_named, why_unavailable
+from meshwright.config.translate import (
+    OF_VALIDATION,
+    Meaning,
+    find_meaning,
+    likely_values,
+    nearest_preset,
+    normalize,
+    option_named,
+    parse_value,
+    why_unavailable,
+)
 from meshwright.data.mixtures.entries import KEY as KEY_OF_MIXTURE
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import KEY, family_names, find_family
-from meshwright.settings.violation import format_fix, format_value
+from meshwright.settings.violation import Fix, format_fix, format_value
 
 
 def load(
@@ -61,8 +71,7 @@ def load(
     keys.put(overlay, "", tree, origin=label)
     for word in overrides:
         keys.set(overlay, word, origin="command line")
-    keys.check_foreign(overlay, num_ranks=num_ranks)
-    keys.check_other_families()
+    keys.check(overlay, num_ranks=num_ranks)
     if overlay.get(KEY_OF_MIXTURE, ()) and overlay.origins.get(SOURCE, "").startswith("preset "):
         overlay.put(SOURCE, DEFAULT_SOURCE, "default, as a mixture takes its place")
     overlay.values.setdefault("name", Path(source).stem)
@@ -81,31 +90,29 @@ def load(
 
 def known_keys(kind: str | None = None) -> list[str]:
     """Return all dotted keys for a family, by default that of the default preset."""
-    return list(fields(kind or default_kind()))
+    return list(fields(kind or _default_kind()))
 
 
-def default_kind() -> str:
-    """Return the family of the default preset."""
-    kind: str = read_source(DEFAULT_PRESET)[1]["model"]["kind"]
-    return kind
+def _default_kind() -> str:
+    return str(read_source(DEFAULT_PRESET)[1]["model"]["kind"])
 
 
 def _kind_of(tree: Mapping[str, Any], label: str, words: Sequence[str]) -> str:
     """Return the family selected by the file or the overrides; the last setting wins."""
     model = tree.get("model")
     kind, origin = (model.get("kind"), label) if isinstance(model, Mapping) else (None, label)
-    fallback = default_kind() if kind is None else kind
+    fallback = _default_kind() if kind is None else kind
     for word in words:
         key, _, value = word.partition("=")
         if key == KEY:
             kind, origin = value.strip("\"'"), "command line"
     if kind is None:
-        return default_kind()
+        return _default_kind()
     try:
         find_family(kind if isinstance(kind, str) else repr(kind))
     except ConfigError as error:
         fix = error.fix if error.fix and not error.fix.startswith(KEY) else f"{KEY}={fallback}"
-        fix = f"{KEY}={default_kind()}" if kind == fallback and fix == f"{KEY}={kind}" else fix
+        fix = f"{KEY}={_default_kind()}" if kind == fallback and fix == f"{KEY}={kind}" else fix
         raise ConfigError(error.what, where=f"{origin}, {KEY}", rule=error.rule, fix=fix) from error.__cause__
     return str(kind)
 
@@ -126,12 +133,9 @@ class _FamilyKeys:
         key, equals, text = word.partition("=")
         if not equals or not key:
             is_source = word in preset_names() or word.endswith(".toml")
-            raise ConfigError(
-                f"{shorten(word)!r} is not an override",
-                where=origin,
-                rule="an override has the form section.key=value; a preset or a file comes first, before the overrides",
-                fix=f"name {word} first" if is_source else f"{self._nearest(key) or 'train.steps'}=…",
-            )
+            rule = "an override has the form section.key=value; a preset or a file comes first, before the overrides"
+            fix = f"name {word} first" if is_source else f"{self._nearest(key) or 'train.steps'}=…"
+            raise ConfigError(f"{shorten(word)!r} is not an override", where=origin, rule=rule, fix=fix)
         field = fields(self.kind).get(key) or sections(self.kind).get(key)
         self.put(overlay, key, parse_value(text, getattr(field, "annotation", None)), origin=origin)
 
@@ -153,21 +157,13 @@ class _FamilyKeys:
             overlay.put(key, None, origin)
         elif key in known:
             first = next(name for name in fields(self.kind) if name.startswith(f"{key}."))
-            raise ConfigError(
-                f"{key} is a section, not a key",
-                where=f"{origin}, {key}",
-                rule="the keys of a section are set individually",
-                fix=f"{first}=…",
-            )
+            rule = "the keys of a section are set individually"
+            raise ConfigError(f"{key} is a section, not a key", where=f"{origin}, {key}", rule=rule, fix=f"{first}=…")
         else:
             self._put_other_family(key, value, origin)
 
     def _put_other_family(self, key: str, value: Any, origin: str) -> None:
-        """Accept a key of another family if it has its default value and so no effect, as in files of saved runs.
-
-        Raises:
-            ConfigError: the key belongs to the section `model` or to no family.
-        """
+        """Accept a key of another family if it has its default value and so no effect, as in files of saved runs."""
         leaf, value = _first_leaf(key, value)
         others = [kind for kind in family_names() if leaf in fields(kind)]
         if not others:
@@ -179,15 +175,11 @@ class _FamilyKeys:
         if leaf.startswith("model."):
             # Users can't remove a preset's keys, so treat the kind as the wrong setting.
             is_of_preset = origin.startswith("preset ")
-            raise ConfigError(
-                f"{self.kind} models have no {leaf}",
-                where=f"{origin}, {leaf}",
-                rule=f"model.kind={self.kind} has the keys "
-                + ", ".join(k for k in fields(self.kind) if k.startswith("model.")),
-                fix=f"remove model.kind={self.kind}, or start from a preset for {self.kind}"
-                if is_of_preset
-                else f"remove {leaf}",
-            )
+            own = ", ".join(k for k in fields(self.kind) if k.startswith("model."))
+            rule = f"model.kind={self.kind} has the keys {own}"
+            fix = f"model.kind={self.kind}, or start from a preset for {self.kind}" if is_of_preset else leaf
+            what = f"{self.kind} models have no {leaf}"
+            raise ConfigError(what, where=f"{origin}, {leaf}", rule=rule, fix=f"remove {fix}")
         leaves = _leaves(key, value) if key != leaf else [(leaf, value)]
         owners = " or ".join(others)
         for name, found in leaves:
@@ -196,39 +188,25 @@ class _FamilyKeys:
                 raise self._unknown(name, origin)
             self._unread_keys.pop(name, None)
             if found != field.default:
-                self._unread_keys[name] = ConfigError(
-                    f"{name} = {format_value(found)} has no effect",
-                    where=f"{origin}, {name}",
-                    rule=f"it applies to {owners} models, but model.kind is {self.kind}",
-                    fix=f"{name}={format_value(field.default)} or remove {name}, or start from a preset for {owners}",
-                )
+                what = f"{name} = {format_value(found)} has no effect"
+                rule = f"it applies to {owners} models, but model.kind is {self.kind}"
+                fix = f"{name}={format_value(field.default)} or remove {name}, or start from a preset for {owners}"
+                self._unread_keys[name] = ConfigError(what, where=f"{origin}, {name}", rule=rule, fix=fix)
 
-    def check_other_families(self) -> None:
-        """Raise if a key of another family still has a non-default value.
-
-        Raises:
-            ConfigError: such a key is set; it would have no effect.
-        """
-        for error in self._unread_keys.values():
-            raise error
-
-    def check_foreign(self, overlay: ConfigOverlay, *, num_ranks: int | None) -> None:
-        """Raise if a key has another framework's name, and then if a name is unknown: so one doesn't hide the others.
+    def check(self, overlay: ConfigOverlay, *, num_ranks: int | None) -> None:
+        """Raise if a key has another framework's name, then if a name is unknown, so one doesn't hide the others, and
+        then if a key of another family still has a non-default value, which would have no effect.
 
         Raises:
             ConfigError: such a key is set; the error names ours.
         """
         if self._foreign_keys:
             raise foreign_keys_error(self._foreign_keys, overlay, self.kind, num_ranks=num_ranks, rules=self.rules)
-        for error in self._unknown_keys:
+        for error in (*self._unknown_keys, *self._unread_keys.values()):
             raise error
 
     def _put_unknown(self, key: str, value: Any, origin: str) -> None:
-        """Keep a key with another framework's name, to report all of them together, or the error for any other.
-
-        Raises:
-            ConfigError: the name is that of another family's key.
-        """
+        """Keep a key with another framework's name, to report all of them together, or the error for any other."""
         meaning = find_meaning(key)
         if meaning is not None and meaning.key in fields(self.kind):
             self._foreign_keys.append(ForeignKey(key, value, origin, meaning))
@@ -242,41 +220,27 @@ class _FamilyKeys:
             other = ConfigOverlay(read_source(preset)[1])
             found = [ForeignKey(key, value, origin, meaning)]
             error = foreign_keys_error(found, other, other.get(KEY, None), num_ranks=None, rules=self.rules)
-            raise ConfigError(
-                what,
-                where=where,
-                rule=f"it is {meaning.key} here, for models of {' or '.join(owners)}, but model.kind is {self.kind}",
-                fix=f"{preset} {error.fix}",
-            )
+            rule = f"it is {meaning.key} here, for models of {' or '.join(owners)}, but model.kind is {self.kind}"
+            raise ConfigError(what, where=where, rule=rule, fix=f"{preset} {error.fix}")
         if option is None:
             self._unknown_keys.append(self._unknown(key, origin))
             return
         preset = text if Path(text).suffix == ".toml" else nearest_preset(text, preset_names()) or DEFAULT_PRESET
-        error = ConfigError(
-            what,
-            where=where,
-            rule=f"it is --{option} of meshwright run" if option else "a preset or a TOML file is the first word",
-            fix=f"--{option} {text}" if option else f"{preset} as the first word",
-        )
-        self._unknown_keys.append(error)
+        rule = f"it is --{option} of meshwright run" if option else "a preset or a TOML file is the first word"
+        fix = f"--{option} {text}" if option else f"{preset} as the first word"
+        self._unknown_keys.append(ConfigError(what, where=where, rule=rule, fix=fix))
 
     def _unknown(self, key: str, origin: str) -> ConfigError:
         section, where = key.split(".")[0], f"{origin}, {shorten(key)}"
         if section in PLANNED_SECTIONS:
-            return ConfigError(
-                f"the section {section} is not available yet",
-                where=where,
-                rule=f"this version has the sections {', '.join(self.type.model_fields)}",
-                fix=f"remove {shorten(key)}",
-            )
+            what = f"the section {section} is not available yet"
+            rule = f"this version has the sections {', '.join(self.type.model_fields)}"
+            return ConfigError(what, where=where, rule=rule, fix=f"remove {shorten(key)}")
         near = self._nearest(key.lstrip("-"))
         fallback = f"meshwright presets {DEFAULT_PRESET} prints all keys"
-        return ConfigError(
-            f"unknown {'option' if key.startswith('-') else 'key'} {shorten(key)}",
-            where=where,
-            rule="keys are set by section.key=value; meshwright keys lists all",
-            fix=f"{near} (the nearest valid key)" if near else fallback,
-        )
+        what = f"unknown {'option' if key.startswith('-') else 'key'} {shorten(key)}"
+        rule = "keys are set by section.key=value; meshwright keys lists all"
+        return ConfigError(what, where=where, rule=rule, fix=f"{near} (the nearest valid key)" if near else fallback)
 
     def _nearest(self, key: str) -> str | None:
         names = list(fields(self.kind))
@@ -311,17 +275,13 @@ def _validation_error(
     first = error.errors()[0]
     key = _key(first)
     items = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
-    field = fields(keys.kind).get(key)
-    rule = first["msg"][:1].lower() + first["msg"][1:]
-    meaning = getattr(field, "description", "") or ""
-    allowed = first.get("ctx", {}).get("expected")
-    meaning = why_unavailable(key, first["input"]) or meaning
-    return ConfigError(
-        f"{key}{items} = {shorten(repr(first['input']))} is not allowed here",
-        where=f"{overlay.origins.get(key, 'default')}, {key}",
-        rule=(f"{key} is one of {allowed}" if allowed else rule) + (f" ({meaning})" if meaning else ""),
-        fix=_working_fix(overlay, keys, key, getattr(field, "default", None), num_ranks=num_ranks),
-    )
+    field, allowed = fields(keys.kind).get(key), first.get("ctx", {}).get("expected")
+    rule = f"{key} is one of {allowed}" if allowed else first["msg"][:1].lower() + first["msg"][1:]
+    if meaning := why_unavailable(key, first["input"]) or getattr(field, "description", ""):
+        rule += f" ({meaning})"
+    what = f"{key}{items} = {shorten(repr(first['input']))} is not allowed here"
+    fix = _working_fix(overlay, keys, key, getattr(field, "default", None), num_ranks=num_ranks)
+    return ConfigError(what, where=f"{overlay.origins.get(key, 'default')}, {key}", rule=rule, fix=fix)
 
 
 def _working_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: Any, *, num_ranks: int | None) -> str:
@@ -351,3 +311,97 @@ def _working_fix(overlay: ConfigOverlay, keys: _FamilyKeys, key: str, default: A
 
 def _key(error: ErrorDetails) -> str:
     return ".".join(part for part in error["loc"] if isinstance(part, str))
+
+
+MAX_NAMES = 5
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """A key as the user named it."""
+
+    name: str
+    value: Any
+    origin: str
+    meaning: Meaning
+
+
+def foreign_keys_error(
+    found: Sequence[ForeignKey], overlay: ConfigOverlay, kind: str, *, num_ranks: int | None, rules: Rules | None
+) -> ConfigError:
+    """Return the error for one or more keys with another framework's name.
+
+    Args:
+        found: the keys, at least one.
+        overlay: all other keys.
+        kind: family of the model, which has all keys that are meant.
+        num_ranks: number of ranks started by a launcher, or None.
+        rules: rules that the suggested overrides satisfy, if any do.
+    """
+    asked: dict[str, Any] = {}
+    for one in sorted(found, key=lambda one: one.meaning.is_derived):  # these depend on the others
+        asked |= _carried(one, overlay, kind, asked) or {}
+    others = [one.meaning.key for one in found if one.meaning.key not in asked]
+    kept = {key: overlay.get(key, fields(kind)[key].default) for key in others}
+    words = asked | kept
+    config = _config(overlay, kind, words)
+    if config is not None:
+        # Keep what the user asked for if the rules allow it.
+        words |= repair(config, num_ranks, rules, words) or repair(config, num_ranks, rules) or {}
+    notes = [f"{key} = {format_value(value)} does not fit" for key, value in asked.items() if words[key] != value]
+    notes += [f"{key} as it was" for key in kept]
+    names = list(dict.fromkeys(one.name for one in found))
+    shown = ", ".join(map(shorten, names[:MAX_NAMES])) + (" …" if len(names) > MAX_NAMES else "")
+    what = "option" if names[0].startswith("-") else "key"
+    rule = "; ".join(_rule(one, kind, brief=len(names) > 1) for one in found[:MAX_NAMES])
+    fix = f"{format_fix(words)} in place of {shown}" + (f" ({', '.join(notes)})" if notes else "")
+    where = f"{found[0].origin}, {shorten(names[0])}"
+    return ConfigError(f"unknown {what}{'s' if len(names) > 1 else ''} {shown}", where=where, rule=rule, fix=fix)
+
+
+def _rule(one: ForeignKey, kind: str, *, brief: bool) -> str:
+    key = one.meaning.key
+    difference = DIFFERENCES[key] if one.meaning.is_derived else why_unavailable(key, one.name, one.value)
+    about = difference or ("" if brief else fields(kind)[key].description)
+    return f"{shorten(one.name)} is {key} here" + (f" ({about})" if about else "")
+
+
+def _carried(one: ForeignKey, overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> Fix | None:
+    """Return our key with the value that the user's stands for; None if the key doesn't take it."""
+    key, value = one.meaning.key, one.value
+    if one.meaning.is_derived:
+        return _derived(one, _config(overlay, kind, words), words)
+    annotation = fields(kind)[key].annotation
+    chosen = {normalize(name): own for name, own in (one.meaning.choices or {}).items()}.get(normalize(str(value)))
+    candidates = likely_values(key, value, annotation) if chosen is None else [parse_value(chosen, annotation)]
+    # Configurations are hashed, so a list is a tuple; a single string may stand for one.
+    is_tuple = get_origin(annotation) is tuple
+    words_of = ([own] if is_tuple and isinstance(own, str) else own for own in candidates)
+    frozen = (tuple(own) if isinstance(own, list) else own for own in words_of)
+    return next(({key: own} for own in frozen if is_valid(kind, key, own)), None)
+
+
+def _derived(one: ForeignKey, config: RunConfig | None, words: Mapping[str, Any]) -> Fix | None:
+    """Compute our number from one with another meaning; None if it can't be."""
+    key, value = one.meaning.key, one.value
+    if config is None or isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        return None
+    train, num_data_ranks = config.train, config.mesh.axes().data_parallel()
+    if key == "train.num_microbatches":
+        if key in words and "train.global_batch" not in words and isinstance(value, int):
+            return {"train.global_batch": value * words[key] * num_data_ranks}
+        return {key: max(1, round(train.global_batch / num_data_ranks / value))}
+    if key == "pipeline.chunks":
+        return {key: max(1, round(getattr(config.model, "num_layers", 1) / config.mesh.pp / value))}
+    if key == "train.validation_samples":
+        return {key: round(value * train.global_batch)}
+    if key == "train.warmup_steps":
+        return {key: round(value * train.steps)}
+    return {key: min(1.0, value / train.lr)} if key == "train.min_lr_ratio" else None
+
+
+def _config(overlay: ConfigOverlay, kind: str, words: Mapping[str, Any]) -> RunConfig | None:
+    """Return the configuration with `words` set, or None if another key is invalid."""
+    with suppress(ValidationError):
+        return run_type(kind).model_validate(overlay.with_values(words))
+    return None

@@ -2,57 +2,41 @@
 
 All rules are checked in one place before any process starts. Each violation includes the problem, where the key was
 set, the rule and a working fix. No value is silently changed to satisfy a rule.
-
 Suggested fixes that would violate another rule are omitted from the error.
 
-Optimizers, expert parallelism and context parallelism with packed documents have theirs at the end.
+Here are the rules of the mesh, the batch and compression; those of single sections stand in `section_rules`, those of
+keys with a syntax of their own in `resolve`.
 """
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
+from meshwright.comm.compression.catalogue import Use, is_lossy, lossless_names
+from meshwright.config import resolve, section_rules
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.float8_layers import float8_violations
-from meshwright.config.optimizer.lr_schedule import schedule_violations
-from meshwright.config.optimizer.parameter_groups import group_violations
-from meshwright.config.profiled_steps import profile_violations
-from meshwright.config.recompute_blocks import recompute_violations
-from meshwright.config.rules_capture import capture_violations
-from meshwright.config.rules_compression import comm_violations
-from meshwright.config.rules_data import data_violations
-from meshwright.config.rules_trackers import tracker_violations
-from meshwright.config.schema import RunConfig, TrainConfig
-from meshwright.config.translate import value_named
+from meshwright.config.schema import RunConfig
+from meshwright.config.section_rules import FREEZE
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.models.contract.tp_styles import OWN_PARAMETERS
-from meshwright.optim.catalogue import BUILT_IN, KEY, OTHERS, OWN_RULE, RULE, optimizers_by_role
-from meshwright.optim.contract import MatrixOptimizer
-from meshwright.optim.role import Role
-from meshwright.settings.import_object import OBJECT_NAME
-from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
-from meshwright.settings.violation import Fix, Violation, format_fix, format_value
+from meshwright.settings.violation import Fix, Violation, by_distance, divisors, format_fix, round_up
 from meshwright.units import counted
 
 Origins = Mapping[str, str]
 """Origin of each dotted key: `command line`, a file, `preset llama-tiny`."""
 
-FREEZE = "train.freeze"
+EP, CP, CP_METHOD = "mesh.ep", "mesh.cp", "mesh.cp_method"
+SECONDARY, NODE = "comm.secondary_shards", "comm.ranks_per_node"
 MAX_FIXES = 3
 MAX_COMPLETIONS = 3
-
-
 Rules = Callable[[RunConfig, int | None], Iterator[Violation]]
 """Callable that yields the violations of a run, given the number of ranks started by a launcher, or None. Only the
 first violation is reliable, since later rules assume that earlier ones hold."""
-SMALLEST_FLOAT32 = 2.0**-126
-"""Smallest normal float32; devices may flush subnormal numbers to zero."""
 
 
 def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, rules: Rules | None = None) -> None:
@@ -68,17 +52,16 @@ def check(config: RunConfig, origins: Origins, *, num_ranks: int | None = None, 
         LayoutError: the mesh does not fit the model, batch or number of ranks.
         ConfigError: keys contradict each other, or one has no effect.
     """
-    search = _FixSearch(num_ranks, rules or violations)
-    violation = search.first_violation(config)
-    if violation is None:
+    rules = rules or violations
+    if (violation := _first(config, num_ranks, rules)) is None:
         return
     where = f"{origins[violation.key]}, {violation.key}" if violation.key in origins else f"default of {violation.key}"
     if num_ranks is not None:
         where += f"; WORLD_SIZE={num_ranks} in the environment"
-    alone = (fix for fix in violation.fixes if search.first_violation(config.with_keys(fix)) is None)
+    alone = (fix for fix in violation.fixes if _first(config.with_keys(fix), num_ranks, rules) is None)
     fixes = list(islice(alone, MAX_FIXES))
     if not fixes:
-        complete = (search.complete(config, fix) for fix in violation.fixes)
+        complete = (_complete(config, num_ranks, rules, fix, MAX_COMPLETIONS) for fix in violation.fixes)
         fixes = list(islice(filter(None, complete), 1)) or list(violation.fixes[:1])
     words = [format_fix(fix) for fix in fixes]
     fix = " or ".join([*words, violation.otherwise] if violation.otherwise else words)
@@ -89,28 +72,27 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     """Yield violations that can be found from the configuration alone; `plan.rules` adds those that need the plan."""
     family_violations = list(config.family.rules(run_facts(config)))
     yield from (one for one in family_violations if one.key != FREEZE)
-    yield from _freeze_globs(config)
+    yield from section_rules.freeze_violations(config)
     yield from (one for one in family_violations if one.key == FREEZE)
     yield from _model_description(config)
-    yield from data_violations(config)
-    yield from packing_violations(config)
+    yield from section_rules.data_violations(config)
     yield from context_violations(config)
     yield from expert_violations(config)
-    yield from _dropout(config)
+    yield from section_rules.dropout_violations(config)
     yield from _sequence_parallel(config)
     yield from _ranks(config, num_ranks)
     yield from _batch(config)
-    yield from schedule_violations(config)
-    yield from optimizer_violations(config)
-    yield from group_violations(config)
-    yield from precision_violations(config)
+    yield from resolve.schedule_violations(config)
+    yield from section_rules.optimizer_violations(config)
+    yield from resolve.group_violations(config)
+    yield from section_rules.precision_violations(config)
     yield from comm_violations(config)
-    yield from recompute_violations(config)
-    yield from capture_violations(config)
+    yield from resolve.recompute_violations(config)
+    yield from section_rules.capture_violations(config)
     yield from float8_violations(config)
-    yield from tracker_violations(config)
-    yield from profile_violations(config)
-    yield from _unread_keys(config)
+    yield from resolve.tracker_violations(config)
+    yield from resolve.profile_violations(config)
+    yield from section_rules.unread_key_violations(config)
 
 
 def repair(config: RunConfig, num_ranks: int | None, rules: Rules | None = None, fix: Fix | None = None) -> Fix | None:
@@ -118,28 +100,21 @@ def repair(config: RunConfig, num_ranks: int | None, rules: Rules | None = None,
 
     The keys of `fix` are among them and keep their values.
     """
-    return _FixSearch(num_ranks, rules or violations).complete(config, fix or {})
+    return _complete(config, num_ranks, rules or violations, fix or {}, MAX_COMPLETIONS)
 
 
-@dataclass(frozen=True)
-class _FixSearch:
-    """Search for fixes that do not violate other rules."""
+def _first(config: RunConfig, num_ranks: int | None, rules: Rules) -> Violation | None:
+    return next(rules(config, num_ranks), None)
 
-    num_ranks: int | None
-    rules: Rules
 
-    def first_violation(self, config: RunConfig) -> Violation | None:
-        return next(self.rules(config, self.num_ranks), None)
-
-    def complete(self, config: RunConfig, fix: Fix, *, depth: int = MAX_COMPLETIONS) -> Fix | None:
-        """Extend `fix` until no rule is violated; return None if that fails."""
-        violation = self.first_violation(config.with_keys(fix))
-        if violation is None:
-            return fix
-        # Keep keys already set by this fix, or the search would cycle.
-        more = (other for other in violation.fixes if depth and not other.keys() & fix.keys())
-        found = (self.complete(config, {**fix, **other}, depth=depth - 1) for other in islice(more, MAX_FIXES))
-        return next(filter(None, found), None)
+def _complete(config: RunConfig, num_ranks: int | None, rules: Rules, fix: Fix, depth: int) -> Fix | None:
+    """Extend `fix` until no rule is violated; return None if that fails."""
+    violation = _first(config.with_keys(fix), num_ranks, rules)
+    if violation is None:
+        return fix
+    # Keep keys already set by this fix, or the search would cycle.
+    more = islice((one for one in violation.fixes if depth and not one.keys() & fix.keys()), MAX_FIXES)
+    return next(filter(None, (_complete(config, num_ranks, rules, {**fix, **one}, depth - 1) for one in more)), None)
 
 
 def _model_description(config: RunConfig) -> Iterator[Violation]:
@@ -167,17 +142,6 @@ def _model_description(config: RunConfig) -> Iterator[Violation]:
                 )
 
 
-def _dropout(config: RunConfig) -> Iterator[Violation]:
-    if config.train.dropout and not model_facts(config).has_dropout:
-        yield Violation(
-            ConfigError,
-            f"train.dropout = {config.train.dropout:g}, but this model has no dropout",
-            "train.dropout",
-            "train.dropout applies to models whose description says so (ModelFacts.has_dropout)",
-            [{"train.dropout": 0.0}],
-        )
-
-
 def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
     """Check that sequence parallelism can shard the stream between blocks evenly, so families need no rule for this."""
     edge, tp, key = model_facts(config).edge, config.mesh.tp, "mesh.sequence_parallel"
@@ -185,44 +149,12 @@ def _sequence_parallel(config: RunConfig) -> Iterator[Violation]:
         return
     fixes: list[Fix] = [{key: False}, {"mesh.tp": 1}]
     if edge.sequence_dim is None:
-        what, rule = (
-            f"{key} with mesh.tp = {tp}",
-            f"sequence parallelism shards the {edge.name} between blocks along the sequence",
-        )
-        yield Violation(LayoutError, what, key, f"{rule}, but this model's blocks need the full sequence", fixes)
+        rule = f"sequence parallelism shards the {edge.name} between blocks along the sequence, but this model's "
+        yield Violation(LayoutError, f"{key} with mesh.tp = {tp}", key, f"{rule}blocks need the full sequence", fixes)
     elif edge.shape[edge.sequence_dim] % tp:
         size = edge.shape[edge.sequence_dim]
         what = f"{key} with mesh.tp = {tp}, which does not divide {counted(size, 'token')} of the {edge.name}"
         yield Violation(LayoutError, what, key, "each tp rank has the same number of tokens of a sample", fixes)
-
-
-def _freeze_globs(config: RunConfig) -> Iterator[Violation]:
-    """Reject globs that match no parameter, and globs that freeze all parameters."""
-    names, globs = model_facts(config).parameter_names(), config.train.freeze
-    for glob in globs:
-        if not fnmatch.filter(names, glob):
-            near = difflib.get_close_matches(glob, names, n=1, cutoff=0.0)
-            rest = tuple(other for other in globs if other != glob)
-            kept_globs = [(*rest, near[0]), *([rest] if rest else []), ()]
-            yield Violation(
-                ConfigError,
-                f"train.freeze has {glob}, which matches no parameter",
-                "train.freeze",
-                f"globs match parameter names such as {near[0]}",
-                [{"train.freeze": kept} for kept in kept_globs if not _match_all(kept, names)],
-            )
-    if _match_all(globs, names):
-        yield Violation(
-            ConfigError,
-            "train.freeze leaves no parameter to train",
-            "train.freeze",
-            "at least one parameter must be trained",
-            [{"train.freeze": ()}],
-        )
-
-
-def _match_all(globs: Iterable[str], names: Iterable[str]) -> bool:
-    return all(any(fnmatch.fnmatchcase(name, glob) for glob in globs) for name in names)
 
 
 def _batch(config: RunConfig) -> Iterator[Violation]:
@@ -232,15 +164,12 @@ def _batch(config: RunConfig) -> Iterator[Violation]:
         numbers = range(train.num_microbatches - 1, 0, -1)
         fewer = [number for number in numbers if not train.global_batch % (axes.data_parallel() * number)]
         sizes = (round_up(train.global_batch, parts), train.global_batch // parts * parts)
-        yield Violation(
-            LayoutError,
-            f"train.global_batch = {train.global_batch} is not divisible by {parts}",
-            "train.global_batch",
-            f"global_batch must be a multiple of dp_replicate × dp_shard × num_microbatches = "
-            f"{axes.dp_replicate} × {axes.dp_shard} × {train.num_microbatches}",
-            [{"train.num_microbatches": one} for one in fewer[:1]]
-            + [{"train.global_batch": size} for size in sizes if size],
-        )
+        what = f"train.global_batch = {train.global_batch} is not divisible by {parts}"
+        rule = "global_batch must be a multiple of dp_replicate × dp_shard × num_microbatches = "
+        rule += f"{axes.dp_replicate} × {axes.dp_shard} × {train.num_microbatches}"
+        fixes = [{"train.num_microbatches": one} for one in fewer[:1]]
+        fixes += [{"train.global_batch": size} for size in sizes if size]
+        yield Violation(LayoutError, what, "train.global_batch", rule, fixes)
 
 
 def _ranks(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
@@ -248,99 +177,12 @@ def _ranks(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     if num_ranks is None or axes.num_ranks() == num_ranks:
         return
     rest = axes.num_ranks() // axes.dp_shard
-    fixes: list[Fix] = []
-    if num_ranks % rest == 0:
-        fixes = [{"mesh.dp_shard": num_ranks // rest}]
+    fixes = [{"mesh.dp_shard": num_ranks // rest}] if num_ranks % rest == 0 else []
     found = f"{axes.num_ranks()} ranks ({axes})" if axes.num_ranks() > 1 else str(axes)
-    yield Violation(
-        LayoutError,
-        f"the mesh has {found} but {num_ranks} were started",
-        "mesh.dp_shard",
-        "the product of the axis sizes must equal the number of ranks",
-        fixes,
-        otherwise=f"start {counted(axes.num_ranks(), 'rank')}",
-    )
-
-
-def _unread_keys(config: RunConfig) -> Iterator[Violation]:
-    """Reject keys not read by the family, except at their default values, as in files of saved runs."""
-    for key, purpose in model_facts(config).unread.items():
-        section_name, name = key.split(".")
-        section = getattr(config, section_name)
-        value, default = getattr(section, name), type(section).model_fields[name].default
-        if value != default:
-            yield Violation(
-                ConfigError,
-                f"{key} = {format_value(value)} has no effect",
-                key,
-                f"it applies to {purpose}, but model.kind is {config.model.kind}",
-                [{key: default}],
-                otherwise=f"remove {key}, or start from a preset for {purpose}",
-            )
-
-
-def precision_violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation for each epsilon that would underflow to zero and cause a division by zero."""
-    if config.train.precision == "float64":
-        return
-    for section, name in ((config.train, "eps"), (config.model, "norm_eps")):
-        value = getattr(section, name, 1.0)
-        if value < SMALLEST_FLOAT32:
-            key = f"{'train' if section is config.train else 'model'}.{name}"
-            yield Violation(
-                ConfigError,
-                f"{key} = {value} is 0 in float32",
-                key,
-                f"an epsilon prevents division by zero: with train.precision = {config.train.precision} "
-                f"it must be at least {SMALLEST_FLOAT32:.3g}",
-                [{key: type(section).model_fields[name].default}, {"train.precision": "float64"}],
-            )
-
-
-UNREAD = {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
-"""Keys of `train` that built-in optimizers don't read."""
-
-
-def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield violations: states with dims that parameters lack, whole matrices that are none, keys without effect.
-
-    Raises:
-        ConfigError: there is no such optimizer, or what it says of itself is wrong.
-    """
-    name = config.train.optimizer
-    if name not in BUILT_IN and OBJECT_NAME.fullmatch(name) is None:
-        near = value_named(KEY, name) or next(iter(difflib.get_close_matches(name.lower(), BUILT_IN)), OTHERS)
-        own = "" if near != OTHERS or value_named(KEY, name) else "your own by package.module:factory"
-        yield Violation(ConfigError, f"unknown optimizer: {name}", KEY, RULE, [{KEY: near}], otherwise=own)
-        return
-    by_role = optimizers_by_role(config.train.optimizer)
-    for name, parameter in model_facts(config).named_parameters():
-        optimizer, dims = by_role[parameter.role][1], len(parameter.shape)
-        what = f"{name} has role {parameter.role} and {counted(dims, 'dim')}, but {config.train.optimizer}"
-        fixes = [{KEY: OTHERS}]
-        for state, one in optimizer.states(parameter.role).items():
-            if max(one.dims or (0,)) >= dims:
-                yield Violation(ConfigError, f"{what} keeps {state} along dims {one.dims}", KEY, OWN_RULE, fixes)
-                return
-        if isinstance(optimizer, MatrixOptimizer) and dims != (3 if parameter.role is Role.EXPERTS else 2):
-            rule = "a matrix has two dims, and matrices that are stacked, with role experts, three"
-            yield Violation(ConfigError, f"{what} updates whole matrices", KEY, rule, fixes)
-            return
-    yield from _unread(config.train)
-
-
-def _unread(train: TrainConfig) -> Iterator[Violation]:
-    """Reject keys that the optimizer doesn't read, except at their default values, as in files of saved runs."""
-    for key in UNREAD.get(train.optimizer, ()):
-        value, default = getattr(train, key), TrainConfig.model_fields[key].default
-        if value != default:
-            others = " and ".join(name for name in BUILT_IN if key not in UNREAD.get(name, ()))
-            what, rule = f"train.{key} = {format_value(value)} has no effect", f"it applies to {others}"
-            fixes = [{f"train.{key}": default}]
-            yield Violation(ConfigError, what, f"train.{key}", f"{rule}, but {KEY} is {train.optimizer}", fixes)
-
-
-EP = "mesh.ep"
+    what = f"the mesh has {found} but {num_ranks} were started"
+    rule = "the product of the axis sizes must equal the number of ranks"
+    otherwise = f"start {counted(axes.num_ranks(), 'rank')}"
+    yield Violation(LayoutError, what, "mesh.dp_shard", rule, fixes, otherwise=otherwise)
 
 
 def expert_violations(config: RunConfig) -> Iterator[Violation]:
@@ -355,33 +197,17 @@ def expert_violations(config: RunConfig) -> Iterator[Violation]:
     ranks = mesh.dp_shard * mesh.cp
     sizes: list[Fix] = [{EP: size} for size in by_distance(divisors(math.gcd(ranks, *counts)), ep)]
     if ranks % ep or (ep % mesh.cp and mesh.cp % ep):
-        yield Violation(
-            LayoutError,
-            f"mesh.ep = {ep} does not divide {counted(ranks, 'rank')}",
-            EP,
-            f"ep divides dp_shard × cp = {mesh.dp_shard} × {mesh.cp}, and is a multiple of cp or divides it",
-            [*sizes, {"mesh.dp_shard": round_up(mesh.dp_shard, ep)}],
-        )
+        what = f"mesh.ep = {ep} does not divide {counted(ranks, 'rank')}"
+        rule = f"ep divides dp_shard × cp = {mesh.dp_shard} × {mesh.cp}, and is a multiple of cp or divides it"
+        yield Violation(LayoutError, what, EP, rule, [*sizes, {"mesh.dp_shard": round_up(mesh.dp_shard, ep)}])
     for count in counts:
         if count % ep:
-            yield Violation(
-                LayoutError,
-                f"mesh.ep = {ep} does not divide {counted(count, 'expert')}",
-                EP,
-                "every ep rank holds the same number of experts of a layer",
-                sizes,
-            )
+            what = f"mesh.ep = {ep} does not divide {counted(count, 'expert')}"
+            yield Violation(LayoutError, what, EP, "every ep rank holds the same number of experts of a layer", sizes)
     if config.comm.secondary_shards is not None:
-        yield Violation(
-            ConfigError,
-            f"comm.secondary_shards = {config.comm.secondary_shards} with mesh.ep = {ep}",
-            "comm.secondary_shards",
-            "experts and other parameters are stored on different groups of ranks, which secondary shards don't follow",
-            [{"comm.secondary_shards": None}, {EP: 1}],
-        )
-
-
-CP, CP_METHOD = "mesh.cp", "mesh.cp_method"
+        what = f"{SECONDARY} = {config.comm.secondary_shards} with mesh.ep = {ep}"
+        rule = "experts and other parameters are stored on different groups of ranks, which secondary shards don't "
+        yield Violation(ConfigError, what, SECONDARY, f"{rule}follow", [{SECONDARY: None}, {EP: 1}])
 
 
 def context_violations(config: RunConfig) -> Iterator[Violation]:
@@ -398,22 +224,6 @@ def context_violations(config: RunConfig) -> Iterator[Violation]:
         return
     yield from _tokens(config, facts)
     yield from _heads(config, facts)
-
-
-def packing_violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation if documents are packed for a model whose attention may not know of documents."""
-    facts = model_facts(config)
-    without = [kind.name for kind in facts.kinds if kind.attention is None]
-    if config.data.packing != "none" and without and not facts.keeps_documents_apart:
-        yield Violation(
-            ConfigError,
-            f"data.packing = {config.data.packing}, but blocks {without[0]} don't describe their attention",
-            "data.packing",
-            "packed documents must not attend to each other, so a model says where its attention is "
-            "(KindFacts.attention)",
-            [{"data.packing": "none"}] if config.data.chat_field is None else [],
-            otherwise="" if config.data.chat_field is None else "a model that does",
-        )
 
 
 def _why_not(facts: ModelFacts) -> str:
@@ -436,16 +246,12 @@ def _tokens(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
     tp = mesh.tp if mesh.sequence_parallel else 1
     if tokens % (mesh.cp * tp):
         product = f"cp × tp = {mesh.cp} × {tp}, with mesh.sequence_parallel" if tp > 1 else f"cp = {mesh.cp}"
-        yield Violation(
-            LayoutError,
-            f"{product} does not divide {counted(tokens, 'token')} of a sample",
-            CP,
-            "every cp rank holds the same number of tokens of a sample",
-            [
-                *({CP: size} for size in by_distance(divisors(max(1, tokens // tp)), mesh.cp)),
-                {"train.seq_len": -(-tokens // (mesh.cp * tp)) * mesh.cp * tp},
-            ],
-        )
+        what = f"{product} does not divide {counted(tokens, 'token')} of a sample"
+        fixes = [
+            *({CP: size} for size in by_distance(divisors(max(1, tokens // tp)), mesh.cp)),
+            {"train.seq_len": -(-tokens // (mesh.cp * tp)) * mesh.cp * tp},
+        ]
+        yield Violation(LayoutError, what, CP, "every cp rank holds the same number of tokens of a sample", fixes)
 
 
 def _heads(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
@@ -453,10 +259,56 @@ def _heads(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
     layers = [kind.attention for kind in facts.kinds if kind.attention is not None]
     heads = math.gcd(*(layer.num_kv_heads for layer in layers), *(layer.num_heads for layer in layers)) // mesh.tp
     if mesh.cp_method == "heads" and heads % mesh.cp:
-        yield Violation(
-            LayoutError,
-            f"{CP_METHOD} = heads, but cp = {mesh.cp} does not divide the key/value heads of a tp rank ({heads})",
-            CP_METHOD,
-            "heads gives each cp rank the same number of heads",
-            [{CP_METHOD: "auto"}, *({CP: size} for size in by_distance(divisors(max(1, heads)), mesh.cp))],
-        )
+        what = f"{CP_METHOD} = heads, but cp = {mesh.cp} does not divide the key/value heads of a tp rank ({heads})"
+        fixes: list[Fix] = [
+            {CP_METHOD: "auto"},
+            *({CP: size} for size in by_distance(divisors(max(1, heads)), mesh.cp)),
+        ]
+        yield Violation(LayoutError, what, CP_METHOD, "heads gives each cp rank the same number of heads", fixes)
+
+
+def lossy_keys(config: RunConfig) -> list[str]:
+    """Return the keys of `comm` that select lossy compression."""
+    return [f"comm.{use}" for use in (Use.GRADIENTS, Use.WEIGHTS) if is_lossy(getattr(config.comm, use))]
+
+
+def lossless_value(key: str) -> str:
+    """Return the lossless value for one of the keys from `lossy_keys`."""
+    return lossless_names(Use(key.removeprefix("comm.")))[-1]
+
+
+def comm_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield violations of the rules for `comm`."""
+    for key in lossy_keys(config) if config.train.precision == "float64" else ():
+        what = f"{key} = {getattr(config.comm, key.split('.')[1])} with train.precision = float64"
+        rule = "lossy codecs support float32 and bfloat16 only"
+        yield Violation(ConfigError, what, key, rule, [{key: lossless_value(key)}, {"train.precision": "float32"}])
+    if config.comm.secondary_shards is not None:
+        yield from _secondary_shards(config, config.comm.secondary_shards)
+    size, ranks = config.comm.ranks_per_node, config.mesh.axes().num_ranks()
+    if size is not None and ranks % size:
+        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        what = f"{NODE} = {size} does not divide {counted(ranks, 'rank')}"
+        fixes: list[Fix] = [{NODE: min(fitting, key=lambda n: abs(n - size))}, {NODE: None}]
+        yield Violation(LayoutError, what, NODE, "all nodes have the same number of ranks", fixes)
+
+
+def _secondary_shards(config: RunConfig, size: int) -> Iterator[Violation]:
+    ranks = config.mesh.dp_shard
+    if ranks % size or size == ranks:
+        fitting = [n for n in range(2, ranks) if ranks % n == 0]
+        nearest: list[Fix] = [{SECONDARY: min(fitting, key=lambda n: abs(n - size))}] if fitting else []
+        what = f"{SECONDARY} = {size} and mesh.dp_shard = {ranks}"
+        rule = "dp_shard is split into two or more equal groups, each of which keeps a full copy of the weights"
+        fixes = [*nearest, {"mesh.dp_shard": 2 * size}, {SECONDARY: None}]
+        yield Violation(LayoutError, what, SECONDARY, rule, fixes)
+    if not config.mesh.reshard_after_forward:
+        what = f"{SECONDARY} = {size} with mesh.reshard_after_forward = false"
+        rule = "weights that stay unsharded until the backward pass are not resharded"
+        fixes = [{"mesh.reshard_after_forward": True}, {SECONDARY: None}]
+        yield Violation(ConfigError, what, SECONDARY, rule, fixes)
+    if config.mesh.tp > 1:
+        what = f"{SECONDARY} = {size} with mesh.tp = {config.mesh.tp}"
+        rule = "FSDP2 can't reshard tensor-parallel parameters to other groups than they are stored in"
+        fixes = [{SECONDARY: None}, {"mesh.tp": 1}]
+        yield Violation(LayoutError, what, SECONDARY, rule, fixes)

@@ -1,17 +1,19 @@
-"""Sources of a configuration: the presets that ship with the package, TOML files, and folders of runs."""
+"""Sources of a configuration: presets that ship with the package, TOML files, folders of runs; and writing TOML."""
 
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import shlex
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.overlay import shorten
-from meshwright.config.translate import nearest_preset
+from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 
 DEFAULT_PRESET = "llama-tiny"
@@ -50,12 +52,8 @@ def read_source(source: str) -> tuple[str, dict[str, Any]]:
     try:
         return label, tomllib.loads(text.decode("utf-8-sig"))  # some editors write a byte-order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"not TOML: {error}",
-            where=label,
-            rule="a run is configured in TOML",
-            fix=f"meshwright presets {DEFAULT_PRESET} prints a valid file with all keys",
-        ) from None
+        fix = f"meshwright presets {DEFAULT_PRESET} prints a valid file with all keys"
+        raise ConfigError(f"not TOML: {error}", where=label, rule="a run is configured in TOML", fix=fix) from None
 
 
 def smallest_preset(kinds: Sequence[str]) -> str:
@@ -66,6 +64,8 @@ def smallest_preset(kinds: Sequence[str]) -> str:
 
 
 def _unknown_source(source: str) -> ConfigError:
+    from meshwright.config.translate import nearest_preset  # ranks don't need it
+
     path = Path(source)
     is_file = path.suffix == ".toml"
     state = " (a directory)" if path.is_dir() else " (no such file)" if is_file else ""
@@ -78,9 +78,41 @@ def _unknown_source(source: str) -> ConfigError:
         fix = f"hf-tiny model.config={name}, or meshwright checkpoint import {name} runs/imported and its config.toml"
     elif path.suffix in OTHER_FORMATS:
         fix = f"meshwright presets {fix} > {shlex.quote(f'{path.stem}.toml')} writes a file with all keys, to be edited"
-    return ConfigError(
-        f"{shorten(source)} is neither a preset nor a TOML file{state}",
-        where="command line",
-        rule=f"presets are {', '.join(preset_names())}",
-        fix=fix,
-    )
+    what = f"{shorten(source)} is neither a preset nor a TOML file{state}"
+    return ConfigError(what, where="command line", rule=f"presets are {', '.join(preset_names())}", fix=fix)
+
+
+def to_toml(config: RunConfig) -> str:
+    """Return the configuration as TOML; keys set to None are omitted, which is equivalent."""
+    return values_to_toml(config.model_dump())
+
+
+def values_to_toml(values: Mapping[str, Any]) -> str:
+    """Return nested values as TOML, without those that are None."""
+    lines: list[str] = []
+    _table(values, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _table(values: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
+    for key, value in values.items():
+        if value is not None and not isinstance(value, Mapping):
+            lines.append(f"{_key(key)} = {toml_value(value)}")
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{prefix}{_key(key)}]"]
+            _table(value, f"{prefix}{_key(key)}.", lines)
+
+
+def _key(name: str) -> str:
+    """Return a key of TOML, quoted if it is not bare, as globs are."""
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML basic strings use the same escapes as JSON, but must also escape DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(list(value) if isinstance(value, tuple) else value)

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import text_documents
 from meshwright.errors import DataError
-from meshwright.settings.hub_names import download_fix
+from meshwright.settings.import_object import download_fix
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from meshwright.data.sources.compressed_files import DAMAGE, contents_name, open_contents, recode, suffix_of_compression
 from meshwright.errors import DataError
-from meshwright.settings.hub_names import download_fix
+from meshwright.settings.import_object import download_fix
 
 STDLIB = "stdlib"
 MIN_HELD_OUT_FILES = 5

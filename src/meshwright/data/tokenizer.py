@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.data.tokenise.special_tokens import AUTO, Framing, frame
 from meshwright.errors import DataError
-from meshwright.settings.hub_names import download_fix
+from meshwright.settings.import_object import download_fix
 
 Tokens = NDArray[np.unsignedinteger]
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout_text import parse
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Intervals, Ints, Split, overlap, shard_intervals
+from meshwright.mesh.shard_intervals import Intervals, Ints, Reduction, Split, overlap, shard_intervals
 from meshwright.units import counted
 
 

@@ -1,4 +1,4 @@
-"""Index intervals of a sharded tensor dim on every rank, exact for all sizes.
+"""Index intervals of a sharded tensor dim on every rank, exact for all sizes; and reductions of partial values.
 
 A dim is sharded over mesh axes one after another. Each split follows PyTorch's chunk rule: `n` chunks of
 `ceil(size / n)`, the last ones shorter or empty. A strided split first divides a rank's shard into parts, chunks each
@@ -9,6 +9,7 @@ stores them. All ranks are computed at once, as arrays over their coordinates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 
 import numpy as np
@@ -125,3 +126,13 @@ def overlap(a: Intervals, b: Intervals, at_a: tuple[Ints, ...], at_b: tuple[Ints
     stops = np.minimum(a.stops[rows_a][..., :, None], b.stops[rows_b][..., None, :])
     counts = np.maximum(stops - starts, 0).sum((-2, -1))
     return np.broadcast_to(counts, np.broadcast_shapes(*(array.shape for array in (*at_a, *at_b))))
+
+
+class Reduction(StrEnum):
+    """The operation that reduces partial values, named as in PyTorch's `Partial`."""
+
+    SUM = "sum"
+    AVG = "avg"
+    MAX = "max"
+    MIN = "min"
+    PRODUCT = "product"

@@ -18,8 +18,7 @@ from meshwright.errors import LayoutError
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
 from meshwright.parallel.rank_model import StagePart
-from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import GradientPlacement, Kind, Parameter, Unit
+from meshwright.plan.run_plan import Atoms, GradientPlacement, Kind, Parameter, Unit
 from meshwright.plan.serialize import REGENERATE_FIX
 
 RULE = "a run follows its plan"

@@ -31,9 +31,7 @@ from meshwright.nn.experts.row_map import RowMap, sort_by_expert
 from meshwright.nn.forward_cache import ForwardCache
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh
-from meshwright.plan.block_layers import ExpertLayer
-from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import Kind, RunPlan, Stage
+from meshwright.plan.run_plan import Atoms, ExpertLayer, Kind, RunPlan, Stage
 
 
 class AllToAllDispatcher(Dispatcher):

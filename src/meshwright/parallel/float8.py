@@ -18,7 +18,7 @@ from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.float8.torchao_layers import convert_to_torchao
 from meshwright.nn.linear import Linear
 from meshwright.parallel.local_shards import compute_on_local_shards
-from meshwright.plan.block_layers import Float8Layers
+from meshwright.plan.run_plan import Float8Layers
 
 
 def apply_float8(block: nn.Module, float8: Float8Layers) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.plan.block_layers import ExpertLayer
-from meshwright.plan.run_plan import BYTES, RunPlan
+from meshwright.plan.run_plan import BYTES, ExpertLayer, RunPlan
 
 COUNT_BYTES = 8
 """Size of an exchanged count."""

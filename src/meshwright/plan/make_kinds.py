@@ -19,18 +19,31 @@ from math import prod
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.float8_layers import layers_in_float8
-from meshwright.config.recompute_blocks import policy_of
+from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
 from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers, SavedBytes
 from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.expert_traffic import predicted_load
-from meshwright.plan.mesh_views import Atoms, Mesh
-from meshwright.plan.run_plan import BYTES, Auxiliary, Buffer, Collective, Kind, Parameter, Shard, Unit
+from meshwright.plan.run_plan import (
+    BYTES,
+    Atoms,
+    AttentionLayer,
+    Auxiliary,
+    Buffer,
+    Collective,
+    ExpertLayer,
+    Float8Layers,
+    Kind,
+    Mesh,
+    Parameter,
+    SavedBytes,
+    Shard,
+    Unit,
+)
 
 TENSOR = "tensor"
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.ROW: 1, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0}

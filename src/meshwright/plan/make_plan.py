@@ -19,17 +19,18 @@ from meshwright.optim.planned import planned_optimizer
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import layer_ranges
 from meshwright.plan.make_kinds import KindMaker, largest_matrix
-from meshwright.plan.mesh_views import Atoms, Mesh
 from meshwright.plan.pipeline_table import layers_per_stage, lowered_table
 from meshwright.plan.run_plan import (
     EXPERTS,
     FORMAT,
     MASTER_DTYPES,
+    Atoms,
     BatchShape,
     Edge,
     GradientPlacement,
     Kind,
     Loss,
+    Mesh,
     ReducedBy,
     RunPlan,
     Shard,

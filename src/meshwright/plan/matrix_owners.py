@@ -16,8 +16,7 @@ from heapq import heapreplace
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer
 from meshwright.optim.whole_matrix import WholeMatrix
-from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import BYTES, Kind, Parameter, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, Atoms, Kind, Parameter, RunPlan, Stage
 
 BUCKET_ELEMENTS = 2**25
 """Elements that an owner gathers at once, before it sends updates back: 128 MiB in float32."""

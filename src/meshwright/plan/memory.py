@@ -16,13 +16,12 @@ from functools import lru_cache
 from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
-from meshwright.plan.block_layers import SavedBytes
-from meshwright.plan.collective_bytes import two_stage_peers
 from meshwright.plan.context.exchange import Exchange, make_exchange
 from meshwright.plan.context.layers import attention_dims, batch_shards
-from meshwright.plan.context.method import AttentionDims, ContextMethod
-from meshwright.plan.fsdp_unit_sizes import UnitSizes, unit_sizes
-from meshwright.plan.run_plan import BYTES, Kind, Parameter, RunPlan, Stage
+from meshwright.plan.context.method import AttentionDims
+from meshwright.plan.run_plan import BYTES, ContextMethod, Kind, Parameter, RunPlan, SavedBytes, Stage
+from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
+from meshwright.plan.traffic import two_stage_peers
 from meshwright.units import MIB
 
 LIBRARIES = 325 * MIB

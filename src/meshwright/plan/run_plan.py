@@ -1,9 +1,13 @@
-"""The run plan: contents and sharding of each stage, reductions, recomputation, compilation and communication.
+"""The run plan: mesh, contents and sharding of each stage, reductions, recomputation, compilation and communication.
 
 Frozen dataclasses that serialize to JSON (`serialize`). `make_plan` makes the plan from the configuration, `verify`
 checks that each gradient is summed exactly where it is partial, memory and traffic are derived from the plan, and the
 executors follow it. Data is stored per kind and stage, never per rank, so the size does not depend on the mesh.
 Doesn't import torch.
+
+The mesh has dimensions (atoms), and views, which are sets of atoms. Atoms are the configuration's axes, except that
+expert parallelism splits dp_shard or cp in two. The expert group is then a view of the same mesh, and every reduction
+runs over a set of atoms.
 """
 
 from __future__ import annotations
@@ -14,13 +18,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from meshwright.mesh.axes import Axes
 from meshwright.models.contract.tp_styles import Style
+from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.optim.planned import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import SharedParameter
-from meshwright.plan.block_layers import AttentionLayer, ExpertLayer, Float8Layers, SavedBytes
-from meshwright.plan.mesh_views import Atoms, Mesh
 
 FORMAT = 5
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
@@ -365,3 +370,164 @@ class RunPlan:
         row = self.schedule.actions[self.mesh.position(rank, "pp")]
         parts = [part for action in row for part in action.parts()]
         return parts[position].describe() if position < len(parts) else "the end of its row"
+
+
+Atoms = tuple[str, ...]
+"""Names of atoms, outermost first."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh of ranks with named dimensions (atoms) and views."""
+
+    atoms: tuple[tuple[str, int], ...]
+    """Names and sizes of the atoms, outermost first."""
+    views: tuple[tuple[str, Atoms], ...]
+    """Atoms of each view: samples are sharded over `batch`, parameters are sharded over `fsdp` and replicated over
+    `replicas`, experts are sharded over `ep` instead of the same atoms of `fsdp`; `cp` and `tp` are axes."""
+    nodes: int | tuple[int, ...]
+    """Number of consecutive ranks per node, or the node of each rank."""
+
+    @staticmethod
+    def of(axes: Axes, *, ep: int = 1, nodes: int | tuple[int, ...] | None = None) -> Mesh:
+        """Return the mesh for a configuration's axes, on a single node if `nodes` is None.
+
+        Consecutive ranks of `dp_shard × cp` form groups of `ep`, which is a multiple of cp or divides it.
+        """
+        inner_cp, inner_dp = min(ep, axes.cp), max(1, ep // axes.cp)
+        dp = (("dp_shard", axes.dp_shard // inner_dp), *((("ep", inner_dp),) if inner_dp > 1 else ()))
+        splits_cp = 1 < inner_cp < axes.cp
+        cp = (("cp", axes.cp // inner_cp), ("cp_ep", inner_cp)) if splits_cp else (("cp", axes.cp),)
+        dp_names, cp_names = tuple(name for name, _ in dp), tuple(name for name, _ in cp)
+        views: tuple[tuple[str, Atoms], ...] = (
+            ("batch", ("dp_replicate", *dp_names)),
+            ("replicas", ("dp_replicate",)),
+            ("fsdp", dp_names + cp_names),
+            ("cp", cp_names),
+            ("tp", ("tp",)),
+            ("ep", dp_names[1:] + (cp_names[-1:] if inner_cp > 1 else ())),
+        )
+        atoms = (("pp", axes.pp), ("dp_replicate", axes.dp_replicate), *dp, *cp, ("tp", axes.tp))
+        return Mesh(atoms, views, nodes or axes.num_ranks())
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of each atom."""
+        return dict(self.atoms)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        strides, stride = {}, 1
+        for name, size in reversed(self.atoms):
+            strides[name] = stride
+            stride *= size
+        return strides
+
+    def size(self, *atoms: str) -> int:
+        """Return the number of ranks along the given atoms."""
+        return math.prod(self.sizes[atom] for atom in atoms)
+
+    def num_ranks(self) -> int:
+        """Return the number of ranks in the mesh."""
+        return self.size(*self.sizes)
+
+    def view(self, name: str) -> Atoms:
+        """Return the atoms of a view that have more than one rank."""
+        return tuple(atom for atom in dict(self.views)[name] if self.sizes[atom] > 1)
+
+    def in_stage(self) -> Atoms:
+        """Return the atoms inside a pipeline stage that have more than one rank."""
+        return tuple(name for name, size in self.atoms if name != "pp" and size > 1)
+
+    def position(self, rank: int, atom: str) -> int:
+        """Return the coordinate of a rank along an atom."""
+        return rank // self._strides[atom] % self.sizes[atom]
+
+    def line(self, rank: int, atoms: Atoms) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` only along the given atoms, including itself, in order."""
+        found = [rank - sum(self.position(rank, atom) * self._strides[atom] for atom in atoms)]
+        for atom in atoms:
+            found = [start + i * self._strides[atom] for start in found for i in range(self.sizes[atom])]
+        return tuple(found)
+
+    def node(self, rank: int) -> int:
+        """Return the node of a rank."""
+        return rank // self.nodes if isinstance(self.nodes, int) else self.nodes[rank]
+
+
+class ContextMethod(StrEnum):
+    """Method of context-parallel attention."""
+
+    RING = "ring"
+    """Keys and values travel to the queries that see them."""
+    HEADS = "heads"
+    """Each rank gets all tokens of some heads."""
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The attention layer of a kind."""
+
+    module: str
+    mask: MaskSpec
+    """Rules of the mask, without documents."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    axes: Atoms
+    """Atoms over which the tokens of a sample are sharded."""
+    method: ContextMethod | None = None
+    """How queries meet the keys of other ranks; None if every rank has all tokens."""
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """A mixture-of-experts layer of a kind, and the dispatch of tokens to it."""
+
+    module: str
+    experts: str
+    """Path of the module with the experts' parameters."""
+    num_experts: int
+    top_k: int
+    width: int
+    """Elements of a row sent to an expert."""
+    axes: Atoms
+    """Atoms over which the experts are sharded; empty if every rank holds all of them."""
+    counted: Atoms
+    """Atoms over which each forward sums the experts' counts of a micro-batch."""
+    num_groups: int = 1
+    """Groups of consecutive experts; a token's experts are in `top_groups` of them."""
+    top_groups: int = 1
+    capacity: int | None = None
+    """Slots per expert and sample; None if nothing is dropped."""
+    uniform: bool = False
+    """Whether tokens go to experts in turn, so that the dispatch is known."""
+    sample_counted: Atoms = ()
+    """Atoms over which each forward sums the experts' counts of each sample."""
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """The linear layers of a kind that run in float8."""
+
+    recipe: Float8Recipe
+    layers: tuple[str, ...]
+    """Paths of the layers inside the block."""
+    history: int = 0
+    """Steps that scales look back on; 0 unless they are delayed."""
+    cached: bool = False
+    """Whether weights are cast once per step instead of in every forward and backward."""
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that a kind keeps between forward and backward under each policy, per rank and sample."""
+
+    none: int
+    selective: int
+    full: int
+
+    def under(self, policy: RecomputePolicy) -> int:
+        """Return the bytes under a policy."""
+        found: int = getattr(self, policy)
+        return found

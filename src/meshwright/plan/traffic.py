@@ -1,16 +1,352 @@
-"""Predict the bytes that a rank sends per training step, by purpose and link type.
+"""Predict the bytes that a rank sends per training step: its messages, with purpose, peers and size, and their sums by
+purpose and link, with the plan's codecs and without compression. Excludes validation, sampling and checkpoints.
 
-Counted both with the plan's codecs and without compression. Excludes validation, sampling and checkpoints.
+All-to-alls and sends go directly to their peers. Other collectives use rings that enter and leave each node once, like
+NCCL's: each rank forwards as many bytes as it would send to all peers individually, and one rank per node sends them to
+the next node.
+
+FSDP2's all-gathers are counted by simulating its state over a stage's actions. A unit that stays unsharded after its
+forward is all-gathered by the first forward after each backward; a unit that is resharded, by each forward and each
+backward. FSDP2 also prefetches: a unit's backward gathers the unit whose forward ended just before its own. The forward
+order is recorded across all micro-batches of a step, so in the second micro-batch, the first unit's backward prefetches
+the last unit of the first micro-batch. The next micro-batch uses that prefetch; the last one is wasted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+from math import prod
 
-from meshwright.plan.collective_bytes import Message, Purpose, context_bytes, messages
-from meshwright.plan.matrix_owners import bytes_moved_by_rank
-from meshwright.plan.run_plan import RunPlan
+from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
+from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
+from meshwright.pipeline.split_layers import stage_groups
+from meshwright.plan.context.layers import sent_by_attention
+from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
+from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes
+from meshwright.plan.run_plan import BYTES, Atoms, Mesh, RunPlan, Stage, StepSum
+from meshwright.plan.stage_sizes import LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
+
+
+class Purpose(StrEnum):
+    """Purpose of sent bytes."""
+
+    GRADIENTS = "gradients"
+    """Reduce-scatter over dp_shard."""
+    REPLICAS = "replicas"
+    """Gradient all-reduce over dp_replicate."""
+    WEIGHTS = "weights"
+    """All-gather over dp_shard."""
+    TENSOR = "tensor"
+    """Communication over tp: activations, their gradients, sums for the loss, and gradients of replicated parameters.
+    Operators that communicate over other axes use the purpose given in the plan."""
+    EXPERTS = "experts"
+    """Dispatch of tokens to experts and combination of their outputs over ep, with their gradients and counts."""
+    CONTEXT = "context"
+    """Keys, values and heads exchanged over cp by attention, with their gradients."""
+    STAGES = "stages"
+    """Activations and their gradients sent between pipeline stages."""
+    BUFFERS = "buffers"
+    """All-reduce of buffer updates over ranks that process different samples, and of load counters over pp."""
+    SHARED = "shared parameters"
+    """All-reduce of the gradients of parameters shared between stages."""
+    OPTIMIZER = "optimizer"
+    """Matrices gathered on the ranks that compute their updates, and the updates sent back."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of the same size to each peer, sent directly or around a ring."""
+
+    purpose: str
+    peers: tuple[int, ...]
+    """Global ranks of the receivers."""
+    num_bytes: int
+    """Bytes per peer."""
+    in_ring: bool = False
+
+
+def _context(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """Yield what attention sends to other context-parallel ranks, as if each sample were one document."""
+    for name, layers in Counter(stage.kinds).items():
+        kind = plan.kind(name)
+        if kind.attention is not None and kind.attention.axes:
+            for peer, num_bytes in sent_by_attention(plan, rank, kind):
+                yield Message(Purpose.CONTEXT, (peer,), layers * plan.batch.num_microbatches * num_bytes)
+
+
+def context_bytes(plan: RunPlan, rank: int) -> int:
+    """Return the bytes that a rank's attention sends in a training step, as if each sample were one document."""
+    return sum(one.num_bytes for number in plan.stages_of(rank) for one in _context(plan, rank, plan.stages[number]))
+
+
+def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
+    """Yield all messages that a rank sends in a training step, except the reductions of the loss and gradient norm.
+
+    Args:
+        plan: plan of the run.
+        rank: rank on the mesh.
+        exact: whether to ignore compression.
+    """
+    for number in plan.stages_of(rank):
+        stage = plan.stages[number]
+        sizes = unit_sizes(plan, stage)
+        yield from _gradients(plan, rank, sizes, exact=exact)
+        yield from _weights(plan, rank, number, sizes, exact=exact)
+        yield from _operators(plan, rank, stage, exact=exact)
+        yield from _experts(plan, rank, stage)
+        yield from _context(plan, rank, stage)
+    yield from _buffers(plan, rank)
+    yield from _stages(plan, rank)
+    yield from _shared(plan, rank)
+    for peer, num_bytes in moved_bytes(plan, rank).items():
+        yield Message(Purpose.OPTIMIZER, (peer,), num_bytes)
+
+
+def _peers(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(other for other in ranks if other != rank)
+
+
+def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+    for one in sizes:
+        unit, elements, size = one.unit, one.num_trained, BYTES[one.unit.reduce]
+        name = EXACT if exact else unit.gradients
+        method, line = find_method(name), plan.mesh.line(rank, unit.sharded)
+        replicas = plan.mesh.line(rank, unit.replicas)
+        near, far = two_stage_peers(plan.mesh, rank, line)
+        if name == EXACT or not far:
+            num_bytes = encoded_bytes(name, elements, element_bytes=size)
+            yield Message(Purpose.GRADIENTS, _peers(rank, line), num_bytes, in_ring=name == EXACT)
+        else:
+            # Each peer on this node receives one shard per node, to keep or to forward.
+            inside = method.codec_inside_node(find_method(unit.inside_node).codec)
+            num_bytes = (len(far) + 1) * inside.encoded_bytes(elements, element_bytes=size)
+            yield Message(Purpose.GRADIENTS, near, num_bytes)
+            yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
+        share = -(-elements // len(replicas))
+        # The all-reduce is a reduce-scatter followed by an all-gather of the sums.
+        second = codec_of_sum(method.codec, feedback=method.feedback)
+        for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
+            num_bytes = codec.encoded_bytes(share, element_bytes=size)
+            yield Message(Purpose.REPLICAS, _peers(rank, replicas), num_bytes, in_ring=in_ring)
+
+
+def two_stage_peers(mesh: Mesh, rank: int, line: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the other ranks of `line` on this node, and those with the same local index on other nodes. Both are empty
+    if `line` is on a single node or unevenly spread over nodes."""
+    nodes: dict[int, list[int]] = {}
+    for other in line:
+        nodes.setdefault(mesh.node(other), []).append(other)
+    own = nodes[mesh.node(rank)]
+    if len(nodes) < 2 or any(len(node) != len(own) for node in nodes.values()):
+        return (), ()
+    local = own.index(rank)
+    return _peers(rank, tuple(own)), _peers(rank, tuple(node[local] for node in nodes.values()))
+
+
+def _weights(plan: RunPlan, rank: int, number: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+    row = plan.schedule.actions[plan.mesh.position(rank, "pp")]
+    actions = [one for action in row for one in action.parts() if one.stage == number]
+    for one, count in zip(sizes, count_gathers(actions, sizes), strict=True):
+        unit, line = one.unit, plan.mesh.line(rank, one.unit.sharded)
+        group_size = unit.num_secondary() or len(line)
+        start = line.index(rank) // group_size * group_size
+        # Secondary shards hold decoded weights, so gathering them is uncompressed.
+        in_group = (line[start : start + group_size], count.among_secondary, EXACT)
+        for group, times, name in ((line, count.among_all, EXACT if exact else unit.weights), in_group):
+            shard = one.num_elements * len(line) // len(group)
+            encoded = encoded_bytes(name, shard, element_bytes=BYTES[unit.compute])
+            yield Message(Purpose.WEIGHTS, _peers(rank, group), times * encoded, in_ring=True)
+
+
+def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterator[Message]:
+    """Yield the operators' communication, assuming that all parameters are trained, and the sums of gradients that are
+    partial over tp."""
+    totals: Counter[tuple[str, Atoms]] = Counter()
+    samples, microbatches = plan.batch.samples, plan.batch.num_microbatches
+    for kind, _ in plan.held(stage):
+        for one in kind.collectives:
+            recomputed = one.recomputed if kind.recompute == RecomputePolicy.FULL else 0
+            shard = -(-samples * one.elements // plan.mesh.size(*one.axes)) * BYTES[one.dtype]
+            sent = 2 * shard if one.op == "all_reduce" else shard
+            totals[one.purpose, one.axes] += microbatches * (one.forward + one.backward + recomputed) * sent
+    for step_sum in plan.sums:
+        if step_sum.op == "sum" or not exact:
+            totals[Purpose.TENSOR, step_sum.axes] += _sum_bytes(plan, stage, step_sum)
+    for (purpose, axes), num_bytes in totals.items():
+        yield Message(purpose, _peers(rank, plan.mesh.line(rank, axes)), num_bytes, in_ring=True)
+
+
+def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
+    """Yield dispatches and combines, assuming that all parameters are trained, and sums of counts in forwards."""
+    for kind, _ in plan.held(stage):
+        layer = kind.experts
+        if layer is None:
+            continue
+        if layer.axes:
+            for one in sent_by_layer(plan, rank, layer):
+                yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
+        per_sample = plan.batch.samples * layer.num_experts
+        sums = [(axis, layer.num_experts) for axis in layer.counted]
+        for axis, counts in (*sums, *((axis, per_sample) for axis in layer.sample_counted)):
+            elements = -(-counts // plan.mesh.size(axis))
+            num_bytes = 2 * plan.batch.num_microbatches * elements * COUNT_BYTES
+            yield Message(Purpose.EXPERTS, _peers(rank, plan.mesh.line(rank, (axis,))), num_bytes, in_ring=True)
+
+
+def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
+    """Return the bytes per peer: sums run per parameter before sharding, means over all shards at once."""
+    ranks, names = plan.mesh.size(*step_sum.axes), set(step_sum.parameters)
+    found = [p for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in names]
+    if step_sum.op == "mean":
+        elements = -(-sum(plan.elements(p, sharded=stage.root.sharded) for p in found) // ranks)
+    else:
+        elements = sum(-(-prod(p.shape) // ranks) for p in found)
+    return 2 * elements * BYTES[step_sum.dtype]
+
+
+def _buffers(plan: RunPlan, rank: int) -> Iterator[Message]:
+    """Yield one all-reduce per sum of buffer updates and axis, and that of the load counters of all stages over pp."""
+    sums = [(axis, one.elements, one.dtype) for one in buffer_sums(plan, rank) for axis in one.axes]
+    if rows := load_rows(plan):
+        sums.append(("pp", sum(row.num_experts for row in rows), LOAD_DTYPE))
+    for axis, total, dtype in sums:
+        elements = -(-total // plan.mesh.size(axis))
+        peers = _peers(rank, plan.mesh.line(rank, (axis,)))
+        yield Message(Purpose.BUFFERS, peers, 2 * elements * BYTES[dtype], in_ring=True)
+
+
+def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
+    table, line, edge = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.edge
+    elements = prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
+    num_bytes = plan.batch.samples * elements * BYTES[edge.dtype]
+    for action in table.actions[line.index(rank)]:
+        for one in action.parts():
+            if one.kind in SENDS:
+                yield Message(Purpose.STAGES, (line[table.stage_ranks[one.peer().stage]],), num_bytes)
+
+
+def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
+    """Yield the gradient sums of shared parameters, sized for the dp_shard rank with the largest shards."""
+    table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
+    copies = {
+        (number, kind.full_name(parameter.name, layer)): (parameter, plan.stages[number])
+        for number in plan.stages_of(rank)
+        for kind, layer, parameter in plan.parameters(plan.stages[number])
+        if parameter.trained
+    }
+    for group in stage_groups(shared):
+        ranks = tuple(dict.fromkeys(line[table.stage_ranks[stage]] for stage in group))
+        if rank not in ranks:
+            continue
+        first = [next((site for site in one.sites if site in copies), None) for one in shared if one.stages() == group]
+        trained = [copies[site] for site in first if site is not None]
+        total = sum(plan.elements(parameter, sharded=stage.root.sharded) for parameter, stage in trained)
+        num_bytes = 2 * -(-total // len(ranks)) * BYTES[plan.stages[0].root.reduce]
+        yield Message(Purpose.SHARED, _peers(rank, ranks), num_bytes, in_ring=True)
+
+
+@dataclass
+class Gathers:
+    """Number of all-gathers per step for one unit."""
+
+    among_all: int = 0
+    among_secondary: int = 0
+    """All-gathers within the small group of ranks that keeps secondary shards after a forward."""
+
+
+class _State(Enum):
+    SHARDED = auto()
+    SECONDARY = auto()
+    PREFETCHED = auto()
+    """Prefetched but not yet used."""
+    UNSHARDED = auto()
+
+
+def count_gathers(actions: Iterable[Action], units: Sequence[UnitSizes]) -> list[Gathers]:
+    """Return the number of all-gathers per unit.
+
+    Args:
+        actions: actions of one stage, in schedule order.
+        units: units of the stage, in the order their forwards end.
+    """
+    fsdp = _FsdpState(units)
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            fsdp.forward()
+        elif action.kind in BACKWARDS:
+            fsdp.backward()
+        elif action.kind is ActionKind.UNSHARD:
+            fsdp.unshard_all()
+        elif action.kind is ActionKind.REDUCE:
+            fsdp.reshard_all()
+    return fsdp.counts
+
+
+class _FsdpState:
+    """Simulated state of FSDP2 on one stage."""
+
+    def __init__(self, units: Sequence[UnitSizes]) -> None:
+        self._units = units
+        self._states = [_State.SHARDED for _ in units]
+        self._stays_unsharded = False
+        self._order: list[int] = []
+        """Units in the order their forwards ended during this step."""
+        self._positions: list[list[int]] = [[] for _ in units]
+        """Positions of each unit in `_order`."""
+        self.counts = [Gathers() for _ in units]
+
+    def forward(self) -> None:
+        for i, unit in enumerate(self._units):
+            self._gather(i, _State.UNSHARDED)
+            if unit.is_freed:
+                is_kept = unit.unit.num_secondary() is not None
+                self._states[i] = _State.SECONDARY if is_kept else _State.SHARDED
+            self._positions[i].append(len(self._order))
+            self._order.append(i)
+
+    def backward(self) -> None:
+        reached = [i for i, unit in enumerate(self._units) if unit.has_backward]
+        for i in reversed(reached):
+            if self._units[i].unit.in_backward:
+                self._gather(i, _State.UNSHARDED)
+            self._prefetch(i)
+            if self._units[i].has_input_gradient:
+                self._free(i)
+        for i in range(len(self._units)) if reached else ():
+            self._free(i)
+
+    def unshard_all(self) -> None:
+        """Gather all units and keep them unsharded until the end of the step."""
+        self._stays_unsharded = True
+        for i in range(len(self._units)):
+            self._gather(i, _State.UNSHARDED)
+
+    def reshard_all(self) -> None:
+        """Reshard all units after the stage's last backward."""
+        self._states = [_State.SHARDED for _ in self._units]
+
+    def _gather(self, i: int, into: _State) -> None:
+        if self._states[i] is _State.SHARDED:
+            self.counts[i].among_all += 1
+        elif self._states[i] is _State.SECONDARY:
+            self.counts[i].among_secondary += 1
+        self._states[i] = into
+
+    def _prefetch(self, i: int) -> None:
+        position = self._positions[i].pop() if self._positions[i] else 0
+        ahead = self._order[position - 1] if position > 0 else None
+        if ahead is None or not self._units[ahead].unit.in_backward:
+            return
+        if self._states[ahead] in (_State.SHARDED, _State.SECONDARY):
+            self._gather(ahead, _State.PREFETCHED)
+
+    def _free(self, i: int) -> None:
+        if self._states[i] in (_State.UNSHARDED, _State.SECONDARY) and not self._stays_unsharded:
+            self._states[i] = _State.SHARDED
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.comm.compression.catalogue import is_lossy
 from meshwright.config.facts_for_family import run_facts
-from meshwright.config.rules_compression import lossless_value, lossy_keys
+from meshwright.config.rules import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.optim.planned import OptimizerState

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from meshwright.figure import GREY, IDLE, INK, save_figure
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Ints
+from meshwright.mesh.shard_intervals import Ints, Reduction
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, dtype_bytes
 from meshwright.reshard.verify_plan import Counts, count_exchange, edges_of, held_segments, rank_groups
 from meshwright.units import format_bytes

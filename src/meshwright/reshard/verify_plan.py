@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Ints
+from meshwright.mesh.shard_intervals import Ints, Reduction
 from meshwright.reshard.planner.steps import LOCAL, REDUCING, ReshardPlan, Step, StepKind, dtype_bytes
 from meshwright.units import counted
 

@@ -1,4 +1,4 @@
-"""Objects of the user's own code, named in the configuration as `package.module:Name`."""
+"""Names of what isn't ours: objects of the user's own code, `package.module:Name`, and repositories of the Hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError
@@ -50,3 +51,22 @@ def raised(error: Exception) -> str:
     if not (isinstance(error, AttributeError) and fields):
         return repr(error)
     return f"{error!r} (it has {', '.join(difflib.get_close_matches(str(error.name), fields, n=7, cutoff=0.0))})"
+
+
+_NAME = re.compile(r"(?!runs/)\w[\w.-]*/(\w[\w.-]*)")  # runs/ has the runs of commands that don't say where
+_FILE = re.compile(r"\.(?!\d)\w{1,7}$")  # the end of `Qwen3-0.6B` is no suffix
+
+
+def download_fix(text: str, use: str, *, kind: str = "") -> str | None:
+    """Return the command that downloads what `text` names and what to do then, or None if it looks like a path.
+
+    Args:
+        text: what was given in place of a file or folder that exists.
+        use: what to do with the folder, which stands for `{}`, such as `model.config={}`.
+        kind: options of the command, such as `--repo-type dataset`.
+    """
+    name = _NAME.fullmatch(text)
+    if name is None or _FILE.search(text) or Path(text).parent.is_dir():  # otherwise a typing error in a path
+        return None
+    command = f"hf download {text}{kind and f' {kind}'} --local-dir {name[1]}"
+    return f"{command} (after hf auth login, if it is gated), then {use.format(name[1])}"

@@ -1,8 +1,9 @@
-"""Rule violations and the settings that fix them."""
+"""Rule violations, and the settings that fix them, such as valid sizes near a requested one."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,3 +48,20 @@ def format_value(value: Any) -> str:
         words = json.dumps(list(value)).replace(" ", "")
         return f"'{words}'" if '"' in words else words  # a shell would strip the double quotes
     return shlex.quote(value) if isinstance(value, str) else str(value)
+
+
+MAX_DIVISOR = 1 << 16
+"""Largest divisor searched: no mesh or model has more ranks or heads, and an exhaustive search for large sizes would
+take hours."""
+
+
+def divisors(count: int) -> list[int]:
+    return [size for size in range(1, min(count, MAX_DIVISOR) + 1) if count % size == 0]
+
+
+def by_distance(candidates: list[int], wanted: int) -> list[int]:
+    return sorted(candidates, key=lambda size: (abs(size - wanted), size))
+
+
+def round_up(count: int, unit: int) -> int:
+    return math.ceil(count / unit) * unit

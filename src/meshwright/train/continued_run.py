@@ -15,10 +15,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
-from meshwright.config.dump import to_toml, values_to_toml
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
-from meshwright.config.source import CONFIG_FILE, DEFAULT_PRESET, is_run_folder
+from meshwright.config.source import CONFIG_FILE, DEFAULT_PRESET, is_run_folder, to_toml, values_to_toml
 from meshwright.errors import CONTINUE, InputError, MeshwrightError, continue_command
 from meshwright.settings.violation import format_fix, format_value
 from meshwright.units import counted

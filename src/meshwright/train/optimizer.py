@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.optimizer.parameter_groups import group_settings
+from meshwright.config.resolve import group_settings
 from meshwright.config.schema import TrainConfig
 from meshwright.mesh.local_shards import local_box, num_shards, sharded_zeros, to_local
 from meshwright.optim.catalogue import find_optimizer

@@ -13,7 +13,7 @@ from meshwright.errors import LayoutError
 from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer, auxiliary_losses, step_buffers
 from meshwright.plan.run_plan import Auxiliary, Kind, Site
 from meshwright.plan.serialize import REGENERATE_FIX
-from meshwright.plan.step_buffers import buffer_sums, load_rows
+from meshwright.plan.stage_sizes import buffer_sums, load_rows
 from meshwright.train.build_job import Job
 
 

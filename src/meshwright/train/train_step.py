@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
-from meshwright.config.optimizer.lr_schedule import learning_rate
+from meshwright.config.resolve import learning_rate
 from meshwright.data.prefetch.device_copies import Handle, open_copies
 from meshwright.data.prefetch.prefetcher import Prefetcher
 from meshwright.data.sampler import microbatch_samples

@@ -12,10 +12,9 @@ from typing import NoReturn
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import read_manifest
 from meshwright.comm.collectives import barrier
-from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.notes import notes_of
-from meshwright.config.profiled_steps import profiled_steps
+from meshwright.config.resolve import notes_of, profiled_steps
+from meshwright.config.source import to_toml
 from meshwright.errors import RunError, StoppedError, continue_command
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.config.optimizer.lr_schedule import learning_rate, warmup_notes
+from meshwright.config.load import load
+from meshwright.config.resolve import learning_rate, notes_of
 from meshwright.config.schema import TrainConfig
 
 steps = st.integers(1, 300)
@@ -81,6 +82,6 @@ def test_half_way_of_the_cosine_is_half_way_between_the_bounds():
 
 
 def test_a_warm_up_that_does_not_end_is_said():
-    [note] = warmup_notes(TrainConfig(steps=5, warmup_steps=20, lr=1e-3))
+    [note] = notes_of(load("llama-tiny", ["train.steps=5", "train.warmup_steps=20", "train.lr=1e-3"]))
     assert "only reaches 0.00025, not train.lr = 0.001" in note
-    assert not list(warmup_notes(TrainConfig(steps=20, warmup_steps=20)))
+    assert not list(notes_of(load("llama-tiny", ["train.steps=20", "train.warmup_steps=20"])))

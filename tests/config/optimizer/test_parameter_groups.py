@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config.optimizer.lr_schedule import learning_rate
-from meshwright.config.optimizer.parameter_groups import group_settings
+from meshwright.config.resolve import group_settings, learning_rate
 from meshwright.errors import ConfigError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 
 SCHEDULES = "tests.optim.schedules"

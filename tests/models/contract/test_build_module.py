@@ -14,7 +14,7 @@ from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.initial_values import Normal
 from meshwright.models.contract.model_facts import BufferFacts, Part
 from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train.build_job import initialize
 
 CONFIG = load("llama-tiny", ["model.num_layers=2"])

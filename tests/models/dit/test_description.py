@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.models.dit.description import DiTSpec, describe
 from meshwright.models.dit.module import DiT
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from tests.models.dit.dits import IMAGES, VIDEOS, make_batch, words_of
 from tests.models.specs import build
 

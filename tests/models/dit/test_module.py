@@ -16,8 +16,8 @@ from meshwright.models.dit.module import DiT
 from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.rank_model import StagePart
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from tests.models.dit.dits import IMAGES, VIDEOS, fill, make_batch, words_of
 from tests.models.specs import build, initial
 from tests.nn.blocks import context

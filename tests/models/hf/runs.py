@@ -19,7 +19,7 @@ from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.family import structure_of
 from meshwright.models.huggingface.export_weights import PREFIX
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.train import rank_run
 from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.launch.run_spec import RunSpec

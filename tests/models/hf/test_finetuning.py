@@ -17,7 +17,7 @@ from meshwright.data.mixtures.joined_windows import JoinedPacked
 from meshwright.models.contract.task import Batch
 from meshwright.models.hf import origin
 from meshwright.models.hf.export import TransformersWeights
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
 from tests.data.chats.formats import CHATML, Tokenizer, build, chat, parts, write_lines

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config.dump import to_toml
-from meshwright.config.notes import notes_of
+from meshwright.config.resolve import notes_of
+from meshwright.config.source import to_toml
 from meshwright.errors import ConfigError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.models.hf.folders import change_config, write_model
 from tests.models.hf.runs import hf_config
 

@@ -21,9 +21,9 @@ from meshwright.models.hf.export import TransformersWeights
 from meshwright.models.hf.family import FAMILY
 from meshwright.models.hf.lora_names import is_adapter, original_name
 from meshwright.models.huggingface.export_weights import PREFIX
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.rules import load
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof, overridden

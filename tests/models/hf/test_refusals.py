@@ -20,7 +20,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.hf import source
 from meshwright.models.huggingface.weights import import_safetensors
 from meshwright.models.llama.hf_llama import LLAMA
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import alternatives, quick_and_slow, shown_error
 from tests.models.hf.folders import change_config, write_model
 

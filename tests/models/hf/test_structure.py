@@ -144,7 +144,7 @@ def test_a_damaged_file_is_derived_again(tmp_path, damage):
 
 PLAN = """
 import sys
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.plan.make_plan import make_plan
 make_plan(load("hf-tiny", sys.argv[1:]))
 print(*sorted({"torch", "transformers"} & set(sys.modules)))

@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.cli.plan_page import page
-from meshwright.config.dump import to_toml
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
+from meshwright.config.source import to_toml
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.contract.initial_values import Computed, Constant, Normal, Uniform
 from meshwright.models.module.own_loss import own_loss
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from tests.helpers import alternatives
 from tests.models.module import modules
 from tests.prove.proofs import SOURCE

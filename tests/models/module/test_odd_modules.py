@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.config.notes import notes_of
+from meshwright.config.resolve import notes_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.initial_values import Computed
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.gangs.gang import GangPool

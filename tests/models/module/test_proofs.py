@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.models.module import example
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.gangs.gang import GangPool

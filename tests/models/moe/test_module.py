@@ -17,8 +17,8 @@ from meshwright.models.decoder.decoder_family import INIT_STD
 from meshwright.models.moe.module import MoeBlock
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.step_handles import auxiliary_losses
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.plan.verify import faults
 from meshwright.train.build_job import initialize
 

@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.tasks.text_sources import end_ids
 from meshwright.models.tasks.text_task import document_pairs, document_spans, documents_loss_sum
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.data.chats.formats import CHATML, SPECIAL, build, many_chats, write_lines
 from tests.helpers import open_data
 

@@ -17,7 +17,7 @@ from meshwright.models.tasks.text_task import (
     document_spans,
     documents_loss_sum,
 )
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import open_data
 
 CPU = torch.device("cpu")

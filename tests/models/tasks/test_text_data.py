@@ -8,7 +8,7 @@ import pytest
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.tasks.text_data import encode_prompt
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from tests.helpers import open_data
 
 PACKED = "data.packing=documents"

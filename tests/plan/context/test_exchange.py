@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.token_layout import Shard
-from meshwright.plan.context.exchange import Exchange, make_exchange
-from meshwright.plan.context.intervals import intersection, local_rows, union
+from meshwright.plan.context.exchange import Exchange, SampleMask, intersection, local_rows, make_exchange, union
 from meshwright.plan.context.layers import contiguous, zigzag
-from meshwright.plan.context.sample_mask import SampleMask
 from tests.nn.attention.dense_masks import num_pairs_in
 from tests.plan.context.dense import Case, cases, dense, tokens
 

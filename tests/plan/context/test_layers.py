@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshwright.plan.context.layers import batch_shards, explain_method, imbalance_of_ranks
-from meshwright.plan.context.method import ContextMethod
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
+from meshwright.plan.run_plan import ContextMethod
 from tests.plan.context.dense import dense, tokens
 
 WORDS = ["mesh.cp=4", "train.seq_len=64", "model.window=5", "model.global_every=3", "model.num_kv_heads=4"]

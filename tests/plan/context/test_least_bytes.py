@@ -12,10 +12,10 @@ from itertools import product
 
 import pytest
 
-from meshwright.plan.context.method import ContextMethod
-from meshwright.plan.context.sent_bytes import sent_by_attention
-from meshwright.plan.load_config import load
+from meshwright.plan.context.layers import sent_by_attention
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
+from meshwright.plan.run_plan import ContextMethod
 from tests.plan.context.dense import least_bytes
 
 ALMOST = 1.05

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.plan.context.exchange import Exchange, make_exchange
 from meshwright.plan.context.layers import context_shards, zigzag
-from meshwright.plan.context.method import AttentionDims, ContextMethod, SentBytes, choose, heads_bytes, ring_bytes
+from meshwright.plan.context.method import AttentionDims, SentBytes, choose, heads_bytes, ring_bytes
+from meshwright.plan.run_plan import ContextMethod
 from tests.plan.context.dense import Case, cases, dense, tokens
 
 DIMS = AttentionDims(num_heads=8, num_kv_heads=4, head_dim=64, element_bytes=2)

@@ -13,8 +13,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
 from meshwright.parallel import data_parallel, tensor_parallel
 from meshwright.parallel.context import ring
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.prove.as_run.configuration import as_configured, num_steps
 from meshwright.prove.as_run.judge import judge
 from meshwright.prove.as_run.record_run import AsRunRecord, record_as_run

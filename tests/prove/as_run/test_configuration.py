@@ -9,8 +9,8 @@ import pytest
 from meshwright import api
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.prove.as_run.configuration import (
     FEEDBACK_STEPS,
     as_configured,

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from meshwright.errors import MeshwrightError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.as_run.configuration import as_configured
 from meshwright.prove.as_run.driver import render
 from meshwright.prove.as_run.result import AsRunResult

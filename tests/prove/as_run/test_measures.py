@@ -8,12 +8,12 @@ import torch
 
 from meshwright.comm.compression.catalogue import find_method
 from meshwright.comm.compression.codecs import decode, encode
-from meshwright.config.optimizer.lr_schedule import learning_rate
+from meshwright.config.resolve import learning_rate
 from meshwright.mesh.axes import Axes
 from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright.plan.load_config import load
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright.prove.as_run.codec_errors import Growth, PlainCodec
 from meshwright.prove.as_run.findings import Shares, is_on_grid, is_summed, looks_rounded
 from meshwright.prove.as_run.fit_in_noise import NoisyGradient, diagnose

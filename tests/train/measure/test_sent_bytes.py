@@ -7,9 +7,8 @@ from collections import Counter
 import pytest
 
 from meshwright.config.load import load
-from meshwright.plan.collective_bytes import Purpose, messages
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.traffic import LinkBytes, predict_traffic
+from meshwright.plan.traffic import LinkBytes, Purpose, messages, predict_traffic
 from meshwright.train.measure.sent_bytes import ALL_TO_ALL, OPERATIONS, count_purposes
 
 LAYOUTS = [

@@ -6,8 +6,8 @@ import json
 import math
 from dataclasses import asdict
 
-from meshwright.config.dump import to_toml
 from meshwright.config.load import load
+from meshwright.config.source import to_toml
 from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config.rules_capture import REGION
+from meshwright.config.section_rules import REGION
 from meshwright.nn.attention.module import Attention
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router import Router

@@ -22,11 +22,10 @@ from meshwright.nn.step_handles import LoadCounter, load_counters
 from meshwright.parallel.context.heads import HeadsAttention
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
-from meshwright.plan.block_layers import ExpertLayer
-from meshwright.plan.collective_bytes import Purpose, context_bytes
-from meshwright.plan.context.sent_bytes import sent_by_attention
+from meshwright.plan.context.layers import sent_by_attention
 from meshwright.plan.expert_traffic import RankLoad, counted_load, sent_by_layer
-from meshwright.plan.run_plan import Stage
+from meshwright.plan.run_plan import ExpertLayer, Stage
+from meshwright.plan.traffic import Purpose, context_bytes
 from meshwright.train.build_job import Job
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.record.reporter import CountedBytes

@@ -9,7 +9,7 @@ from statistics import mean
 from meshwright.capture.run.capture import BackendKind, CaptureSession, Chunk
 from meshwright.capture.run.scopes import select
 from meshwright.comm.collectives import all_gather_object
-from meshwright.config.rules_capture import REGION
+from meshwright.config.section_rules import REGION
 from meshwright.errors import LayoutError
 from meshwright.features.contract import OnRank
 from meshwright.pipeline.actions import Overlap

@@ -23,10 +23,9 @@ from meshwright.comm.compression.fsdp_compress import Replicas, compress
 from meshwright.comm.node_groups import place
 from meshwright.features.contract import OnRank
 from meshwright.parallel.rank_model import StagePart
-from meshwright.plan.collective_bytes import Purpose
 from meshwright.plan.compare import hashes
 from meshwright.plan.run_plan import RunPlan, Unit
-from meshwright.plan.traffic import LinkBytes, Traffic, TrafficEntry
+from meshwright.plan.traffic import LinkBytes, Purpose, Traffic, TrafficEntry
 from meshwright.train.build_job import Job
 
 

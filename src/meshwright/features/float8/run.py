@@ -22,8 +22,7 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.nn.float8.amax import AmaxHistory
 from meshwright.nn.float8.linear import Float8Linear
 from meshwright.nn.float8.recipe import Float8Recipe
-from meshwright.plan.block_layers import Float8Layers
-from meshwright.plan.run_plan import RunPlan, Stage
+from meshwright.plan.run_plan import Float8Layers, RunPlan, Stage
 from meshwright.train.build_job import Job
 
 HISTORY = "float8.amax_history"

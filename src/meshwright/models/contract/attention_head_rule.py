@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.errors import ConfigError
-from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
-from meshwright.settings.violation import Violation
+from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 
 
 def head_violations(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:

@@ -9,8 +9,7 @@ from meshwright.errors import ConfigError, LayoutError
 from meshwright.models.contract.attention_head_rule import head_violations
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
-from meshwright.settings.violation import Violation
+from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 
 
 def violations(model: DecoderConfig, f: RunFacts, *, has_dense: bool = True) -> Iterator[Violation]:

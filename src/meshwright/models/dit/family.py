@@ -16,8 +16,7 @@ from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.tp_styles import COLUMN, ROW, Style, gather
 from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.description import DiTSpec, describe, init_std
-from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
-from meshwright.settings.violation import Violation
+from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 
 if TYPE_CHECKING:
     import torch

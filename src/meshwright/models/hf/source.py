@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.settings.hub_names import download_fix
+from meshwright.settings.import_object import download_fix
 
 KEY = "model.config"
 RULE = "model.config is a folder in Hugging Face's format, a config.json, or a model type such as qwen3"

@@ -7,7 +7,7 @@ from shlex import quote
 
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.checks import CONFIG
-from meshwright.settings.hub_names import download_fix
+from meshwright.settings.import_object import download_fix
 
 
 def check_source(source: Path, out: Path) -> None:

@@ -21,8 +21,7 @@ from meshwright.models.decoder.description import DecoderSpec
 from meshwright.models.decoder.rules import violations as decoder_violations
 from meshwright.models.moe.description import BLOCK, WINDOW_BLOCK, MoeSpec, describe
 from meshwright.nn.experts.router_config import RouterConfig, Score
-from meshwright.settings.nearby_sizes import by_distance, divisors, round_up
-from meshwright.settings.violation import Violation
+from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 from meshwright.units import counted
 
 if TYPE_CHECKING:

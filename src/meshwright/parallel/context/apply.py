@@ -10,8 +10,7 @@ from meshwright.nn.attention.core import AttentionCore
 from meshwright.parallel.context.heads import HeadsAttention
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.token_shards import context_group
-from meshwright.plan.context.method import ContextMethod
-from meshwright.plan.run_plan import RunPlan, Stage
+from meshwright.plan.run_plan import ContextMethod, RunPlan, Stage
 
 
 def apply_context(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:

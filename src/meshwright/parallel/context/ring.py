@@ -27,8 +27,7 @@ from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.attention.merge import merge
 from meshwright.nn.attention.token_indices import shard_indices
 from meshwright.nn.attention.token_layout import Shard, TokenLayout
-from meshwright.plan.context.exchange import Exchange, make_exchange
-from meshwright.plan.context.intervals import Intervals, count, local_rows
+from meshwright.plan.context.exchange import Exchange, Intervals, count, local_rows, make_exchange
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Attention layers of a plan: over which ranks and by which method their tokens are sharded, and the tokens of each
-rank of a micro-batch.
+"""Attention layers of a plan: over which ranks and by which method their tokens are sharded, the tokens of each rank of
+a micro-batch, and the bytes that a rank sends to each other one.
 
 Ranks get equally many tokens, with equal attention work under the masks of all layers. Three orders are tried for each
 sample: contiguous, zigzag (as in Megatron), and arcs of equal work. Of those whose slowest rank has at most 5 % more
@@ -19,13 +19,9 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import AttentionFacts, ModelFacts
 from meshwright.nn.attention.mask_spec import Documents, Interval, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
-from meshwright.plan.block_layers import AttentionLayer
-from meshwright.plan.context.exchange import make_exchange
-from meshwright.plan.context.intervals import Intervals, count, union
-from meshwright.plan.context.method import AttentionDims, ContextChoice, ContextMethod, choose
-from meshwright.plan.context.sample_mask import SampleMask
-from meshwright.plan.mesh_views import Mesh
-from meshwright.plan.run_plan import BYTES, Kind, RunPlan
+from meshwright.plan.context.exchange import Intervals, SampleMask, count, make_exchange, union
+from meshwright.plan.context.method import AttentionDims, ContextChoice, choose
+from meshwright.plan.run_plan import BYTES, AttentionLayer, ContextMethod, Kind, Mesh, RunPlan
 
 
 def make_attention_layer(
@@ -348,3 +344,33 @@ def _root(excess: Callable[[int], float], low: tuple[int, float], high: tuple[in
         else:
             b, at_b, weight_b, weight_a = middle, found, 1.0, weight_a / 2
     return a if abs(at_a) <= abs(at_b) else b
+
+
+def sent_by_attention(
+    plan: RunPlan, rank: int, kind: Kind, documents: Documents | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield each other rank with the bytes that the attention of one layer sends to it, forward and backward.
+
+    Args:
+        plan: plan of the run.
+        rank: rank on the mesh.
+        kind: kind of the layer.
+        documents: documents of the micro-batch's samples; None if each sample is a single document.
+    """
+    layer = kind.attention
+    assert layer is not None, "a kind with attention"
+    line, dims = plan.mesh.line(rank, layer.axes), attention_dims(layer, plan.mesh, plan.edge.dtype)
+    own, forwards = line.index(rank), 2 if kind.recompute == "full" else 1
+    if layer.method is ContextMethod.HEADS:
+        row = dims.token_bytes(2 * dims.num_heads + 2 * dims.num_kv_heads) // len(line)
+        num_bytes = plan.batch.samples * plan.rank_tokens * row
+        yield from ((other, (forwards + 1) * num_bytes) for other in line if other != rank)
+        return
+    mask = replace(layer.mask, documents=documents)
+    exchange = make_exchange(mask, batch_shards(plan, documents), plan.batch.tokens)
+    row = dims.token_bytes(2 * dims.num_kv_heads) * (1 if documents else plan.batch.samples)
+    for index, other in enumerate(line):
+        # Keys and values go where they are needed, and the gradients of those received go back.
+        sent, received = exchange.num_tokens(index, own), exchange.num_tokens(own, index)
+        if index != own:
+            yield other, (forwards * sent + received) * row

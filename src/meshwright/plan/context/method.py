@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from meshwright.plan.context.exchange import Exchange
+from meshwright.plan.run_plan import ContextMethod
 from meshwright.units import format_bytes
-
-
-class ContextMethod(StrEnum):
-    """Method of context-parallel attention."""
-
-    RING = "ring"
-    """Keys and values travel to the queries that see them."""
-    HEADS = "heads"
-    """Each rank gets all tokens of some heads."""
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from meshwright.plan.block_layers import ExpertLayer
-from meshwright.plan.mesh_views import Mesh
-from meshwright.plan.run_plan import FORMAT, Kind, RunPlan, Shard
+from meshwright.plan.run_plan import FORMAT, ExpertLayer, Kind, Mesh, RunPlan, Shard
 from meshwright.plan.verify.attention import attention_faults
-from meshwright.plan.verify.error import Fault, format_count, join_names, merge_faults, qualified_name
 from meshwright.plan.verify.float8 import float8_faults
-from meshwright.plan.verify.fsdp_units import unit_faults
-from meshwright.plan.verify.gradient_sums import sum_faults
+from meshwright.plan.verify.fsdp_units import shared_faults, sum_faults, unit_faults
 from meshwright.plan.verify.kinds import kind_faults
-from meshwright.plan.verify.names import name_faults
-from meshwright.plan.verify.shared_parameters import shared_faults
+from meshwright.plan.verify.names import Fault, format_count, join_names, merge_faults, name_faults, qualified_name
 from meshwright.plan.verify.stages import stage_faults
 from meshwright.units import counted
 

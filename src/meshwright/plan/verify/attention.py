@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshwright.plan.block_layers import AttentionLayer
 from meshwright.plan.context.layers import attention_dims
-from meshwright.plan.context.method import ContextMethod, why_no_heads
-from meshwright.plan.run_plan import Kind, RunPlan
-from meshwright.plan.verify.error import Fault, join_names
+from meshwright.plan.context.method import why_no_heads
+from meshwright.plan.run_plan import AttentionLayer, ContextMethod, Kind, RunPlan
+from meshwright.plan.verify.names import Fault, join_names
 from meshwright.units import counted
 
 

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from meshwright.nn.float8.recipe import SIZE_UNIT, Float8Recipe
-from meshwright.plan.block_layers import Float8Layers
-from meshwright.plan.run_plan import Kind, RunPlan
-from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
+from meshwright.plan.run_plan import Float8Layers, Kind, RunPlan
+from meshwright.plan.verify.names import Fault, format_count, join_names, qualified_name
 from meshwright.units import counted
 
 MATRIX = "matrix"

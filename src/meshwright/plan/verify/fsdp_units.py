@@ -1,12 +1,20 @@
-"""Verify FSDP units: each parameter is in exactly one unit, which wraps its module, and each unit gathers and reduces
-over the axes along which its parameters are sharded and replicated."""
+"""Verify FSDP units, gradient sums and shared parameters.
+
+Each parameter is in exactly one unit, which wraps its module, and gathers and reduces over the axes along which its
+parameters are sharded and replicated. Gradients are summed by the rule in [Note: partial gradients] in `verify`; means
+resynchronize replicas that diverge under a lossy codec. The gradients of copies on several stages are partial over pp
+and summed once over all sites, and the gradient norm counts one copy.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
-from meshwright.plan.verify.error import Fault, join_names, qualified_name
+from meshwright.comm.compression.catalogue import is_lossy
+from meshwright.plan.run_plan import GradientPlacement, Kind, Parameter, ReducedBy, RunPlan, Stage, StepSum, Unit
+from meshwright.plan.verify.names import Fault, format_count, format_stages, join_names, qualified_name
 from meshwright.units import counted
 
 ONE_UNIT = "each parameter is in exactly one unit: the innermost one that wraps its module, or its stage's root"
@@ -107,3 +115,193 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: list[Parameter], *stag
     if unit.compute != plan.edge.dtype:
         what = f"unit {unit.name} computes in {unit.compute}, but edge.dtype is {plan.edge.dtype}"
         yield Fault(what, "units compute in the dtype of the stream between blocks", f"{field}.compute", stages=stages)
+
+
+SUMMED = "a partial gradient is summed exactly once along an axis, a sharded or equal one never"
+FROZEN = "gradients of frozen parameters are not reduced"
+DRIFT = "replicas that diverge through a lossy codec are averaged once over each axis outside their unit, others never"
+
+
+def sum_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults for sums and means that are missing or not allowed."""
+    sums: dict[str, list[StepSum]] = defaultdict(list)
+    for number, one in enumerate(plan.sums):
+        yield from _performer_and_dtype(plan, one, f"sums[{number}]")
+        for name in one.parameters:
+            sums[name].append(one)
+    for number, stage in enumerate(plan.stages):
+        for kind in dict.fromkeys(kind for kind, _ in plan.held(stage)):
+            for parameter in kind.parameters:
+                units = units_of(stage, kind, parameter)
+                if len(units) == 1:  # other cases are reported by unit_faults
+                    yield from _parameter(
+                        plan, kind, parameter, units[0], sums[qualified_name(kind, parameter)], number
+                    )
+
+
+def _parameter(
+    plan: RunPlan, kind: Kind, parameter: Parameter, unit: Unit, sums: list[StepSum], stage: int
+) -> Iterator[Fault]:
+    name = qualified_name(kind, parameter)
+    apart = Counter(axis for one in sums if one.op == "sum" for axis in one.axes)
+    means = Counter(axis for one in sums if one.op == "mean" for axis in one.axes)
+    if not parameter.trained:
+        for axis in apart + means:
+            what = f"{name} is frozen, but {'summed' if apart[axis] else 'averaged'} over {axis}"
+            fix = f"remove the sum of {name} over {axis}"
+            yield Fault(what, FROZEN, "sums", parameter=name, axis=axis, stages=(stage,), fix=fix)
+        return
+    own = unit.sharded + unit.replicas
+    done = apart + Counter(own)
+    drifts = bool(own) and (is_lossy(unit.gradients) or is_lossy(unit.weights))
+    for axis in plan.mesh.in_stage():
+        gradient = parameter.gradient(axis)
+        due = int(gradient is GradientPlacement.PARTIAL)
+        if done[axis] != due:
+            by = f", by unit {unit.name}" if axis in own and not apart[axis] else ""
+            what = (
+                f"{name}: its gradient is {gradient.value} over {axis}, but summed there {format_count(done[axis])}{by}"
+            )
+            fix = f"add a sum of {name} over {axis}" if due > done[axis] else f"remove the sum of {name} over {axis}"
+            if axis in own and not (due and apart[axis]):
+                fix = f"put {name} into a unit that does not reduce over {axis}"
+            yield Fault(what, SUMMED, "sums", parameter=name, axis=axis, stages=(stage,), fix=fix)
+        due = int(drifts and gradient is not GradientPlacement.SHARDED and axis not in own)
+        if means[axis] != due:
+            codec = unit.gradients if is_lossy(unit.gradients) else unit.weights
+            why = f"diverge over {axis} through {codec}" if due else f"stay equal over {axis}"
+            if gradient is GradientPlacement.SHARDED or axis in own:
+                why = f"are not averaged outside the unit over {axis}" if axis in own else f"are shards over {axis}"
+            what = f"{name}: its replicas {why}, but are averaged there {format_count(means[axis])}"
+            change = "add a" if due > means[axis] else "keep one" if due else "remove the"
+            fix = f"{change} mean of {name} over {axis}"
+            yield Fault(what, DRIFT, "sums", parameter=name, axis=axis, stages=(stage,), fix=fix)
+
+
+def _performer_and_dtype(plan: RunPlan, one: StepSum, field: str) -> Iterator[Fault]:
+    """Check which component performs a reduction, and in which dtype. FSDP2 or DTensor performs sums of gradients that
+    DTensor leaves partial; neither performs means."""
+    by_torch = ReducedBy.FSDP if plan.has_units else ReducedBy.DTENSOR
+    allowed = (ReducedBy.OURS,) if one.op == "mean" else (ReducedBy.OURS, by_torch)
+    if one.by not in allowed:
+        what = f"the {one.op} of {one.parameters[0]} over {join_names(one.axes)} is performed by {one.by.value}"
+        wraps = "wraps the stages" if plan.has_units else "wraps nothing"
+        rule = f"FSDP2 {wraps} here, so a {one.op} must be performed by {' or '.join(by.value for by in allowed)}"
+        yield Fault(what, rule, f"{field}.by", parameter=one.parameters[0], axis=one.axes[0])
+    units = [unit for stage in plan.stages for unit in plan.units(stage)]
+    reduced, computed = {unit.reduce for unit in units} | {plan.masters}, {unit.compute for unit in units}
+    # FSDP2 accumulates gradients over micro-batches in the reduction dtype.
+    accumulated = plan.batch.num_microbatches > 1
+    dtypes = reduced if one.op == "mean" or accumulated else computed
+    if one.op == "sum" and one.by is ReducedBy.OURS:
+        dtypes = reduced | computed
+    if one.dtype not in dtypes:
+        what = f"the {one.op} over {join_names(one.axes)} by {one.by.value} is in {one.dtype}"
+        rule = f"with {plan.batch.num_microbatches} micro-batches gradients are in {join_names(sorted(dtypes))}"
+        yield Fault(what, rule, f"{field}.dtype", parameter=one.parameters[0], axis=one.axes[0])
+
+
+ALL_SITES = "a parameter with copies on several stages lists all sites, over which gradients are summed"
+
+
+class _ParameterCopy(NamedTuple):
+    stage: int
+    name: str
+    """Full-model name."""
+    kind: Kind
+    parameter: Parameter
+
+
+def shared_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults for copies that are missing, inconsistent or counted twice."""
+    copies: dict[str, list[_ParameterCopy]] = defaultdict(list)
+    for number, stage in enumerate(plan.stages):
+        names: set[str] = set()
+        for kind, layer, parameter in plan.parameters(stage):
+            name, key = kind.full_name(parameter.name, layer), kind.key(parameter, layer)
+            if name in names or any(copy.stage == number for copy in copies[key]):
+                what = f"{key} occurs twice on one stage, as {qualified_name(kind, parameter)}"
+                rule = "a stage has each parameter once: tied modules share it"
+                yield Fault(what, rule, "stages", parameter=qualified_name(kind, parameter), stages=(number,))
+            names.add(name)
+            copies[key].append(_ParameterCopy(number, name, kind, parameter))
+    yield from _originals(copies)
+    yield from _sites(plan, copies)
+    yield from _norm(plan, copies)
+    for key, found in copies.items():
+        yield from _copies_match(plan, key, found)
+
+
+def _originals(copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
+    """Check that the original of each copy exists."""
+    for key, found in copies.items():
+        if all(copy.parameter.key is not None and copy.name != key for copy in found):
+            name = qualified_name(found[0].kind, found[0].parameter)
+            what = f"{name} is a copy of {key}, which is on no stage"
+            yield Fault(what, "the original of a copy must exist", "kinds", parameter=name, stages=(found[0].stage,))
+
+
+def _sites(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
+    due = {key: tuple((c.stage, c.name) for c in found) for key, found in copies.items() if len(found) > 1}
+    listed = Counter(key for key, _ in plan.shared)
+    sites = dict(plan.shared)
+    for key in dict.fromkeys((*due, *listed)):
+        stages = tuple(stage for stage, _ in due.get(key, ()))
+        if listed[key] > 1:
+            what = f"{key} is listed {format_count(listed[key])}: its gradient is summed over pp as often"
+        elif key not in due:
+            what = f"{key} is listed as shared, but has no copies on different stages"
+        elif key not in sites:
+            on = format_stages(stages)
+            what = f"{key}: its gradient is partial over pp, with copies on {on}, but summed there 0 times"
+        elif sites[key] != due[key]:
+            at, copies_at = _format_sites(sites[key]), _format_sites(due[key])
+            what = f"{key}: its gradient is summed over pp at {at}, but copies are at {copies_at}"
+        else:
+            continue
+        yield Fault(what, ALL_SITES, f"shared[{key}]", parameter=key, axis="pp")
+
+
+def _format_sites(sites: tuple[tuple[int, str], ...]) -> str:
+    return join_names(f"stage {stage} ({name})" for stage, name in sites)
+
+
+def _norm(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
+    omitted = Counter(plan.norm_omits)
+    due = {(copy.stage, key) for key, found in copies.items() for copy in found[1:]}
+    for stage, key in dict.fromkeys((*sorted(due), *omitted)):
+        if omitted[stage, key] == ((stage, key) in due):
+            continue
+        if (stage, key) in due and not omitted[stage, key]:
+            what = f"{key}: the gradient norm counts it on stage {copies[key][0].stage}, and again on stage {stage}"
+        elif (stage, key) in due:
+            what = f"{key} is left out of the gradient norm twice on stage {stage}"
+        else:
+            what = f"{key}: the gradient norm leaves it out on stage {stage}, but no other stage counts it"
+        rule = "the gradient norm counts each parameter once, on the first stage that has it"
+        yield Fault(what, rule, "norm_omits", parameter=key, axis="pp", stages=(stage,))
+
+
+def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Iterator[Fault]:
+    """Check that copies stay equal: all must be stored, trained and updated alike."""
+    first = found[0]
+    for other in found[1:]:
+        for what, one, two in (
+            *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _COMPARED_FIELDS),
+            ("unit", _reductions(plan, first), _reductions(plan, other)),
+        ):
+            if one != two:
+                both = f"{one} on stage {first.stage} and {two} on stage {other.stage}"
+                said = f"{key}: its copies differ in {what}, {both}"
+                name = qualified_name(other.kind, other.parameter)
+                rule = "copies of a parameter must be stored, trained and updated alike"
+                yield Fault(said, rule, "kinds", parameter=name, axis="pp", stages=(other.stage,))
+
+
+_COMPARED_FIELDS = ("shape", "role", "used", "work", "stored_dim", "trained")
+
+
+def _reductions(plan: RunPlan, copy: _ParameterCopy) -> tuple[str, ...]:
+    """Return how a copy's gradient is reduced within its stage. It must match across stages; the codec may differ."""
+    units = units_of(plan.stages[copy.stage], copy.kind, copy.parameter)
+    return tuple(f"{unit.sharded}, {unit.replicas}, {unit.reduce}" for unit in units[:1])

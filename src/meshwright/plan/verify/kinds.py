@@ -10,11 +10,10 @@ from itertools import islice
 
 from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.optim.role import Role
-from meshwright.plan.collective_bytes import Purpose
-from meshwright.plan.mesh_views import Atoms
-from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
-from meshwright.plan.step_buffers import LOAD_DTYPE
-from meshwright.plan.verify.error import Fault, format_count, join_names, qualified_name
+from meshwright.plan.run_plan import Atoms, Buffer, Collective, Kind, Parameter, RunPlan
+from meshwright.plan.stage_sizes import LOAD_DTYPE
+from meshwright.plan.traffic import Purpose
+from meshwright.plan.verify.names import Fault, format_count, join_names, qualified_name
 from meshwright.units import counted
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}

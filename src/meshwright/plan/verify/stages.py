@@ -11,7 +11,7 @@ from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.split_layers import stage_groups
 from meshwright.pipeline.verify import verify as verify_schedule
 from meshwright.plan.run_plan import Edge, RunPlan, Stage
-from meshwright.plan.verify.error import Fault, join_names
+from meshwright.plan.verify.names import Fault, join_names
 from meshwright.units import counted
 
 ONCE = "each block and each end is on one stage, except for ends that are on all stages"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.config.optimizer.lr_schedule import learning_rate
+from meshwright.config.resolve import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import SampleOrder, WindowOrder
 from meshwright.models.contract.family import TrainingData

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from meshwright.config.optimizer.lr_schedule import own_rate
+from meshwright.config.resolve import own_rate
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.role import Role
 from meshwright.prove.record.plain_updates import ParameterStep, States, UpdateFaults, update

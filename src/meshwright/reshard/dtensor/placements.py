@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.layout_validate import normalize_shard_order
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Split
+from meshwright.mesh.layout_text import normalize_shard_order
+from meshwright.mesh.shard_intervals import Reduction, Split
 from meshwright.reshard.dtensor.private import (
     DTensorSpec,
     ShardOrderEntry,

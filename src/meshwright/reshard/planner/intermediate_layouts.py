@@ -25,8 +25,7 @@ from itertools import product
 import numpy as np
 
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Ints, Split
+from meshwright.mesh.shard_intervals import Ints, Reduction, Split
 from meshwright.reshard.planner.steps import LOCAL, Step, StepKind
 from meshwright.reshard.planner.volumes import (
     ExchangeVolume,

@@ -23,8 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from meshwright.cluster.presets import cluster_preset
-from meshwright.cluster.spec import Cluster
+from meshwright.cluster.presets import Cluster, cluster_preset
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.intermediate_layouts import (

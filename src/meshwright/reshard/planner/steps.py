@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Split
+from meshwright.mesh.shard_intervals import Reduction, Split
 
 T = TypeVar("T")
 

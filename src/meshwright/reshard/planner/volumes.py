@@ -22,12 +22,10 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
-from meshwright.cluster.presets import cluster_preset
-from meshwright.cluster.spec import Cluster, Link
+from meshwright.cluster.presets import Cluster, Link, cluster_preset
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
-from meshwright.mesh.shard_intervals import Ints, Split, shard_intervals
+from meshwright.mesh.shard_intervals import Ints, Reduction, Split, shard_intervals
 from meshwright.units import counted
 
 Splits = tuple[Split, ...]

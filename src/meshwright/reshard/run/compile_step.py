@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from meshwright.reshard.planner.steps import REDUCING, Step, StepKind
 from meshwright.reshard.run.shard_exchange import (
     ShardMessage,

@@ -26,7 +26,7 @@ from meshwright.comm.alltoallv import all_to_all_into
 from meshwright.comm.collectives import all_gather_rows_into
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
-from meshwright.mesh.reduction import Reduction
+from meshwright.mesh.shard_intervals import Reduction
 from meshwright.reshard.planner.steps import ReshardPlan, Step, StepKind
 from meshwright.reshard.run.compile_step import ExchangeRound, ReductionLevel, StepProgram, compile_step
 from meshwright.reshard.run.process_groups import MeshGroups, StepGroup

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from meshwright.plan.collective_bytes import Message, Purpose, messages
 from meshwright.plan.run_plan import RunPlan
-from meshwright.plan.traffic import LinkBytes, by_link, predict_traffic
+from meshwright.plan.traffic import LinkBytes, Message, Purpose, by_link, messages, predict_traffic
 
 ALL_TO_ALL, EXCHANGE = "all_to_all", "exchange"
 TO_SOME = frozenset({ALL_TO_ALL, EXCHANGE})

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
-from meshwright.plan.step_buffers import experts_per_layer, load_rows
+from meshwright.plan.stage_sizes import experts_per_layer, load_rows
 from meshwright.train.build_job import Job
 from meshwright.train.measure.process_memory import memory_bytes
 from meshwright.train.record.expert_load import Counts, has_full_counts, summarize_load

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.config.profiled_steps import profiled_ranks, profiled_steps
+from meshwright.config.resolve import format_ranges, profiled_ranks, profiled_steps
 from meshwright.output_files import writing
-from meshwright.settings.number_ranges import format_ranges
 from meshwright.train.build_job import Job
 
 DIRECTORY = "profile"

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.rules_trackers import RULE, TRACKERS, replace_tracker
+from meshwright.config.resolve import TRACKER_RULE, TRACKERS, replace_tracker
 from meshwright.errors import ConfigError, InputError
 from meshwright.log import get_logger
 from meshwright.settings.import_object import import_object, raised
@@ -132,8 +132,8 @@ def _find_factory(name: str, names: Sequence[str]) -> Callable[[], Any]:
 
     if name in SINKS:
         _check_installed(name, names)
-        return lambda: import_object(SINKS[name], key=TRACKERS, rule=RULE, format_setting=format_setting)()
-    found: Callable[[], Any] = import_object(name, key=TRACKERS, rule=RULE, format_setting=format_setting)
+        return lambda: import_object(SINKS[name], key=TRACKERS, rule=TRACKER_RULE, format_setting=format_setting)()
+    found: Callable[[], Any] = import_object(name, key=TRACKERS, rule=TRACKER_RULE, format_setting=format_setting)
     if not callable(found):
         raise _not_a_sink(f"{name} is not a class or function: {found!r:.60}", "name the class of the sink")
     if isinstance(found, type):

@@ -19,7 +19,7 @@ from meshwright.config.source import preset_names
 from meshwright.errors import MeshwrightError
 from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.plan.compare import hashes
-from meshwright.plan.load_plan import read_plan
+from meshwright.plan.rules import read_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.record.events import read_events
 from meshwright.train.record.loss_curves import loss_key, not_a_run, read_metrics
