@@ -35,7 +35,7 @@ FEATURE_FILES = {
 }  # fmt: skip
 """Files of `features` and of a feature's folder, by floor: above the room of the same work. Others stand above `nn`."""
 OF_FEATURES = ("contract", "registry")
-"""Files of `features` for all; a feature's own are for itself, but for its section, which the schema has."""
+"""Files of `features` for all; a feature's own are for itself and its benchmarks, its section for the schema, too."""
 
 LATE = {("callable_module", "api"), ("cli", "meshwright_bench")} | {
     ("__init__", above) for above in ("api", "checkpoint", "comm", "dtensor_ops", "pipeline", "reshard")
@@ -51,7 +51,9 @@ TORCH_FREE = (
     "settings/*",
     "nn/__init__.py", "nn/attention/__init__.py", "nn/attention/mask_spec.py", "nn/attention/token_layout.py",
     "nn/attention/backend.py", "nn/attention/block_mask.py", "nn/attention/backends/__init__.py",
-    "nn/recompute_policy.py", "nn/float8/__init__.py", "nn/float8/recipe.py",
+    "nn/recompute_policy.py", "features/__init__.py", "features/contract.py", "features/registry.py",
+    "features/*/__init__.py", "features/*/section.py", "features/*/layers.py", "features/*/rules.py",
+    "features/*/plan.py",
     "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py",
     "models/contract/family.py", "models/contract/initial_values.py", "models/contract/attention_head_rule.py",
     "models/contract/loss_unit.py", "models/contract/run_facts.py", "models/contract/tp_styles.py",
@@ -151,7 +153,7 @@ def _feature_breaches(module: Module, target: str, line: int) -> list[str]:
     """An import of a feature's own files by another part of the tree."""
     folder, parts = _folder(target), target.split(".")
     is_schema = module.inner_path == "config/schema.py" and parts[3:4] == ["section"]
-    if folder in OF_FEATURES or is_schema or folder == _folder(module.name):
+    if folder in OF_FEATURES or is_schema or folder == _folder(module.name) or module.room == BENCH:
         return []
     return [f"{module.path}:{line} imports {target}: only {folder} itself does, others ask features/registry"]
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from meshwright.nn.float8.amax import AmaxHistory
-from meshwright.nn.float8.linear import Float8Linear
-from meshwright.nn.float8.torchao_layers import convert_to_torchao
+from meshwright.features.float8.linear import AmaxHistory, Float8Linear
+from meshwright.features.float8.run import convert_to_torchao
 from meshwright.nn.linear import Linear
 from meshwright_bench.alternate import alternate
 from meshwright_bench.float8.cases import BFLOAT16, LAYERS, LayerTask

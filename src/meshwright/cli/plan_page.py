@@ -12,6 +12,7 @@ from meshwright.cli.wrapping import wrapped
 from meshwright.cluster.presets import gpus_by_memory
 from meshwright.config.resolve import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
+from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.plan.compare import hashes
@@ -48,9 +49,11 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     yield from _units(plan)
     yield "optimizer groups"
     yield from _groups(plan, config.train if config is not None else None)
-    if any(kind.float8 is not None for kind in plan.kinds):
-        yield "linear layers in float8"
-        yield from _float8(plan)
+    for feature in plan_features(plan=plan):
+        heading, *rows = feature.page(plan)
+        yield from heading
+        for row in rows:
+            yield from _items(row)
     if collectives := list(_collectives(plan)):
         yield "operator collectives, per micro-batch"
         yield from collectives
@@ -215,19 +218,6 @@ def _groups(plan: RunPlan, train: TrainConfig | None) -> Iterator[str]:
         settings = [f"decay {one['weight_decay']:g}" if one["weight_decay"] else "no decay"] if train else []
         settings += [f"lr {one['lr']:g}"] if train and one["lr"] != train.lr else []
         yield from _item(one["role"], one["optimizer"], size, *settings)
-
-
-def _float8(plan: RunPlan) -> Iterator[str]:
-    """Yield each kind's float8 layers and their scales; a kind of blocks without any is listed, too."""
-    layers = Counter(name for stage in plan.stages for name in stage.kinds)
-    for kind in (kind for kind in plan.kinds if kind.is_block):
-        float8, name = kind.float8, f"{kind.name} × {layers[kind.name]}"
-        if float8 is None:
-            yield from _item(name, "none")
-            continue
-        back = f"amax over {counted(float8.history, 'step')}" if float8.history else ""
-        cached = "weights cast once per step" if float8.cached else ""
-        yield from _items(part for part in (name, f"{float8.recipe} scaling", back, cached, *float8.layers) if part)
 
 
 def _collectives(plan: RunPlan) -> Iterator[str]:

@@ -18,10 +18,10 @@ from itertools import islice
 from meshwright.comm.compression.catalogue import Use, is_lossy, lossless_names
 from meshwright.config import resolve, section_rules
 from meshwright.config.facts_for_family import model_facts, run_facts
-from meshwright.config.float8_layers import float8_violations
 from meshwright.config.schema import RunConfig
 from meshwright.config.section_rules import FREEZE
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.features.registry import plan_features
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.models.contract.tp_styles import OWN_PARAMETERS
 from meshwright.settings.violation import Fix, Violation, by_distance, divisors, format_fix, round_up
@@ -89,7 +89,8 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
     yield from comm_violations(config)
     yield from resolve.recompute_violations(config)
     yield from section_rules.capture_violations(config)
-    yield from float8_violations(config)
+    for feature in plan_features(config=config):
+        yield from feature.rules(config)
     yield from resolve.tracker_violations(config)
     yield from resolve.profile_violations(config)
     yield from section_rules.unread_key_violations(config)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, SerializeAsAny, create_model
 
 from meshwright.comm.compression.catalogue import GradientMethod, InsideNodeMethod, WeightMethod
+from meshwright.features.float8.section import Float8Config
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.family import Family, find_family
 from meshwright.settings.section import Counts, ModelSection, Names, Section
@@ -248,26 +249,6 @@ class CaptureConfig(Section):
         "else simulate",
     )
     strict: bool = Field(False, description="end the run if anything that capture.scope asks for can't be captured")
-
-
-class Float8Config(Section):
-    """Float8 products of the blocks' linear layers."""
-
-    recipe: Literal["none", "current", "delayed", "torchao"] = Field(
-        "none",
-        description="scales of float8 layers: current, from the tensor itself; delayed, from the largest magnitudes of "
-        "earlier steps; torchao, current scaling by torchao's layer; none uses no float8",
-    )
-    modules: Names = Field(
-        ("*",),
-        description="globs over the names of linear layers in blocks, such as blocks.3.ffn.up, that run in float8",
-    )
-    keep_first: int = Field(0, ge=0, description="first blocks that stay in train.precision")
-    keep_last: int = Field(0, ge=0, description="last blocks that stay in train.precision")
-    amax_history: int = Field(16, ge=1, le=4096, description="steps that the scales of recipe=delayed look back on")
-    cache_weights: bool = Field(
-        False, description="keep weights in float8 for a whole step, instead of casting them for every micro-batch"
-    )
 
 
 class CommConfig(Section):

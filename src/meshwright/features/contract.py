@@ -1,19 +1,97 @@
-"""What a feature does in a run; a subclass overrides what it needs, and all else does nothing."""
+"""What a feature adds to a plan and does in a run; a subclass overrides what it needs, and all else does nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from meshwright.checkpoint.manifest import Manifest
+    from meshwright.config.schema import RunConfig
+    from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+    from meshwright.plan.run_plan import Kind, RunPlan, Stage
     from meshwright.plan.traffic import LinkBytes, Traffic
+    from meshwright.plan.verify.names import Fault
+    from meshwright.settings.violation import Fix, Violation
+    from meshwright.train.build_job import Job
     from meshwright.train.pipeline_stages import Pipeline
     from meshwright.train.record.reporter import CountedBytes
+
+
+@dataclass(frozen=True)
+class KindPart:
+    """What a feature adds to a kind; written in plans as the kind's field of the feature's name."""
+
+    feature: ClassVar[str]
+
+
+P = TypeVar("P", bound=KindPart)
+
+
+class PlanFeature(Generic[P]):
+    """A feature before a run starts: its rules, and its share of a plan."""
+
+    part: type[P]
+    """Type of what it adds to kinds."""
+
+    def rules(self, config: RunConfig) -> Iterator[Violation]:
+        """Yield violations of the feature's rules."""
+        return iter(())
+
+    def split_backward_rules(self, config: RunConfig, schedule: str, others: list[Fix]) -> Iterator[Violation]:
+        """Yield violations under a schedule that splits the backward; `others` are fixes with another schedule."""
+        return iter(())
+
+    def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> P | None:
+        """Return what it adds to the kind of a block, or of an end, where `layer` is None."""
+        return None
+
+    def faults(self, plan: RunPlan) -> Iterator[Fault]:
+        """Yield faults of what it added to a plan, which may have been edited by hand."""
+        return iter(())
+
+    def saved(self, facts: KindFacts, part: P, *, tp: int) -> Iterator[Saved]:
+        """Yield changes of the tensors that a kind saves for its backward."""
+        return iter(())
+
+    def weight_bytes(self, plan: RunPlan, stage: Stage) -> int:
+        """Return the bytes of weights that it keeps besides a stage's parameters."""
+        return 0
+
+    def page(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
+        """Yield the words of each row of a plan's page; the first row is the heading."""
+        return iter(())
+
+    def in_proof(self, config: RunConfig, *, as_run: bool) -> Fix:
+        """Return the keys that a proof sets, in float64 or as run; raise ConfigError if it has no reference."""
+        return {}
+
+    def plan_in_proof(self, plan: RunPlan, *, as_run: bool) -> RunPlan:
+        """Return the plan that a proof runs in place of a given one; raise ConfigError if it has no reference."""
+        return plan
+
+    def set_aside(self, config: RunConfig) -> str:
+        """Return a line about what a proof in float64 leaves out and one as run refuses; '' if that is nothing."""
+        return ""
+
+
+class RunFeature:
+    """A feature on ranks: how it changes a stage's blocks, and its state."""
+
+    def before_styles(self, block: nn.Module, kind: Kind) -> None:
+        """Change a plain block on the meta device, before tensor parallelism shards it."""
+
+    def after_styles(self, block: nn.Module, kind: Kind) -> None:
+        """Change a block whose parameters are tensor-parallel shards; not called without tp."""
+
+    def start(self, job: Job) -> OnRank:
+        """Return its state on this rank, once model and optimizer are built."""
+        return OnRank()
 
 
 class OnRank:

@@ -1,9 +1,9 @@
-"""Parallelize a stage's plain module as planned: expert and context parallelism, float8 layers, tensor parallelism,
+"""Parallelize a stage's plain module as planned: expert and context parallelism, features, tensor parallelism,
 recomputation, compilation, FSDP units.
 
-The order matters: float8 layers get the hooks of tensor parallelism, recomputation preserves a block's names and hooks,
-a compiled graph contains exactly one block and its recomputation, and FSDP2 shards the tensor-parallel shards and
-installs its hooks on the compiled modules.
+The order matters: features' layers get the hooks of tensor parallelism, recomputation preserves a block's names and
+hooks, a compiled graph contains exactly one block and its recomputation, and FSDP2 shards the tensor-parallel shards
+and installs its hooks on the compiled modules.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.features.registry import run_features
 from meshwright.mesh.process_groups import submesh
 from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.model_facts import ModelFacts
@@ -44,18 +45,18 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
 
         apply_context(module, mesh, plan, stage)
     blocks = [(kind, module.get_submodule(kind.full_name("", layer))) for kind, layer in held if kind.is_block]
-    float8_blocks = [(kind.float8, block) for kind, block in blocks if kind.float8 is not None]
-    if float8_blocks:
-        from meshwright.parallel.float8 import apply_float8, multiply_shards
-    for float8, block in float8_blocks:
-        apply_float8(block, float8)
+    features = run_features(plan).values()
+    for kind, block in blocks:
+        for feature in features:
+            feature.before_styles(block, kind)
     if mesh is not None and plan.mesh.view("tp"):
         from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
 
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
         tie_parameters(module, facts)
-        for float8, block in float8_blocks:
-            multiply_shards(block, float8)
+        for kind, block in blocks:
+            for feature in features:
+                feature.after_styles(block, kind)
         if not blocks or any(kind.compiled for kind, _ in blocks):
             wait_for_embeddings(module, plan, stage)
     for kind, block in blocks:

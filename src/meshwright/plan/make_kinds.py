@@ -12,19 +12,20 @@ normalized input. Parameters, and tables that all blocks share, such as rotary a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.config.float8_layers import layers_in_float8
 from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
+from meshwright.features.contract import KindPart, PlanFeature
+from meshwright.features.registry import plan_features
 from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
-from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.expert_traffic import predicted_load
@@ -36,7 +37,6 @@ from meshwright.plan.run_plan import (
     Buffer,
     Collective,
     ExpertLayer,
-    Float8Layers,
     Kind,
     Mesh,
     Parameter,
@@ -63,6 +63,7 @@ class KindMaker:
         self._data = mesh.view("batch") + mesh.view("cp")
         self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
         """Tokens per sample in a tp group."""
+        self._features = plan_features(config=config)
         self._kinds: dict[tuple[object, ...], Kind] = {}
 
     def kinds(self) -> tuple[Kind, ...]:
@@ -84,8 +85,9 @@ class KindMaker:
         frozen = [p.frozen or any(fnmatchcase(name, one) for one in freeze) for p, name in zip(own, names, strict=True)]
         trained = tuple(not one for one in frozen)
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
-        float8 = self._float8(facts, layer)
-        identity = (facts.name, facts.path, trained, untied, units, policy, float8)
+        made = ((one, one.make(self._config, self._facts, facts, layer)) for one in self._features)
+        parts = {part: feature for feature, part in made if part is not None}
+        identity = (facts.name, facts.path, trained, untied, units, policy, *parts)
         if identity not in self._kinds:
             taken = sum(kind.described == facts.name for kind in self._kinds.values())
             name = facts.name if not taken else f"{facts.name}.{taken + 1}"
@@ -93,7 +95,7 @@ class KindMaker:
                 self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
             )
             tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            kind, attention = self._kind(name, facts, parameters, units, float8, layer), self._attention(facts, policy)
+            kind, attention = self._kind(name, facts, parameters, units, parts, layer), self._attention(facts, policy)
             self._kinds[identity] = replace(kind, tied=tied, recompute=policy, attention=attention)
         return self._kinds[identity]
 
@@ -107,11 +109,11 @@ class KindMaker:
         facts: KindFacts,
         parameters: tuple[Parameter, ...],
         units: tuple[Unit, ...],
-        float8: Float8Layers | None,
+        parts: Mapping[KindPart, PlanFeature[Any]],
         layer: int | None,
     ) -> Kind:
-        is_block = layer is not None
-        output = facts.output / (self._mesh.size(*self._tp) if facts.output_divided else 1)
+        is_block, tp = layer is not None, self._mesh.size(*self._tp)
+        output = facts.output / (tp if facts.output_divided else 1)
         collectives = tuple(self._kind_collectives(facts)) if self._tp else ()
         return Kind(
             name=name,
@@ -127,16 +129,16 @@ class KindMaker:
                 for one in facts.auxiliary
             ),
             experts=self._experts(facts),
-            float8=float8,
+            parts=tuple(parts),
             compiled=self._config.train.compile and is_block,
             saved=saved_bytes(
                 facts,
                 self._experts(facts),
                 collectives,
-                float8,
+                [one for part, feature in parts.items() for one in feature.saved(facts, part, tp=tp)],
                 element_bytes=BYTES[self._config.train.precision],
                 tokens=self._tokens,
-                tp=self._mesh.size(*self._tp),
+                tp=tp,
                 ep=self._mesh.size(*self._ep),
                 stream=self.stream_part(),
                 width=prod(self._facts.edge.shape) // self._facts.tokens,
@@ -181,15 +183,6 @@ class KindMaker:
             recompute=policy is RecomputePolicy.FULL,
             method=config.mesh.cp_method,
         )
-
-    def _float8(self, facts: KindFacts, layer: int | None) -> Float8Layers | None:
-        config = self._config.float8
-        layers = layers_in_float8(config, facts, layer, num_layers=self._facts.num_layers)
-        if not layers:
-            return None
-        recipe = Float8Recipe(config.recipe)
-        history = config.amax_history if recipe is Float8Recipe.DELAYED else 0
-        return Float8Layers(recipe, layers, history, config.cache_weights)
 
     def stream_part(self) -> float:
         """Return the fraction of the stream's tokens held by a rank."""
@@ -362,7 +355,7 @@ def saved_bytes(
     facts: KindFacts,
     experts: ExpertLayer | None,
     collectives: tuple[Collective, ...],
-    float8: Float8Layers | None = None,
+    changes: Sequence[Saved] = (),
     *,
     element_bytes: int,
     tokens: int,
@@ -377,7 +370,7 @@ def saved_bytes(
         facts: the family's description.
         experts: layer of experts of the kind.
         collectives: collectives of the kind's operators.
-        float8: linear layers that run in float8.
+        changes: what features change about the tensors that are saved.
         element_bytes: size of an element of the compute dtype.
         tokens: tokens per sample in a tp group.
         tp: size of tp.
@@ -398,8 +391,7 @@ def saved_bytes(
         return round(tokens * sum(sizes))
 
     results = sum(one.forward * _result_elements(one, tp) * BYTES[one.dtype] for one in collectives)
-    saved = [facts.saved, order, *_float8(facts, float8, tp)]
-    return SavedBytes(total(*saved), total(inputs, kept) + results, total(inputs))
+    return SavedBytes(total(facts.saved, order, *changes), total(inputs, kept) + results, total(inputs))
 
 
 def _result_elements(one: Collective, ranks: int) -> int:
@@ -423,17 +415,3 @@ def _dispatched(layer: ExpertLayer | None, tokens: int, ep: int) -> tuple[Saved,
     # Rows by token and by rank, and choices by row; slots of a capacity have a fixed order instead.
     indices = 2.0 * layer.top_k + rows + 1.0 if layer.capacity is None else 0.0
     return Saved(fixed_bytes=8.0 * indices), rows
-
-
-def _float8(facts: KindFacts, float8: Float8Layers | None, tp: int) -> Iterator[Saved]:
-    """Yield what float8 layers change: each saves its input in float8, and none the original.
-
-    torchao's layer saves the original.
-    """
-    if float8 is None or float8.recipe is Float8Recipe.TORCHAO:
-        return
-    for one in facts.linear_inputs:
-        copies = sum(layer in float8.layers for layer in one.layers)
-        yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
-        if copies == len(one.layers):
-            yield Saved(**{name: -value for name, value in vars(one.freed).items()})

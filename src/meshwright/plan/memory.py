@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
+from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
 from meshwright.plan.context.exchange import Exchange, make_exchange
@@ -88,8 +89,9 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
                 trained += math.prod(local)
                 state += _state_bytes(plan, parameter, local)
     saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
+    kept = sum(feature.weight_bytes(plan, stage) for feature in plan_features(plan=plan) for stage in stages)
     return MemoryEstimate(
-        parameters=stored * master + saved + sum(_cached_weights(plan, stage) for stage in stages),
+        parameters=stored * master + saved + kept,
         gradients=trained * master,
         optimizer=state,
         gathered=_gathered(plan, stages),
@@ -105,16 +107,6 @@ def _state_bytes(plan: RunPlan, parameter: Parameter, local: tuple[int, ...]) ->
         math.prod(one.local_shape(local)) * BYTES[one.dtype]
         for one in plan.optimizer.update_of(parameter.role).states
         if one.dims != ()
-    )
-
-
-def _cached_weights(plan: RunPlan, stage: Stage) -> int:
-    """Return the bytes of weights kept in float8, whole."""
-    return sum(
-        plan.elements(parameter)
-        for kind, _, parameter in plan.parameters(stage)
-        if kind.float8 is not None and kind.float8.cached
-        if parameter.name.removesuffix(".weight") in kind.float8.layers
     )
 
 

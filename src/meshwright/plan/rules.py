@@ -14,6 +14,7 @@ from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError, InputError, LayoutError, ScheduleError
+from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.schedule_table import Schedule
@@ -81,14 +82,8 @@ def _split_backward(config: RunConfig, table: Schedule) -> Iterator[Violation]:
             "a compiled block can't defer the gradients of its weights",
             [{"train.compile": False}, *_other_schedules(config)[-1:]],
         )
-    if config.float8.recipe == "torchao":
-        yield Violation(
-            ConfigError,
-            f"float8.recipe = torchao with {schedule_name(config)}, which splits the backward",
-            "float8.recipe",
-            "torchao's float8 layer can't defer the gradients of its weights",
-            [{"float8.recipe": "current"}, *_other_schedules(config)[-1:]],
-        )
+    for feature in plan_features(config=config):
+        yield from feature.split_backward_rules(config, schedule_name(config), _other_schedules(config)[-1:])
 
 
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
+from meshwright.features.contract import KindPart, P
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.tp_styles import Style
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.float8.recipe import Float8Recipe
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.optim.planned import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
@@ -163,7 +163,7 @@ class Auxiliary:
 @dataclass(frozen=True)
 class Kind:
     """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation, compilation or
-    float8 layers are different kinds."""
+    what features add are different kinds."""
 
     name: str
     described: str
@@ -184,11 +184,20 @@ class Kind:
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     experts: ExpertLayer | None = None
     attention: AttentionLayer | None = None
-    float8: Float8Layers | None = None
+    parts: tuple[KindPart, ...] = ()
+    """What features add to the kind, by which kinds differ; in JSON each is a field of the feature's name."""
     tied: tuple[str, ...] = ()
     """Parameters tied to a parameter of another kind on the same stage."""
     everywhere: bool = False
     """Whether the end is replicated on all stages."""
+
+    def part(self, kind: type[P]) -> P | None:
+        """Return the part of a type, or None."""
+        return next((one for one in self.parts if isinstance(one, kind)), None)
+
+    def without(self, kind: type[KindPart]) -> Kind:
+        """Return the kind without the part of a type."""
+        return replace(self, parts=tuple(one for one in self.parts if not isinstance(one, kind)))
 
     @property
     def is_block(self) -> bool:
@@ -504,19 +513,6 @@ class ExpertLayer:
     """Whether tokens go to experts in turn, so that the dispatch is known."""
     sample_counted: Atoms = ()
     """Atoms over which each forward sums the experts' counts of each sample."""
-
-
-@dataclass(frozen=True)
-class Float8Layers:
-    """The linear layers of a kind that run in float8."""
-
-    recipe: Float8Recipe
-    layers: tuple[str, ...]
-    """Paths of the layers inside the block."""
-    history: int = 0
-    """Steps that scales look back on; 0 unless they are delayed."""
-    cached: bool = False
-    """Whether weights are cast once per step instead of in every forward and backward."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from functools import cache
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshwright.errors import ConfigError, ScheduleError
+from meshwright.features.registry import PART_NAMES, part_types
 from meshwright.pipeline.actions import Action, Overlap
 from meshwright.pipeline.schedule_table import Schedule, parse_action
-from meshwright.plan.run_plan import FORMAT, RunPlan
+from meshwright.plan.run_plan import FORMAT, Kind, RunPlan
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
@@ -45,6 +46,9 @@ def encode(value: Any) -> Any:
             "stage_ranks": list(value.stage_ranks),
             "actions": [" ".join(map(str, row)) for row in value.actions],
         }
+    if isinstance(value, Kind):
+        values = {field.name: encode(getattr(value, field.name)) for field in fields(value) if field.name != "parts"}
+        return values | dict.fromkeys(PART_NAMES) | {part.feature: encode(part) for part in value.parts}
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
@@ -138,6 +142,8 @@ class _Reader:
             return self._schedule(value, path)
         if is_dataclass(fitting):
             assert isinstance(fitting, type)
+            if fitting is Kind:
+                return self._kind(value, path)
             return fitting(**self._fields(_hints(fitting), value, path))
         if get_origin(fitting) is tuple:
             return self._tuple(get_args(fitting), value, path)
@@ -154,6 +160,12 @@ class _Reader:
         if missing:
             self._refuse("missing field", _join(path, missing[0]), f"a plan of format {FORMAT} has all fields")
         return {name: self._read(hint, value[name], _join(path, name)) for name, hint in hints.items()}
+
+    def _kind(self, value: dict[str, Any], path: str) -> Kind:
+        hints = {name: hint for name, hint in _hints(Kind).items() if name != "parts"}
+        found = self._fields({**hints, **{name: one | None for name, one in part_types().items()}}, value, path)
+        parts = tuple(part for name in PART_NAMES if (part := found.pop(name)) is not None)
+        return Kind(**found, parts=parts)
 
     def _tuple(self, kinds: tuple[Any, ...], value: list[Any], path: str) -> tuple[Any, ...]:
         if kinds[-1] is Ellipsis:

@@ -13,6 +13,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.rules import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.features.registry import plan_features
 from meshwright.optim.planned import OptimizerState
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
@@ -58,7 +59,7 @@ class ProofSpec:
 
 
 def as_proof(config: RunConfig) -> RunConfig:
-    """Return the configuration to prove: in float64 on the CPU, without float8, otherwise unchanged.
+    """Return the configuration to prove: in float64 on the CPU, without what features set aside, otherwise unchanged.
 
     Captured layers are simulated, from the second step on.
 
@@ -69,8 +70,15 @@ def as_proof(config: RunConfig) -> RunConfig:
         ConfigError: gradients or weights are communicated with lossy compression.
     """
     _refuse_lossy(lossy_keys(config))
-    train = {"train.precision": "float64", "train.device": "cpu", "train.compile": False, "capture.backend": "auto"}
-    return config.with_keys({**train, "float8.recipe": "none", **config.family.proof(run_facts(config))})
+    keys: dict[str, Any] = {
+        "train.precision": "float64",
+        "train.device": "cpu",
+        "train.compile": False,
+        "capture.backend": "auto",
+    }
+    for feature in plan_features(config=config):
+        keys |= feature.in_proof(config, as_run=False)
+    return config.with_keys({**keys, **config.family.proof(run_facts(config))})
 
 
 def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
@@ -80,13 +88,13 @@ def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
         config: configuration of the run.
         plan: plan of the run as configured, or as given.
     """
-    found, recipe = [], config.float8.recipe
+    found: list[str] = []
     if config.train.precision != "float64":
         found.append(f"train.precision={config.train.precision} is set aside: a proof computes in float64")
     if any(kind.compiled for kind in plan.kinds):
         found.append("train.compile=true is set aside: a proof runs eagerly")
-    if recipe != "none" or any(kind.float8 is not None for kind in plan.kinds):
-        found.append(f"float8.recipe={recipe} is set aside: a proof computes in float64")
+    if lines := [line for one in plan_features(config=config, plan=plan) if (line := one.set_aside(config))]:
+        found += lines
     elif found:
         found[-1] += " (--as-run proves the run as configured)"
     return (*found, *overridden(config))
@@ -124,7 +132,7 @@ def clip_limit(config: RunConfig, norms: Sequence[float], *, step: int, num_step
 
 
 def plan_in_float64(plan: RunPlan) -> RunPlan:
-    """Return the plan to prove: all dtypes are float64, and nothing is compiled or in float8.
+    """Return the plan to prove: all dtypes are float64, and nothing is compiled.
 
     Raises:
         ConfigError: gradients or weights are communicated with lossy compression.
@@ -133,7 +141,9 @@ def plan_in_float64(plan: RunPlan) -> RunPlan:
     lossy = [f"comm.{use}" for use in ("gradients", "weights") if any(is_lossy(getattr(u, use)) for u in units)]
     _refuse_lossy(lossy)
     proved: RunPlan = _in_float64(plan)
-    return replace(proved, kinds=tuple(replace(kind, compiled=False, float8=None) for kind in proved.kinds))
+    for feature in plan_features(plan=plan):
+        proved = feature.plan_in_proof(proved, as_run=False)
+    return replace(proved, kinds=tuple(replace(kind, compiled=False) for kind in proved.kinds))
 
 
 def _in_float64(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.comm.collective_log import group_record
-from meshwright.features.contract import OnRank
+from meshwright.features.contract import OnRank, RunFeature
 from meshwright.nn.attention.mask_spec import Documents
 from meshwright.nn.attention.token_layout import TokenLayout
 from meshwright.nn.step_handles import LoadCounter, load_counters
@@ -188,4 +188,9 @@ class AllToAllsOnRank(OnRank):
         return tuple(one.counted(self._steps) for one in self._sources if self._steps)
 
 
-start = AllToAllsOnRank
+class AllToAllsInRuns(RunFeature):
+    def start(self, job: Job) -> OnRank:
+        return AllToAllsOnRank(job)
+
+
+FEATURE = AllToAllsInRuns()

@@ -11,7 +11,7 @@ from meshwright.capture.run.scopes import select
 from meshwright.comm.collectives import all_gather_object
 from meshwright.config.section_rules import REGION
 from meshwright.errors import LayoutError
-from meshwright.features.contract import OnRank
+from meshwright.features.contract import OnRank, RunFeature
 from meshwright.pipeline.actions import Overlap
 from meshwright.pipeline.overlapped_pair import takes_turns
 from meshwright.train.build_job import Job
@@ -42,9 +42,6 @@ class CaptureOnRank(OnRank):
             yield from () if self._has_noted else self.session.notes()
             yield from self.session.fallbacks()
             self._has_noted = True
-
-
-start = CaptureOnRank
 
 
 def capture_session(job: Job, pipeline: Pipeline) -> CaptureSession:
@@ -121,3 +118,11 @@ def agree_on_capture(fingerprint: str, job: Job) -> None:
                 rule="ranks that hold the same stages capture the same graphs",
                 fix="the same configuration and versions of Meshwright and PyTorch on every node",
             )
+
+
+class CaptureInRuns(RunFeature):
+    def start(self, job: Job) -> OnRank:
+        return CaptureOnRank(job)
+
+
+FEATURE = CaptureInRuns()

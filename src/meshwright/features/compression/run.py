@@ -21,7 +21,7 @@ from meshwright.comm.compression.catalogue import EXACT, find_method
 from meshwright.comm.compression.fsdp_collectives import SentBytes
 from meshwright.comm.compression.fsdp_compress import Replicas, compress
 from meshwright.comm.node_groups import place
-from meshwright.features.contract import OnRank
+from meshwright.features.contract import OnRank, RunFeature
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.compare import hashes
 from meshwright.plan.run_plan import RunPlan, Unit
@@ -123,9 +123,6 @@ class CompressionOnRank(OnRank):
         return sum((part.sent() for part in self._parts.values()), SentBytes())
 
 
-start = CompressionOnRank
-
-
 def _nodes(plan: RunPlan) -> list[int] | None:
     """Return the node of each rank if the plan has several nodes, or None to group ranks by host."""
     nodes = [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())]
@@ -145,3 +142,11 @@ def _difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # put the hash last: it explains least
     key = next(key for key in keys if saved.get(key) != now.get(key))
     return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"
+
+
+class CompressionInRuns(RunFeature):
+    def start(self, job: Job) -> OnRank:
+        return CompressionOnRank(job)
+
+
+FEATURE = CompressionInRuns()

@@ -1,32 +1,122 @@
-"""Float8 work that is done once per step: weights are cast before the first micro-batch, and magnitudes reduced after
-the last backward.
+"""Float8 on a rank: linear layers are replaced and multiply tensor-parallel shards, weights are cast before the first
+micro-batch of a step, and magnitudes reduced after the last backward.
 
-Delayed scales are shared by all ranks that run a layer. The magnitudes of all layers of the *model* are one tensor, in
-which a rank leaves those of other pipeline stages at 0. So a step has one all-reduce, over all ranks, and a checkpoint
-one history, which is the same on every rank and on every layout.
+Under tensor parallelism each rank casts its own shards and multiplies them. Current scales of shards may differ, as
+each rank scales its product back before products are summed. Delayed scales are shared by all ranks that run a layer.
+The magnitudes of all layers of the *model* are one tensor, in which a rank leaves those of other pipeline stages at 0.
+So a step has one all-reduce, over all ranks, and a checkpoint one history, which is the same on every rank and on every
+layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.collectives import all_reduce_max
-from meshwright.features.contract import OnRank
+from meshwright.errors import LayoutError
+from meshwright.features.contract import OnRank, RunFeature
+from meshwright.features.float8.layers import Float8Layers, Float8Recipe
+from meshwright.features.float8.linear import AmaxHistory, Float8Linear
+from meshwright.features.float8.private import has_scaled_mm
 from meshwright.mesh.local_shards import to_local
-from meshwright.nn.float8.amax import AmaxHistory
-from meshwright.nn.float8.linear import Float8Linear
-from meshwright.nn.float8.recipe import Float8Recipe
-from meshwright.plan.run_plan import Float8Layers, RunPlan, Stage
+from meshwright.nn.linear import Linear
+from meshwright.parallel.local_shards import compute_on_local_shards
+from meshwright.plan.run_plan import Kind, RunPlan, Stage
 from meshwright.train.build_job import Job
 
 HISTORY = "float8.amax_history"
 """Name of the amax history in checkpoints."""
+
+
+class Float8InRuns(RunFeature):
+    """Linear layers in float8."""
+
+    def before_styles(self, block: nn.Module, kind: Kind) -> None:
+        if (part := kind.part(Float8Layers)) is not None:
+            apply_float8(block, part)
+
+    def after_styles(self, block: nn.Module, kind: Kind) -> None:
+        if (part := kind.part(Float8Layers)) is not None:
+            multiply_shards(block, part)
+
+    def start(self, job: Job) -> OnRank:
+        return Float8OnRank(job)
+
+
+def apply_float8(block: nn.Module, float8: Float8Layers) -> None:
+    """Replace linear layers of a block by float8 layers with the same parameters and names.
+
+    Raises:
+        LayoutError: one of them is not a `nn.linear.Linear`.
+    """
+    for path in float8.layers:
+        layer = block.get_submodule(path)
+        if type(layer) is not Linear:
+            raise LayoutError(
+                f"{path} is {type(layer).__module__}.{type(layer).__name__}, but the plan runs it in float8",
+                where="Family.describe, KindFacts.linear_inputs",
+                rule="float8 replaces layers of the class meshwright.nn.linear.Linear",
+                fix="build the layer as this class, or leave it out of KindFacts.linear_inputs",
+            )
+    if float8.recipe is Float8Recipe.TORCHAO:
+        convert_to_torchao(block, float8.layers)
+        return
+    for path in float8.layers:
+        owner, _, name = path.rpartition(".")
+        layer = block.get_submodule(path)
+        assert isinstance(layer, Linear)
+        setattr(block.get_submodule(owner), name, Float8Linear.from_linear(layer))
+
+
+def multiply_shards(block: nn.Module, float8: Float8Layers) -> None:
+    """Let float8 layers whose parameters are tensor-parallel shards compute with local tensors; call after styles."""
+    for path in float8.layers:
+        layer = block.get_submodule(path)
+        assert isinstance(layer, Float8Linear) and isinstance(layer.weight, DTensor)
+        (placement,) = layer.weight.placements
+        compute_on_local_shards(layer)
+        layer.forward = _on_shards(layer.forward, placement)  # type: ignore[method-assign]
+
+
+def _on_shards(forward: Any, weight: Placement) -> Any:
+    """Return a forward from and to DTensors; inside a region, inputs and outputs are local already."""
+
+    def on_shards(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return forward(x)
+        features = Shard(x.dim() - 1)
+        gradient: Placement = Replicate()
+        output: Placement = Replicate()
+        if weight.is_shard(0):
+            gradient, output = Partial(), features
+        elif weight.is_shard(1):
+            gradient, output = features, Partial()
+        local = forward(x.to_local(grad_placements=[gradient]))
+        return DTensor.from_local(local, x.device_mesh, [output], run_check=False)
+
+    return on_shards
+
+
+def convert_to_torchao(module: nn.Module, paths: Collection[str]) -> None:
+    """Replace the linear layers at these paths by torchao's, with the same parameters; on a CPU they emulate."""
+    # Imported late: torchao is optional, and takes seconds to import.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulates = not torch.cuda.is_available() or not has_scaled_mm(torch.device("cuda"))
+    convert_to_float8_training(
+        module,
+        config=Float8LinearConfig(emulate=emulates),
+        module_filter_fn=lambda _, path: path in paths,
+    )
 
 
 class Float8OnRank(OnRank):
@@ -90,11 +180,11 @@ class Float8OnRank(OnRank):
         return ""
 
 
-start = Float8OnRank
-
-
 def _layers(plan: RunPlan, stage: Stage) -> Iterator[tuple[str, Float8Layers]]:
     """Yield the full-model names of a stage's float8 layers."""
     for kind, layer in plan.held(stage):
-        if kind.float8 is not None:
-            yield from ((kind.full_name(path, layer), kind.float8) for path in kind.float8.layers)
+        if (part := kind.part(Float8Layers)) is not None:
+            yield from ((kind.full_name(path, layer), part) for path in part.layers)
+
+
+FEATURE = Float8InRuns()

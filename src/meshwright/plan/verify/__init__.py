@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from meshwright.features.registry import plan_features
 from meshwright.plan.run_plan import FORMAT, ExpertLayer, Kind, Mesh, RunPlan, Shard
 from meshwright.plan.verify.attention import attention_faults
-from meshwright.plan.verify.float8 import float8_faults
 from meshwright.plan.verify.fsdp_units import shared_faults, sum_faults, unit_faults
 from meshwright.plan.verify.kinds import kind_faults
 from meshwright.plan.verify.names import Fault, format_count, join_names, merge_faults, name_faults, qualified_name
@@ -160,6 +160,12 @@ def _loss(plan: RunPlan) -> Iterator[Fault]:
         yield Fault(f"the loss is divided by {loss.units}", "the divisor of the loss must be positive", "loss.units")
 
 
+def feature_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults of what features added to a plan."""
+    for feature in plan_features(plan=plan):
+        yield from feature.faults(plan)
+
+
 CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
     (mesh_faults,),
     (name_faults,),
@@ -167,7 +173,7 @@ CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
         kind_faults,
         attention_faults,
         expert_faults,
-        float8_faults,
+        feature_faults,
         unit_faults,
         stage_faults,
         shared_faults,

@@ -9,6 +9,7 @@ from meshwright.comm.compression.catalogue import find_method
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.features.registry import plan_features
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.spec import overridden
 from meshwright.settings.violation import format_fix, format_value
@@ -24,8 +25,9 @@ def as_configured(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: the run can't be proved as configured.
     """
-    if config.float8.recipe != "none":
-        raise _no_float8(f"float8.recipe = {config.float8.recipe}", "float8.recipe")
+    keys: dict[str, Any] = {}
+    for feature in plan_features(config=config):
+        keys |= feature.in_proof(config, as_run=True)
     plain: dict[str, Any] = {"train.optimizer": "adamw", "train.parameter_groups": (), "train.lr_schedule": "cosine"}
     for key, value in plain.items():
         found = getattr(config.train, key.removeprefix("train."))
@@ -38,28 +40,18 @@ def as_configured(config: RunConfig) -> RunConfig:
             )
     backend = "eager" if config.train.compile else "simulate"
     overrides = config.family.proof(run_facts(config))
-    return config.with_keys({"train.device": "cpu", "capture.backend": backend, **overrides})
+    return config.with_keys({**keys, "train.device": "cpu", "capture.backend": backend, **overrides})
 
 
 def plan_as_configured(plan: RunPlan) -> RunPlan:
     """Return a plan that is given to a proof as run.
 
     Raises:
-        ConfigError: the plan has float8 layers.
+        ConfigError: the plan has what such a proof has no reference for.
     """
-    found = [kind.name for kind in plan.kinds if kind.float8 is not None]
-    if found:
-        raise _no_float8(f"float8 layers in {found[0]}", f"plan, kinds[{found[0]}].float8")
+    for feature in plan_features(plan=plan):
+        plan = feature.plan_in_proof(plan, as_run=True)
     return plan
-
-
-def _no_float8(what: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"cannot prove {what} as run",
-        where=where,
-        rule="a proof as run rounds its reference to the precision of the run, and has no float8 reference",
-        fix=f"{format_fix({'float8.recipe': 'none'})}; without --as-run, the layout is proved in float64",
-    )
 
 
 def has_feedback(plan: RunPlan) -> bool:

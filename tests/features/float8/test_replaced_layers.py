@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from meshwright.errors import LayoutError
-from meshwright.nn.float8.linear import Float8Linear
-from meshwright.nn.float8.recipe import Float8Recipe
+from meshwright.features.float8.layers import Float8Layers, Float8Recipe
+from meshwright.features.float8.linear import Float8Linear
+from meshwright.features.float8.run import apply_float8
 from meshwright.nn.linear import Linear
-from meshwright.parallel.float8 import apply_float8
-from meshwright.plan.run_plan import Float8Layers
 
 
 def block():

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.schema import Float8Config, RunConfig
+from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.features.float8.layers import SIZE_UNIT
+from meshwright.features.float8.section import Float8Config
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
-from meshwright.nn.float8.recipe import SIZE_UNIT
 from meshwright.settings.violation import Fix, Violation, format_value, round_up
 from meshwright.units import counted
 
@@ -34,8 +35,6 @@ def _matches(globs: tuple[str, ...], name: str) -> bool:
 
 def float8_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield violations of the rules for `float8`."""
-    if config.float8.recipe == "none":
-        return
     facts = model_facts(config)
     yield from _layers(config, facts)
     yield from _recipe(config)

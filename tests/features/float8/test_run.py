@@ -11,10 +11,10 @@ from torch import distributed as dist
 from torch.distributed.tensor import Replicate
 
 from meshwright.features.float8 import run as float8_run
+from meshwright.features.float8 import run as parallel_float8
+from meshwright.features.float8.linear import Float8Linear
 from meshwright.mesh.process_groups import process_group
-from meshwright.nn.float8.linear import Float8Linear
 from meshwright.nn.linear import Linear
-from meshwright.parallel import float8 as parallel_float8
 from meshwright.parallel.data_parallel import fsdp_modules
 from tests.helpers import small_corpus
 from tests.train.jobs import make_job, pieces, run_on, trace

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from meshwright.nn.float8.recipe import Float8Recipe
+from meshwright.features.float8.layers import Float8Layers, Float8Recipe
 from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
@@ -38,7 +38,7 @@ def test_right_plans(words):
 
 
 def with_float8(plan, name="block", **changes):
-    return with_kind(plan, name, float8=replace(plan.kind(name).float8, **changes))
+    return with_kind(plan, name, parts=(replace(plan.kind(name).part(Float8Layers), **changes),))
 
 
 FAULTS = {
@@ -46,7 +46,7 @@ FAULTS = {
     "a norm": (lambda p: with_float8(p, layers=("ffn_norm",)), "block has no linear layer ffn_norm"),
     "twice": (lambda p: with_float8(p, layers=("ffn.up", "ffn.up")), "ffn.up is listed twice"),
     "none": (lambda p: with_float8(p, layers=()), "block has 0 float8 layers"),
-    "an end": (lambda p: with_kind(p, "head", float8=p.kind("block").float8), "but is no block"),
+    "an end": (lambda p: with_kind(p, "head", parts=p.kind("block").parts), "but is no block"),
     "no history": (lambda p: with_float8(p, history=0), "delayed scaling of block with an amax history of 0 steps"),
     "a history": (lambda p: with_float8(p, recipe=Float8Recipe.CURRENT), "current scaling of block with an amax"),
     "cached and sharded": (lambda p: with_float8(p, cached=True), "which dp_shard shard"),
@@ -103,7 +103,7 @@ def test_faults_are_found(name):
 def test_histories_of_different_lengths_are_found():
     plan = plan_of(["float8.recipe=delayed", "train.freeze=blocks.0.*"])
     first, second = (kind.name for kind in plan.kinds if kind.is_block)
-    assert faults(plan) == [] and plan.kind(first).float8 == plan.kind(second).float8
+    assert faults(plan) == [] and plan.kind(first).parts == plan.kind(second).parts != ()
     assert "amax histories of 2, 16 steps" in faults(with_float8(plan, second, history=2))[0].what
 
 

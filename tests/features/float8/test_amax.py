@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.nn.float8.amax import SLOTS_PER_LAYER, AmaxHistory
-from meshwright.nn.float8.linear import Float8Linear
+from meshwright.features.float8.linear import SLOTS_PER_LAYER, AmaxHistory, Float8Linear
 
 NUM_STEPS, LENGTH, PARTS = 50, 5, 2
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.nn.float8.amax import AmaxHistory
-from meshwright.nn.float8.linear import E4M3, E5M2, SMALLEST_AMAX, amax_of, cast, scale_for, scaled_cast
-from tests.nn.float8.rounding import quantize, round_to_float8, rounding_error
+from meshwright.features.float8.linear import (
+    E4M3,
+    E5M2,
+    SMALLEST_AMAX,
+    AmaxHistory,
+    amax_of,
+    cast,
+    scale_for,
+    scaled_cast,
+)
+from tests.features.float8.rounding import quantize, round_to_float8, rounding_error
 
 FORMATS = (E4M3, E5M2)
 magnitudes = st.floats(-25, 25)

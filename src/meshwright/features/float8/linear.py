@@ -1,4 +1,4 @@
-"""A linear layer whose three matrix products run in float8 (Micikevicius et al. 2022).
+"""A linear layer whose three matrix products run in float8 (Micikevicius et al. 2022); knows no mesh.
 
     y = x8 @ w8ᵀ        grad_x = g8 @ w8        grad_w = g8ᵀ @ x8
 
@@ -8,6 +8,11 @@ Inputs and weights are cast to e4m3, gradients to e5m2. Parameters, outputs and 
 A cast multiplies a tensor by `largest float8 number / amax`, where amax is its largest magnitude or one known before,
 and rounds; what exceeds the range saturates. The same arithmetic as torchao's. A non-finite amax makes every product
 with the tensor NaN: its scale is 0 or NaN, so that the step is skipped instead of trained with saturated values.
+
+Largest magnitudes of delayed scaling are all in one flat tensor: one all-reduce per step, and addresses that stay.
+Layers only take maxima in place, which also works inside a CUDA graph, and in a recomputed forward, where the same
+maximum changes nothing. History and scales move outside of layers, once per step. So every micro-batch of a step, and
+every recomputed forward, uses the same scales.
 
 Shapes: d input features, e output features, … any leading dims.
 """
@@ -21,15 +26,84 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.features.float8.private import has_scaled_mm, scaled_mm
 from meshwright.nn.deferred_weight_gradients import WeightGradStore
-from meshwright.nn.float8.amax import AmaxSlot, LayerSlots
 from meshwright.nn.linear import Linear
-from meshwright.nn.private import has_scaled_mm, scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 """Formats of inputs and weights, and of gradients, which need more range than precision."""
 SMALLEST_AMAX = 2.0**-100
 """Smaller magnitudes count as this one, so that scales and their inverses are normal float32 numbers."""
+
+
+class AmaxSlot(NamedTuple):
+    """Views of one tensor's place in the flat tensors, all scalars."""
+
+    amax: Tensor
+    """Largest magnitude in this step so far."""
+    known: Tensor
+    """Largest magnitude in the history; 0 before there is any."""
+
+    def record(self, amax: Tensor) -> None:
+        """Include a magnitude in this step's."""
+        torch.maximum(self.amax, amax, out=self.amax)
+
+    def choose(self, amax: Tensor) -> Tensor:
+        """Return the magnitude that determines the scale of a tensor with this `amax`.
+
+        Without a history, that is the tensor's own, instead of a scale of 1, with which small gradients would vanish.
+        The choice is made on the device. A non-finite amax is never hidden.
+        """
+        return torch.where((self.known > 0) & amax.isfinite(), self.known, amax)
+
+
+class LayerSlots(NamedTuple):
+    """Slots of the tensors that a layer casts."""
+
+    input: AmaxSlot
+    weight: AmaxSlot
+    gradient: AmaxSlot
+
+
+SLOTS_PER_LAYER = len(LayerSlots.__annotations__)
+
+
+class AmaxHistory:
+    """Magnitudes of the casts of all float8 layers of a model, in this step and in earlier ones."""
+
+    def __init__(self, num_layers: int, *, length: int, device: torch.device) -> None:
+        """Create an empty history of `length` steps."""
+        num_slots = num_layers * SLOTS_PER_LAYER
+        self.amax = torch.zeros(num_slots, device=device)
+        """Largest magnitudes in this step on this rank; 0 for layers of other ranks."""
+        self.known = torch.zeros(num_slots, device=device)
+        """Largest magnitudes in the history."""
+        self.history = torch.zeros(length, num_slots, device=device)
+        """Largest magnitudes by step, newest first."""
+
+    def slots(self, layer: int) -> LayerSlots:
+        """Return the slots of a layer, by its number in the model."""
+        first = layer * SLOTS_PER_LAYER
+        return LayerSlots(*(AmaxSlot(self.amax[i], self.known[i]) for i in range(first, first + SLOTS_PER_LAYER)))
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """End a step: move its magnitudes, already reduced over ranks, into the history."""
+        self.history.copy_(self.history.roll(1, 0))
+        # What is not finite measured nothing.
+        self.history[0].copy_(self.amax.nan_to_num(nan=0.0, posinf=0.0))
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Set what is known from the history, and forget this step; call after loading a history."""
+        self.known.copy_(self.history.amax(0))
+        self.discard()
+
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Forget the magnitudes of a step that was skipped."""
+        self.amax.zero_()
 
 
 class Float8Values(NamedTuple):

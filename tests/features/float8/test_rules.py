@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from meshwright.config import float8_layers
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.features.float8 import rules as float8_layers
+from meshwright.features.float8.layers import Float8Layers
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
@@ -91,10 +92,10 @@ def test_torchao_must_be_installed(monkeypatch):
 )  # fmt: skip
 def test_layers_of_blocks_run_in_float8(preset, words, expected):
     plan = make_plan(load(preset, [CURRENT, *words]))
-    assert [set(kind.float8.layers) for kind in plan.kinds if kind.is_block] == [expected]
-    assert all(kind.float8 is None for kind in plan.kinds if not kind.is_block)
+    assert [set(kind.part(Float8Layers).layers) for kind in plan.kinds if kind.is_block] == [expected]
+    assert not any(kind.parts for kind in plan.kinds if not kind.is_block)
 
 
 def test_kept_blocks_are_a_kind_of_their_own():
     plan = make_plan(load("llama-tiny", [CURRENT, "float8.keep_first=1", "float8.keep_last=2"]))
-    assert [plan.kind(name).float8 is not None for name in plan.stages[0].kinds] == [False, True, False, False]
+    assert [bool(plan.kind(name).parts) for name in plan.stages[0].kinds] == [False, True, False, False]

@@ -1,0 +1,189 @@
+"""Float8 in plans: which layers, what they keep, what is wrong with them, and what proofs do with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError
+from meshwright.features.contract import PlanFeature
+from meshwright.features.float8.layers import SIZE_UNIT, Float8Layers, Float8Recipe
+from meshwright.features.float8.rules import CURRENT, OFF, float8_violations, layers_in_float8
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+from meshwright.plan.run_plan import Kind, RunPlan, Stage
+from meshwright.plan.verify.names import Fault, format_count, join_names, qualified_name
+from meshwright.settings.violation import Fix, Violation, format_fix
+from meshwright.units import counted
+
+MATRIX = "matrix"
+"""Role of a linear layer's weight."""
+
+
+class Float8InPlans(PlanFeature[Float8Layers]):
+    """Linear layers in float8."""
+
+    part = Float8Layers
+
+    def rules(self, config: RunConfig) -> Iterator[Violation]:
+        return float8_violations(config)
+
+    def split_backward_rules(self, config: RunConfig, schedule: str, others: list[Fix]) -> Iterator[Violation]:
+        if config.float8.recipe == "torchao":
+            yield Violation(
+                ConfigError,
+                f"float8.recipe = torchao with {schedule}, which splits the backward",
+                "float8.recipe",
+                "torchao's float8 layer can't defer the gradients of its weights",
+                [CURRENT, *others],
+            )
+
+    def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> Float8Layers | None:
+        float8 = config.float8
+        layers = layers_in_float8(float8, kind, layer, num_layers=model.num_layers)
+        if not layers:
+            return None
+        recipe = Float8Recipe(float8.recipe)
+        history = float8.amax_history if recipe is Float8Recipe.DELAYED else 0
+        return Float8Layers(recipe, layers, history, float8.cache_weights)
+
+    def faults(self, plan: RunPlan) -> Iterator[Fault]:
+        found = {kind.name: part for kind in plan.kinds if (part := kind.part(Float8Layers)) is not None}
+        lengths = {part.history for part in found.values() if part.history}
+        for name, part in found.items():
+            kind = plan.kind(name)
+            yield from _layers(kind, part)
+            yield from _recipe(plan, kind, part)
+            yield from _shards(plan, kind, part)
+            yield from _weights(plan, kind, part)
+            if len(lengths) > 1 and part.history == max(lengths):
+                what = f"amax histories of {', '.join(map(str, sorted(lengths)))} steps"
+                rule = "the histories of all layers are one tensor"
+                yield Fault(what, rule, f"kinds[{name}].float8.history")
+        tokens = plan.batch.samples * plan.rank_tokens
+        if tokens % SIZE_UNIT:
+            what = f"a micro-batch of a rank has {counted(tokens, 'token')}"
+            yield Fault(what, f"float8 layers take a multiple of {SIZE_UNIT} tokens", "batch")
+
+    def saved(self, facts: KindFacts, part: Float8Layers, *, tp: int) -> Iterator[Saved]:
+        """Yield what float8 layers change: each saves its input in float8, and none the original; torchao's layer
+        saves the original."""
+        for one in facts.linear_inputs if part.recipe is not Float8Recipe.TORCHAO else ():
+            copies = sum(layer in part.layers for layer in one.layers)
+            yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
+            if copies == len(one.layers):
+                yield Saved(**{name: -value for name, value in vars(one.freed).items()})
+
+    def weight_bytes(self, plan: RunPlan, stage: Stage) -> int:
+        """Return the bytes of weights kept in float8, whole."""
+        return sum(
+            plan.elements(parameter)
+            for kind, _, parameter in plan.parameters(stage)
+            if (part := kind.part(Float8Layers)) is not None and part.cached
+            if parameter.name.removesuffix(".weight") in part.layers
+        )
+
+    def page(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
+        """Yield each kind's float8 layers and their scales; a kind of blocks without any is listed, too."""
+        yield ("linear layers in float8",)
+        layers = Counter(name for stage in plan.stages for name in stage.kinds)
+        for kind in (kind for kind in plan.kinds if kind.is_block):
+            part, name = kind.part(Float8Layers), f"{kind.name} × {layers[kind.name]}"
+            if part is None:
+                yield name, "none"
+                continue
+            back = f"amax over {counted(part.history, 'step')}" if part.history else ""
+            cached = "weights cast once per step" if part.cached else ""
+            yield tuple(word for word in (name, f"{part.recipe} scaling", back, cached, *part.layers) if word)
+
+    def in_proof(self, config: RunConfig, *, as_run: bool) -> Fix:
+        if as_run:
+            raise _no_reference(f"float8.recipe = {config.float8.recipe}", "float8.recipe")
+        return OFF
+
+    def plan_in_proof(self, plan: RunPlan, *, as_run: bool) -> RunPlan:
+        if as_run:
+            name = next(kind.name for kind in plan.kinds if kind.part(Float8Layers) is not None)
+            raise _no_reference(f"float8 layers in {name}", f"plan, kinds[{name}].float8")
+        return replace(plan, kinds=tuple(kind.without(Float8Layers) for kind in plan.kinds))
+
+    def set_aside(self, config: RunConfig) -> str:
+        return f"float8.recipe={config.float8.recipe} is set aside: a proof computes in float64"
+
+
+def _no_reference(what: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"cannot prove {what} as run",
+        where=where,
+        rule="a proof as run rounds its reference to the precision of the run, and has no float8 reference",
+        fix=f"{format_fix(OFF)}; without --as-run, the layout is proved in float64",
+    )
+
+
+def _layers(kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+    field = f"kinds[{kind.name}].float8.layers"
+    matrices = {p.name.removesuffix(".weight") for p in kind.parameters if p.role == MATRIX and len(p.shape) == 2}
+    if not kind.is_block or not float8.layers:
+        what = f"{kind.name} has {len(float8.layers)} float8 layers{'' if kind.is_block else ', but is no block'}"
+        yield Fault(what, "only blocks have float8 layers, and at least one", field)
+    for path, count in Counter(float8.layers).items():
+        if path not in matrices:
+            yield Fault(f"{kind.name} has no linear layer {path}", "float8 layers are linear layers of the kind", field)
+        if count > 1:
+            yield Fault(f"{path} is listed {format_count(count)}", "a layer is listed once", field)
+
+
+def _recipe(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+    field, recipe = f"kinds[{kind.name}].float8", float8.recipe
+    if (float8.history > 0) is not (recipe is Float8Recipe.DELAYED) or float8.history < 0:
+        what = f"{recipe} scaling of {kind.name} with an amax history of {counted(float8.history, 'step')}"
+        yield Fault(what, "delayed scaling looks back on at least one step, other scaling on none", f"{field}.history")
+    if recipe is Float8Recipe.TORCHAO and float8.cached:
+        what = f"cached weights of torchao's layers in {kind.name}"
+        yield Fault(what, "torchao's layer casts its weight in every forward and backward", f"{field}.cached")
+    for number, stage in enumerate(plan.stages):
+        if recipe is Float8Recipe.TORCHAO and stage.splits_backward and kind.name in stage.kinds:
+            what = f"torchao's layers in {kind.name}, and a backward that is split"
+            rule = "torchao's layers can't defer the gradients of their weights"
+            yield Fault(what, rule, f"{field}.recipe", stages=(number,))
+    if plan.edge.dtype == "float64":
+        yield Fault(f"float8 layers in {kind.name}, which runs in float64", "float8 is for float32 and bfloat16", field)
+
+
+def _shards(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+    """Check what layers with tensor-parallel shards can't do."""
+    field, biases = f"kinds[{kind.name}].float8", [f"{path}.bias" for path in float8.layers]
+    found = [f"the bias {p.name}" for p in kind.parameters if p.name in biases]
+    found += ["torchao's layers"] if float8.recipe is Float8Recipe.TORCHAO else []
+    found += ["compiled layers"] if kind.compiled else []
+    for what in found if plan.mesh.view("tp") else ():
+        rule = "float8 layers with tensor-parallel shards are not torchao's, run eagerly, and have no bias"
+        yield Fault(f"{what} in {kind.name}, in float8 with tp", rule, field, axis="tp")
+
+
+def _weights(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+    for parameter in kind.parameters:
+        if parameter.name.removesuffix(".weight") not in float8.layers:
+            continue
+        name, field = qualified_name(kind, parameter), f"kinds[{kind.name}].float8"
+        local = list(parameter.shape)
+        for shard in parameter.used:
+            local[shard.dim] //= plan.mesh.size(*shard.axes)
+        if any(size % SIZE_UNIT for size in local):
+            what = f"{name} has shape {local} on a rank"
+            rule = f"float8 products take multiples of {SIZE_UNIT}"
+            yield Fault(what, rule, f"{field}.layers", parameter=name)
+        for shard in parameter.used:
+            if shard.axes != plan.mesh.view("tp"):
+                what = f"{name} is sharded along dim {shard.dim} over {join_names(shard.axes)} in use"
+                rule = "float8 layers multiply whole matrices, or shards over tp"
+                yield Fault(what, rule, f"{field}.layers", parameter=name, axis=shard.axes[0])
+        sharded = tuple(axis for axis in plan.mesh.view("fsdp") if plan.mesh.size(axis) > 1)
+        if float8.cached and sharded:
+            what = f"the float8 copy of {name}, which {', '.join(sharded)} shard"
+            rule = "a cached weight is whole on every rank"
+            yield Fault(what, rule, f"{field}.cached", parameter=name, axis=sharded[0])
+
+
+FEATURE = Float8InPlans()
