@@ -39,14 +39,13 @@ from meshwright.prove.catalogue.layouts import ALL, LAYOUTS, SETTINGS
 from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.machine_limits import check_machine
-from meshwright.train.launch.run_body import run_body
-from meshwright.train.launch.run_spec import RunSpec
-from meshwright.train.launch.threads import BusyCores, advice
-from meshwright.train.record.loss_curves import loss_key, read_metrics
+from meshwright.train.launch.machine_limits import BusyCores, advice, check_machine
+from meshwright.train.launch.rank_context import RunSpec
+from meshwright.train.launch.rank_start import run_body
+from meshwright.train.record.events import reporting
+from meshwright.train.record.record_files import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.record.trackers import check_trackers
-from meshwright.train.report.leave import reporting
 from meshwright.train.run_folder import choose_folder
 from meshwright.units import counted
 

@@ -57,8 +57,7 @@ exec {python} -m meshwright "$@"
 HOLDING = """
 import time
 from pathlib import Path
-from meshwright.train.launch.rank_context import StatusBoard
-from meshwright.train.launch.stop_signals import StopSignal
+from meshwright.train.launch.rank_context import StatusBoard, StopSignal
 
 post, hear, heard = StatusBoard.post, StopSignal._hear, []
 

@@ -15,7 +15,7 @@ from meshwright.parallel.private import unsharded_parameters
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import HOLES, LIBRARIES, predict_memory, predict_process_memory
 from meshwright.plan.rules import load
-from meshwright.train.record.events import read_events
+from meshwright.train.record.record_files import read_events
 from tests.helpers import meshwright, small_corpus
 from tests.train.jobs import load_words, make_job, run_on
 

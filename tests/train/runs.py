@@ -21,8 +21,7 @@ from typing import Any
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import RunFolder, choose_folder
 from tests.helpers import SMALL, clean_environment, open_data
@@ -162,7 +161,7 @@ def train(words: Sequence[str], out: Path, *, fault: Fault | None = None, resume
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     """The deterministic part of a run's metrics; the names of losses are without their unit."""
-    from meshwright.train.record.loss_curves import loss_key, read_metrics
+    from meshwright.train.record.record_files import loss_key, read_metrics
 
     lines = list(read_metrics(out / "metrics.jsonl"))
     unit = loss_key(lines[0] if lines else {}).removeprefix("loss")

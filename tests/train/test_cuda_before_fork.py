@@ -16,8 +16,7 @@ from meshwright.models.contract.family import family_names
 from meshwright.optim.catalogue import BUILT_IN
 from meshwright.train.launch import launcher
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.rank_context import RankContext
-from meshwright.train.launch.rank_environment import STARTED_CUDA
+from meshwright.train.launch.rank_context import STARTED_CUDA, RankContext
 from meshwright.train.record.trackers import SINKS
 from tests.helpers import clean_environment
 from tests.train.test_launcher import WAIT_S, launched
@@ -43,7 +42,7 @@ def test_ranks_are_not_forked_where_an_import_started_cuda(tmp_path, monkeypatch
         return {path.read_text() for path in tmp_path.glob("rank-*")}
 
     assert starts() == {"True "}
-    monkeypatch.setattr(launcher, "_send_started_cuda", say_cuda_started)
+    monkeypatch.setattr(launcher, "send_started_cuda", say_cuda_started)
     (said,) = starts()
     assert said.startswith(f"False importing {CUDA_MODULE} starts CUDA")
 
@@ -52,8 +51,7 @@ def noted_import(rank, world_size):
     """The module that is noted when it is imported, on a pretended device."""
     import torch
 
-    from meshwright.train.launch.private import call_before_cuda
-    from meshwright.train.launch.rank_imports import note_importing
+    from meshwright.train.launch.rank_imports import call_before_cuda, note_importing
 
     def device(name):
         return mock.patch.object(torch._C, name, lambda: 1, create=True)
@@ -72,7 +70,7 @@ def test_an_import_that_starts_cuda_is_noted(gang):
 NO_CUDA = """
 import importlib, os, sys, traceback
 import torch, torch.cuda.memory, torch.cuda.random
-from meshwright.train.launch.rank_environment import rank_environment
+from meshwright.train.launch.launcher import rank_environment
 
 def start(*arguments, **named):
     traceback.print_stack()

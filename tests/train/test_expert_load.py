@@ -22,12 +22,11 @@ from meshwright.plan.verify import verify
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from meshwright.train import step_handles
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.rank_run import run_rank
-from meshwright.train.record.draw_expert_load import MAX_COLUMNS, draw_expert_load
-from meshwright.train.record.expert_load import LoadSummary, has_full_counts, read_history, summarize_load
-from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.figures import MAX_COLUMNS, draw_expert_load, read_history
+from meshwright.train.record.metrics import LoadSummary, has_full_counts, summarize_load
+from meshwright.train.record.record_files import read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder
 from meshwright.train.train_step import TrainStep
@@ -207,7 +206,7 @@ def test_a_resumed_run_goes_on_counting(corpus, tmp_path):
 
 def test_a_large_model_has_all_counts_in_some_lines_only(corpus, tmp_path):
     words = [*corpus, "train.log_every=4"]
-    with mock.patch("meshwright.train.record.expert_load.MAX_COUNTS_PER_STEP", sum(SIZES) - 1):
+    with mock.patch("meshwright.train.record.metrics.MAX_COUNTS_PER_STEP", sum(SIZES) - 1):
         run_here(words, tmp_path / "run")
     lines = list(read_metrics(tmp_path / "run/metrics.jsonl"))
     assert [line["step"] for line in lines if "expert_counts" in line] == [1, 4, 6]

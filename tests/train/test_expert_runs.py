@@ -14,7 +14,7 @@ from meshwright.errors import RunError
 from meshwright.nn.experts.balance import ExpertLoad
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder
 from tests.helpers import open_data, small_corpus

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from meshwright.errors import CONTINUE, RunError
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.record.reporter import Reporter
 from tests.helpers import clean_environment, small_corpus
 from tests.train.runs import STEPS, choose, is_alive, wait_until

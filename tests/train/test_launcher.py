@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from meshwright.errors import ConfigError, InputError, RunError
-from meshwright.train.launch.failure_report import shrunken_files
-from meshwright.train.launch.launcher import launch
+from meshwright.train.launch.launcher import launch, shrunken_files
 from meshwright.train.launch.rank_context import RankContext
 from tests.helpers import clean_environment
 from tests.train.runs import is_alive, wait_until

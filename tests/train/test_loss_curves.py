@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.train.record.draw_loss_curves import common_steps, differences
-from meshwright.train.record.loss_curves import Curve, read_curves, read_metrics, run_names
+from meshwright.train.record.loss_curves import Curve, common_steps, differences, read_curves, run_names
+from meshwright.train.record.record_files import read_metrics
 from tests.helpers import run_folder
 
 

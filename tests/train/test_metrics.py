@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshwright.errors import CONTINUE, RunError
 from meshwright.models.tasks.next_token import text_unit
-from meshwright.train.record.loss_curves import read_metrics
-from meshwright.train.record.metrics import MetricsFile, plot_loss
+from meshwright.train.record.metrics import plot_loss
+from meshwright.train.record.record_files import MetricsFile, read_metrics
 
 UNIT = text_unit(1.0)
 LOSS = UNIT.metric("loss")

@@ -18,7 +18,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.pipeline_table import lowered_table
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.record.reporter import Reporter
 from tests.helpers import small_corpus
 from tests.train.runs import LIMIT_S, STEPS, choose, is_alive, num_steps, rank_pids, start, wait_until

@@ -10,8 +10,7 @@ import pytest
 
 from meshwright.errors import RunError, StoppedError
 from meshwright.plan.rules import load
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from tests.helpers import small_corpus

@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from meshwright.train.launch import threads
-from meshwright.train.launch.rank_environment import NO_THREAD_CACHE, TUNABLES, rank_environment
-from meshwright.train.launch.threads import BusyCores, advice, threads_per_rank
+from meshwright.train.launch import machine_limits
+from meshwright.train.launch.launcher import NO_THREAD_CACHE, TUNABLES, rank_environment
+from meshwright.train.launch.machine_limits import BusyCores, advice, threads_per_rank
 
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch):
-    monkeypatch.setattr(threads, "num_cores", lambda: 8)
+    monkeypatch.setattr(machine_limits, "num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -61,10 +61,10 @@ def stat(path, *rows):
 
 def test_business_is_that_of_other_programs_on_our_cores(monkeypatch, tmp_path):
     """A second in which one of our two cores was busy, half of that with this process."""
-    monkeypatch.setattr(threads, "STAT", path := tmp_path / "stat")
+    monkeypatch.setattr(machine_limits, "STAT", path := tmp_path / "stat")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
     tick, now, own = os.sysconf("SC_CLK_TCK"), [10.0], [4.0]
-    monkeypatch.setattr(threads.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(machine_limits.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(os, "times", lambda: os.times_result((own[0], 0, 0, 0, 0)))
     idle = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
     stat(path, ("cpu", [99 * tick] * 10), *((f"cpu{core}", idle) for core in range(4)))
@@ -99,5 +99,5 @@ def test_no_warning_on_an_idle_machine_or_where_a_person_has_chosen(monkeypatch)
 
 
 def test_a_kernel_that_does_not_tell_is_taken_as_idle(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "STAT", tmp_path / "none")
+    monkeypatch.setattr(machine_limits, "STAT", tmp_path / "none")
     assert BusyCores().count() == 0.0

@@ -19,7 +19,8 @@ from meshwright.errors import ConfigError, InputError, MeshwrightError
 from meshwright.models.contract.loss_unit import LossUnit, unit_of_metric
 from meshwright.models.tasks.next_token import text_unit
 from meshwright.train.record import trackers
-from meshwright.train.record.metrics import in_unit, tracked_values
+from meshwright.train.record.metrics import tracked_values
+from meshwright.train.record.record_files import in_unit
 from meshwright.train.record.sink import RunInfo
 from meshwright.train.record.trackers import Trackers, check_trackers
 from tests.helpers import clean_environment
@@ -171,7 +172,7 @@ def scalars(folder, name):
 
 def test_tensorboard_shows_the_last_values_images_and_texts(run, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from meshwright.train.record.tensorboard_sink import TensorBoardSink
+    from meshwright.train.record.sink import TensorBoardSink
 
     record(TensorBoardSink(), run, range(1, 7))
     record(TensorBoardSink(), resumed(run), range(4, 9))
@@ -197,7 +198,7 @@ def image(folder):
 @pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    from meshwright.train.record.wandb_sink import WandbSink
+    from meshwright.train.record.sink import WandbSink
 
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
         monkeypatch.setenv(name, value)
@@ -238,7 +239,7 @@ def Image(value, caption=None): return value
 
 
 def test_trackio_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
-    from meshwright.train.record.trackio_sink import TrackioSink
+    from meshwright.train.record.sink import TrackioSink
 
     trackio = ModuleType("trackio")
     exec(STAND_IN, vars(trackio))
@@ -254,7 +255,7 @@ def test_trackio_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
 def test_trackio_itself_keeps_each_step_once(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from meshwright.train.record.trackio_sink import TrackioSink
+    from meshwright.train.record.sink import TrackioSink
 
     record(TrackioSink(), run, range(1, 7))
     record(TrackioSink(), resumed(run), range(4, 9))

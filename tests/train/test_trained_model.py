@@ -17,8 +17,7 @@ from meshwright.models.hf import private
 from meshwright.models.tasks.next_token import generate
 from meshwright.plan.rules import load
 from meshwright.train import trained_model
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder

@@ -14,8 +14,7 @@ from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.errors import RunError
 from meshwright.plan.rules import load
 from meshwright.train.continued_run import find_start
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.train_step import TrainStep

@@ -20,8 +20,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
-from meshwright.train.launch.rank_context import RankContext
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec
 from meshwright.train.record.loss_curves import read_curves
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import RunFolder

@@ -14,7 +14,7 @@ from meshwright.cli.wrapping import show
 from meshwright.units import format_bytes
 
 if TYPE_CHECKING:
-    from meshwright.train.launch.scripts.cluster_job import ClusterJob
+    from meshwright.train.launch.cluster_job import ClusterJob
 
 OUT_OPTION = "command line, -o"
 
@@ -43,7 +43,7 @@ def slurm(
     account: Annotated[str | None, typer.Option(help="Account to charge; default: the user's.")] = None,
 ) -> None:
     """Write an sbatch script, which queues the run again after a stop by the time limit or a preemption."""
-    from meshwright.train.launch.scripts.slurm import SlurmOptions, sbatch_script
+    from meshwright.train.launch.cluster_job import SlurmOptions, sbatch_script
 
     job, memory = _job(words, nodes, gpus_per_node, name, out)
     options = SlurmOptions(time=time, partition=partition, account=account)
@@ -62,7 +62,7 @@ def kubernetes(
     out: Out = None,
 ) -> None:
     """Write a JobSet, which restarts the run from its newest checkpoint when a pod fails or is evicted."""
-    from meshwright.train.launch.scripts.kubernetes import KubernetesOptions, jobset_manifest
+    from meshwright.train.launch.kubernetes import KubernetesOptions, jobset_manifest
 
     source = split_words(words)[0]
     job, memory = _job(words, nodes, gpus_per_node, name, out)
@@ -82,7 +82,7 @@ def torchrun(
     host: Annotated[str, typer.Option(help="Host of node 0: a name, an address, or a shell variable.")] = "$HEAD_NODE",
 ) -> None:
     """Write a torchrun command line for each node."""
-    from meshwright.train.launch.scripts.torchrun import torchrun_lines
+    from meshwright.train.launch.cluster_job import torchrun_lines
 
     job, memory = _job(words, nodes, gpus_per_node, name, out)
     _write(torchrun_lines(job, host=host), out, job, memory, None)
@@ -98,7 +98,7 @@ def _job(
     from meshwright.plan.memory import predict_memory
     from meshwright.plan.rules import load
     from meshwright.plan.verify import verify
-    from meshwright.train.launch.scripts.cluster_job import make_job
+    from meshwright.train.launch.cluster_job import make_job
 
     if out is not None:
         check_output(out, where=OUT_OPTION)

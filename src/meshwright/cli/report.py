@@ -22,8 +22,8 @@ def report(
     """Write a page on a run, or a comparison of several, that opens in any browser without a network."""
     from meshwright.errors import InputError
     from meshwright.output_files import check_output, write_output
+    from meshwright.train.record.record_files import REPORT
     from meshwright.train.report import page
-    from meshwright.train.report.leave import REPORT
 
     if out is None and len(folders) > 1:
         raise InputError(

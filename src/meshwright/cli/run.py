@@ -47,8 +47,8 @@ def run(
 
     # The configuration is valid, so the cost of importing numpy is acceptable from here on.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.launch.run_body import run_body
-    from meshwright.train.launch.run_spec import RunSpec
+    from meshwright.train.launch.rank_context import RunSpec
+    from meshwright.train.launch.rank_start import run_body
 
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
     say = partial(_say_waiting, quiet=quiet)

@@ -18,6 +18,7 @@ from meshwright.errors import DataError, LayoutError, MeshwrightError
 from meshwright.log import open_log_file
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
+from meshwright.optim.catalogue import BUILT_IN
 from meshwright.plan.compare import differences, hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory, predict_process_memory
@@ -28,14 +29,11 @@ from meshwright.plan.verify import verify
 from meshwright.train.build_job import build_job, choose_device, rank_group
 from meshwright.train.continued_run import naming
 from meshwright.train.launch.machine_limits import check_memory
-from meshwright.train.launch.rank_context import RankContext
-from meshwright.train.launch.run_spec import RunSpec
-from meshwright.train.measure.process_memory import memory_bytes
-from meshwright.train.own_optimizer import check_optimizer
-from meshwright.train.record.events import EventLog, RecordingReporter
+from meshwright.train.launch.rank_context import RankContext, RunSpec
+from meshwright.train.measure.run_measurement import memory_bytes
+from meshwright.train.record.events import RecordingReporter, reporting
+from meshwright.train.record.record_files import EventLog
 from meshwright.train.record.reporter import Reporter, Start
-from meshwright.train.record.trackers import check_trackers
-from meshwright.train.report.leave import reporting
 from meshwright.train.run_folder import RunFolder, choose_folder
 from meshwright.train.training_loop import Trainer
 
@@ -64,8 +62,10 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         plan = spec.plan or make_plan(config, nodes=shared_nodes(context.num_ranks))
         verify(plan)
         agree_on_plan(plan)
-        if spec.folder is None:
-            check_optimizer(plan)  # the launcher has done it, if it is ours
+        if spec.folder is None and plan.optimizer.name not in BUILT_IN:  # the launcher has done it, if it is ours
+            from meshwright.train.own_optimizer import check_optimizer
+
+            check_optimizer(plan)
         folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
         open_log_file(folder.log(context.rank))
         if spec.folder is None:  # or the launcher does it, which chose the folder
@@ -125,7 +125,10 @@ def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, 
     choice: RunFolder | MeshwrightError | None = None
     if context.rank == 0:
         try:
-            check_trackers(spec.config.train.trackers)
+            if spec.config.train.trackers:
+                from meshwright.train.record.trackers import check_trackers
+
+                check_trackers(spec.config.train.trackers)
             choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint, hold=hold)
         except MeshwrightError as error:
             choice = error

@@ -53,7 +53,7 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json
 from meshwright.settings.violation import format_fix, format_value
 from meshwright.train.continued_run import AUTO, RUNS, changed_keys, folder_numbers, last_folder
-from meshwright.train.record.loss_curves import read_metrics
+from meshwright.train.record.record_files import read_metrics
 from meshwright.units import counted
 
 FILES = (CONFIG_FILE, "metrics.jsonl", "plan.json", "loss.png", "events.jsonl", "report.html")

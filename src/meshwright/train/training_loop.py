@@ -26,7 +26,7 @@ from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward, validate
-from meshwright.train.launch.stop_signals import StopSignal
+from meshwright.train.launch.rank_context import StopSignal
 from meshwright.train.measure.run_measurement import measured_steps
 from meshwright.train.optimizer import named_state
 from meshwright.train.record.metrics import Recorder, draw_metrics
@@ -158,7 +158,7 @@ class Trainer:
         more = {"plan": hashes(self._job.plan).fingerprint, "steps_s": self._seconds, "timeline": to_values(timelines)}
         self._reporter.measured({**facts.to_json(), **more})
         if self._job.config.train.trace:
-            from meshwright.train.record.timeline_trace import write_trace
+            from meshwright.train.record.figures import write_trace
 
             write_trace(self._folder.path, self._job.schedule, timelines, overlaps=self._step.pipeline.overlaps)
             self._reporter.note(f"timelines of step {facts.steps[-1]}: timeline.svg · timeline.json · trace.json")

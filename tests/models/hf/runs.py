@@ -21,8 +21,7 @@ from meshwright.models.hf.family import structure_of
 from meshwright.models.huggingface.export_weights import PREFIX
 from meshwright.plan.rules import load
 from meshwright.train import rank_run
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright.train.launch.run_spec import RunSpec
+from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import RunFolder, choose_folder
 from tests.gangs.gang import GangPool

@@ -29,8 +29,7 @@ def loss(
 ) -> None:
     """Compare the losses of runs with those of the first run."""
     from meshwright.figure import check_figure
-    from meshwright.train.record.draw_loss_curves import draw_losses
-    from meshwright.train.record.loss_curves import read_curves
+    from meshwright.train.record.loss_curves import draw_losses, read_curves
 
     if out is not None:
         check_figure(out)
@@ -53,7 +52,7 @@ def _own_loss(curve: Curve, window: int) -> str:
 
 
 def _difference(curve: Curve, first: Curve, window: int) -> str:
-    from meshwright.train.record.draw_loss_curves import common_steps, differences
+    from meshwright.train.record.loss_curves import common_steps, differences
 
     steps = common_steps(curve, first)
     if not steps:

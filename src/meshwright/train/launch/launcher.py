@@ -8,7 +8,9 @@ environment variables set by that launcher.
 
 from __future__ import annotations
 
+import json
 import math
+import mmap
 import multiprocessing
 import os
 import signal
@@ -18,19 +20,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
-from meshwright.errors import CONTINUE, InputError, RunError
-from meshwright.train.launch.failure_report import explain, explain_stopped, server_died, stopped_ranks
-from meshwright.train.launch.machine_limits import check_ranks
-from meshwright.train.launch.rank_context import STOPPING, Body, DescribeAction, RankContext, StatusBoard
-from meshwright.train.launch.rank_environment import STARTED_CUDA, rank_environment
-from meshwright.train.launch.threads import threads_per_rank
+from meshwright.errors import CONTINUE, InputError, MeshwrightError, RunError, StoppedError
+from meshwright.train.launch.machine_limits import VARIABLE, check_ranks, threads_per_rank
+from meshwright.train.launch.rank_context import STARTED_CUDA, STOPPING, Body, DescribeAction, RankContext, StatusBoard
+from meshwright.train.launch.rank_start import enter_rank, send_started_cuda
 
 T = TypeVar("T")
 
@@ -42,6 +43,17 @@ SAME_S = 0.5
 """Signals closer together than this count as one, since `timeout` and others signal a process and then its group."""
 PRELOAD = ["meshwright.train.launch.rank_imports"]
 
+TUNABLES = "GLIBC_TUNABLES"
+NO_THREAD_CACHE = "glibc.malloc.tcache_count=0"
+"""Lets glibc's allocator merge all that is free.
+
+Small chunks in a thread's cache count as used, so each of them splits a hole that a gathered block would fit into: with
+FSDP2 on two ranks, a process held 1.16 GiB instead of 0.93 GiB (docs/planning.md).
+"""
+
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Lets imports ask whether there is a CUDA device without starting CUDA, after which ranks could not be forked."""
+
 
 def context_from_environment() -> RankContext | None:
     """Return the rank assigned to this process by torchrun, SLURM or Kubernetes, or None without a launcher.
@@ -50,12 +62,8 @@ def context_from_environment() -> RankContext | None:
         InputError: some of a launcher's variables are set, but required ones are missing.
     """
     if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
-        names = {
-            "rank": "RANK",
-            "num_ranks": "WORLD_SIZE",
-            "local_rank": "LOCAL_RANK",
-            "local_ranks": "LOCAL_WORLD_SIZE",
-        }
+        names = {"rank": "RANK", "num_ranks": "WORLD_SIZE", "local_rank": "LOCAL_RANK"}
+        names["local_ranks"] = "LOCAL_WORLD_SIZE"
     elif "SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS", "1") != "1":
         names = {"rank": "SLURM_PROCID", "num_ranks": "SLURM_NTASKS", "local_rank": "SLURM_LOCALID"}
     else:
@@ -83,15 +91,8 @@ def context_from_environment() -> RankContext | None:
             rule="ranks count from 0",
             fix=f"{names['rank']}=0 … {values['num_ranks'] - 1}",
         )
-    numbers = [0] * StatusBoard.length(values["num_ranks"])
-    return RankContext(
-        rank=values["rank"],
-        num_ranks=values["num_ranks"],
-        local_rank=values["local_rank"],
-        local_ranks=values["local_ranks"],
-        store_path=None,
-        board=StatusBoard(numbers),
-    )
+    board = StatusBoard([0] * StatusBoard.length(values["num_ranks"]))
+    return RankContext(**values, store_path=None, board=board)
 
 
 def _number(name: str) -> int:
@@ -149,17 +150,36 @@ def launch(
                     context = RankContext(rank, num_ranks, rank, num_ranks, f"{folder}/store", board, notes)
                     # Imported by name in the rank, so that the launcher itself never imports torch.
                     arguments = (body, argument, context, threads, folder)
-                    ranks.append(start(target=_enter, args=arguments, name=f"rank {rank}"))
+                    ranks.append(start(target=enter_rank, args=arguments, name=f"rank {rank}"))
                     ranks[-1].start()
             _watch(ranks, StatusBoard(numbers, describe_action), Path(folder), interruptions, on_interrupt)
         finally:
-            _end_all(ranks)
+            started = [process for process in ranks if process.pid is not None]
+            for process in started:
+                if process.is_alive():
+                    process.kill()  # a rank blocked in a collective with a dead peer doesn't react to SIGTERM
+            for process in started:
+                process.join(5)
 
 
-def _enter(body: Body[T], argument: T, context: RankContext, threads: int, folder: str) -> None:
-    from meshwright.train.launch.local_worker import enter
-
-    enter(body, argument, context, threads=threads, report_folder=Path(folder))
+@contextmanager
+def rank_environment(threads: int) -> Iterator[None]:
+    """Set variables that ranks started in the context read before any of our code runs; a thread cache that a user has
+    chosen stays."""
+    tunables = os.environ.get(TUNABLES, "")
+    if "glibc.malloc.tcache_count" not in tunables:
+        tunables = ":".join(filter(None, (tunables, NO_THREAD_CACHE)))
+    values = {VARIABLE: str(threads), TUNABLES: tunables, NVML_CHECK: "1", STARTED_CUDA: ""}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -201,16 +221,12 @@ def _choose_start() -> tuple[Callable[..., BaseProcess], tuple[str, ...]]:
     """Return how to make a rank's process, and notes: ranks are forked, unless an import of the server started CUDA."""
     methods = multiprocessing.get_context("forkserver")
     receiver, sender = methods.Pipe(duplex=False)
-    methods.Process(target=_send_started_cuda, args=(sender,)).start()
+    methods.Process(target=send_started_cuda, args=(sender,)).start()
     sender.close()
     if not (module := receiver.recv()):
         return methods.Process, ()
     note = f"importing {module} starts CUDA, which forked processes then can't use: each rank imports everything itself"
     return multiprocessing.get_context("spawn").Process, (note,)
-
-
-def _send_started_cuda(sender: connection.Connection) -> None:
-    sender.send(os.environ.get(STARTED_CUDA, ""))
 
 
 class _Interruptions:
@@ -226,9 +242,7 @@ class _Interruptions:
         self._previous = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         os.close(self.pipe)
@@ -283,11 +297,158 @@ def _interrupt(heard: int, board: StatusBoard, on_interrupt: Callable[[], None] 
     on_interrupt()
 
 
-def _end_all(ranks: list[BaseProcess]) -> None:
-    """Kill the remaining ranks: a rank blocked in a collective with a dead peer doesn't react to SIGTERM."""
-    for process in ranks:
-        if process.pid is not None and process.is_alive():
-            process.kill()
-    for process in ranks:
-        if process.pid is not None:
-            process.join(5)
+UNKNOWN_EXIT = 255
+"""Exit status of a process whose fork server is gone, which would have reported it (`multiprocessing`)."""
+OUT_OF_MEMORY = (
+    f"continue with {CONTINUE}; if nobody killed it, the machine ran out of memory: see dmesg, or use more ranks or a "
+    "smaller batch"
+)
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """Exit status of a rank."""
+
+    rank: int
+    exit_code: int
+    place: str
+    report: dict[str, Any] | None
+
+    @property
+    def priority(self) -> tuple[int, float]:
+        """Sort key for the likely cause: ranks killed by a signal, which disconnects others, then earliest failure."""
+        if self.exit_code < 0:
+            return 0, 0.0
+        if self.report is None:
+            return 1, 0.0
+        return (3 if self.report["lost_peer"] else 2), self.report["time"]
+
+
+def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> MeshwrightError:
+    """Return the error of the rank that failed first.
+
+    Args:
+        ranks: processes by rank; at least one has failed, others may still be running.
+        board: status board with every rank's progress.
+        folder: folder that holds the ranks' error reports.
+    """
+    ended = []
+    for rank, process in enumerate(ranks):
+        if process.exitcode:
+            path = folder / f"rank-{rank}.json"
+            report = json.loads(path.read_text("utf-8")) if path.is_file() else None
+            ended.append(RankExit(rank, process.exitcode, board.place(rank), report))
+    cause = min(ended, key=lambda end: end.priority)
+    if cause.priority[0] < 3:
+        return _explain(cause, len(ranks))
+    stopped = stopped_ranks(ranks)
+    if stopped:
+        consequence = f"rank {cause.rank} waited for it until the timeout"
+        fields = cause.report["error"] if cause.report is not None else None
+        details = f"\n       {fields['what']}\n       {fields['where']}" if fields is not None else ""
+        return explain_stopped(stopped, len(ranks), board, consequence, details=details)
+    error = _explain(cause, len(ranks))
+    return RunError(error.what, where=error.where + _everyone(len(ranks), board), rule=error.rule, fix=error.fix)
+
+
+def stopped_ranks(ranks: Sequence[BaseProcess]) -> list[int]:
+    """Return the ranks whose process is suspended or traced (Linux only)."""
+    found = []
+    for rank, process in enumerate(ranks):
+        with suppress(OSError):
+            # The state follows the process name, which is in parentheses and may contain any character.
+            state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            found += [rank] if process.is_alive() and state in "tT" else []
+    return found
+
+
+def explain_stopped(
+    stopped: Sequence[int], num_ranks: int, board: StatusBoard, consequence: str, *, details: str = ""
+) -> RunError:
+    """Return the error for suspended ranks, with each one's last action; `details` is another rank's error."""
+    place = board.place(stopped[0])
+    others = "".join(f", and rank {rank} {_during(board.place(rank))}" for rank in stopped[1:])
+    return RunError(
+        f"rank {stopped[0]} was stopped (SIGSTOP, or a debugger) {_during(place)}{others}; {consequence}, "
+        "and all ranks were killed",
+        where=f"rank {stopped[0]} of {num_ranks}, {place}, host {socket.gethostname()}"
+        + _everyone(num_ranks, board)
+        + details,
+        rule="no rank may wait longer than train.timeout_s",
+        fix=f"continue with {CONTINUE}",
+    )
+
+
+def server_died(when: str, where: str | None = None) -> RunError:
+    """Return the error for a fork server that died: its ranks die with it."""
+    return RunError(
+        f"the server process that ranks are forked from died {when}",
+        where=where or f"launcher, host {socket.gethostname()}",
+        rule="the server lives as long as the run: its ranks end with it",
+        fix=OUT_OF_MEMORY,
+    )
+
+
+def _everyone(num_ranks: int, board: StatusBoard) -> str:
+    return "\n       all ranks: " + "; ".join(f"rank {rank}: {board.place(rank)}" for rank in range(num_ranks))
+
+
+def _explain(end: RankExit, num_ranks: int) -> MeshwrightError:
+    where = f"rank {end.rank} of {num_ranks}, {end.place}, host {socket.gethostname()}"
+    if end.report is not None and end.report["error"] is not None:
+        fields = end.report["error"]
+        kind = {one.exit_code: one for one in (InputError, StoppedError)}.get(fields["exit_code"], RunError)
+        return kind(fields["what"], where=fields["where"] or where, rule=fields["rule"], fix=fields["fix"])
+    if end.exit_code < 0:
+        name = signal.Signals(-end.exit_code).name
+        what = f"rank {end.rank} was killed by {name} {_during(end.place)}; the other ranks were killed"
+        fix = OUT_OF_MEMORY if name == "SIGKILL" else f"continue with {CONTINUE}"
+        if name == "SIGBUS":
+            return _bus_error(what, where)
+        return RunError(what, where=where, fix=fix)
+    if end.report is None and end.exit_code == UNKNOWN_EXIT:
+        return server_died(f"with rank {end.rank} {_during(end.place)}", where)
+    if end.report is None:
+        return RunError(f"rank {end.rank} exited with code {end.exit_code} {_during(end.place)}", where=where)
+    trace = end.report["traceback"].rstrip()
+    return RunError(f"rank {end.rank} failed {_during(end.place)}\n{trace}", where=where)
+
+
+def _bus_error(what: str, where: str) -> RunError:
+    """Return the error for a rank that read a mapped page without a file behind it."""
+    names = ", ".join(shrunken_files())
+    cause = (
+        f"{names} is shorter than when the run started" if names else "a memory-mapped file shrank, or its disk failed"
+    )
+    return RunError(
+        f"{what}: {cause}",
+        where=where,
+        rule="token files and caches are memory-mapped, so they must not be written while a run reads them",
+        fix=f"restore the file, and continue with {CONTINUE}; write changed data under another name",
+    )
+
+
+def shrunken_files() -> list[str]:
+    """Return the files that this process has mapped beyond their present end (Linux only).
+
+    The launcher has opened the run's data as its ranks have.
+    """
+    try:
+        lines = Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return []
+    found: dict[str, None] = {}
+    for line in lines:
+        span, access, offset, _, _, *path = line.split(maxsplit=5)
+        if not path or not access.endswith("s"):  # libraries are mapped privately, and beyond their ends
+            continue
+        start, end = (int(address, 16) for address in span.split("-"))
+        last_page = int(offset, 16) + end - start - mmap.PAGESIZE
+        with suppress(OSError):
+            if Path(path[0]).stat().st_size <= last_page:
+                found[path[0]] = None
+    return list(found)
+
+
+def _during(place: str) -> str:
+    return f"in {place}" if place.startswith("step") else f"while {place}"

@@ -29,7 +29,6 @@ from meshwright.comm.collective_log import CollectiveError, is_lost_rank_error
 from meshwright.errors import CONTINUE, MeshwrightError, RunError, StoppedError
 from meshwright.lasting_output import lasting_output
 from meshwright.log import configure, log_failure
-from meshwright.train.launch.private import release_semaphores
 from meshwright.train.launch.rank_context import STOPPING, Body, RankContext
 
 T = TypeVar("T")
@@ -50,6 +49,8 @@ def enter(body: Body[T], argument: T, context: RankContext, *, threads: int, rep
         except BaseException as error:
             _report(error, report_folder / f"rank-{context.rank}.json")
             sys.stdout.flush()
+            from meshwright.train.launch.rank_imports import release_semaphores  # imported by what started this rank
+
             release_semaphores()
             # Skip interpreter shutdown: process group destructors may wait for ranks that are gone.
             os._exit(getattr(error, "exit_code", 1))

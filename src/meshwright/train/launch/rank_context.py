@@ -1,4 +1,4 @@
-"""A rank's identity in the run, and the shared status board to which ranks post their progress.
+"""A rank's identity in the run, the status board to which ranks post their progress, and what they are told to run.
 
 Torch-free, since the launcher, which starts in milliseconds, imports it too.
 """
@@ -6,9 +6,18 @@ Torch-free, since the launcher, which starts in milliseconds, imports it too.
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from meshwright.config.schema import RunConfig
+    from meshwright.plan.run_plan import RunPlan
+    from meshwright.train.record.reporter import Reporter
+    from meshwright.train.run_folder import RunFolder
 
 PHASES = (
     "starting",
@@ -23,6 +32,9 @@ PHASES = (
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that stop a run. A terminal sends them to the whole process group, but only the launcher handles them."""
+
+STARTED_CUDA = "MESHWRIGHT_STARTED_CUDA"
+"""Variable that the server which ranks are forked from sets to the module whose import started CUDA."""
 
 DescribeAction = Callable[[int, int], str]
 """Function that formats the action at a position in a rank's row of the pipeline table."""
@@ -114,3 +126,48 @@ class RankContext:
 T = TypeVar("T")
 Body = Callable[[RankContext, T], None]
 """Top-level function that runs as a rank, called with (context, argument)."""
+
+
+class StopSignal:
+    """Context manager under which SIGTERM, as a scheduler sends, requests a stop instead of terminating the process.
+
+    A request takes effect through the step's all-reduce, so that all ranks save and stop after the same step.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._board = context.board
+        self._heard = False
+        self._previous: Any = None
+
+    def requested(self) -> bool:
+        """Return whether this rank has received a stop request, by SIGTERM or the launcher's status board."""
+        return self._heard or self._board.stop_requested()
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _hear(self, signum: int, frame: FrameType | None) -> None:
+        self._heard = True
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Configuration, plan and folder of a run, passed by the launcher to every rank."""
+
+    config: RunConfig
+    make_reporter: Callable[[], Reporter]
+    """Picklable factory for the reporter on rank 0."""
+    plan: RunPlan | None = None
+    """Plan created or read by the launcher; None under another launcher, where each rank creates its own."""
+    folder: RunFolder | None = None
+    """Folder chosen by the launcher; None under another launcher, where rank 0 chooses it."""
+    notes: tuple[str, ...] = ()
+    """Lines for the reporter, such as warnings of this machine."""
+    out: Path | None = None
+    resume: str | None = None

@@ -7,28 +7,40 @@ on the CPU. Ranks' clocks are aligned by the sum over all ranks that ends each s
 
 from __future__ import annotations
 
+import resource
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.comm.collective_log import CollectiveBytes, Sent, count_collectives
 from meshwright.comm.collectives import all_gather_object
+from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.task import Batch
+from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.execute import Executor
-from meshwright.pipeline.simulate import simulate
+from meshwright.pipeline.simulate import Costs, StageCosts, simulate
 from meshwright.pipeline.timeline import Reading, Span, ThreadClock, TimedOperation, Timeline, compute_spans
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.train.build_job import Job
-from meshwright.train.measure.process_memory import peak_bytes, tensor_bytes
-from meshwright.train.measure.sent_bytes import CountedPurpose, count_purposes
-from meshwright.train.measure.step_parts import ZERO, RawParts, StepParts, raw_parts
-from meshwright.train.record.timeline_trace import measured_costs
+from meshwright.train.measure.step_parts import (
+    ZERO,
+    CountedPurpose,
+    RawParts,
+    StepParts,
+    count_purposes,
+    raw_parts,
+)
 
+PAGE_BYTES = resource.getpagesize()
 MEASURED_STEPS = 5
 
 
@@ -216,7 +228,7 @@ class RunMeasurement:
         zero = last.marks["reduced"].wall if last is not None else 0.0
         mine = MeasuredRank(
             parts=self._parts,
-            spans=tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans),
+            spans=_since(zero, spans),
             memory={**self._memory, "base": self._base_bytes, "peak": peak_bytes(job.device)},
             sent=dict(last.sent) if last is not None and last.counts else None,
             compressed=self._compressed,
@@ -251,8 +263,7 @@ class RunMeasurement:
 def _combine(job: Job, ranks: list[MeasuredRank], steps: list[int]) -> MeasuredRun:
     spans = sorted((span for one in ranks for span in one.spans), key=lambda span: (span.rank, span.start))
     zero = min((span.start for span in spans), default=0.0)
-    moved = tuple(Span(one.rank, one.action, one.start - zero, one.end - zero) for one in spans)
-    measured = Timeline(job.axes.pp, moved)
+    measured = Timeline(job.axes.pp, _since(zero, spans))
     predicted = simulate(job.schedule, measured_costs(measured, job.schedule.num_stages)).timeline
     parts = []
     for rank, one in enumerate(ranks):
@@ -272,3 +283,55 @@ def _combine(job: Job, ranks: list[MeasuredRank], steps: list[int]) -> MeasuredR
         sent_by=sender,
         cost_s=max(one.cost_s for one in ranks),
     )
+
+
+def _since(zero: float, spans: Iterable[Span]) -> tuple[Span, ...]:
+    return tuple(replace(one, start=one.start - zero, end=one.end - zero) for one in spans)
+
+
+def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
+    """Return the median time of each kind of computation on each stage, with transfers that take no time.
+
+    With them, a simulation of the same table differs from the measured timeline by waiting that the table doesn't
+    explain.
+    """
+    times: dict[tuple[int, ActionKind], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        times[span.action.stage, span.action.kind].append(span.end - span.start)
+
+    def median(stage: int, kind: ActionKind) -> float:
+        return statistics.median(times.get((stage, kind), [0.0]))
+
+    stages = []
+    for stage in range(num_stages):
+        inputs, weights = median(stage, ActionKind.BACKWARD_INPUT), median(stage, ActionKind.BACKWARD_WEIGHT)
+        if (stage, ActionKind.BACKWARD) in times and (stage, ActionKind.BACKWARD_WEIGHT) not in times:
+            inputs, weights = median(stage, ActionKind.BACKWARD), 0.0
+        stages.append(StageCosts(median(stage, ActionKind.FORWARD), inputs, weights))
+    return Costs(stages)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the peak memory allocated on a CUDA device in bytes; on CPU, the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * PAGE_BYTES
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory allocated on a CUDA device in bytes; on CPU, the peak resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Return the bytes of the distinct storages of these tensors' local shards."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None and (storage := to_local(tensor).untyped_storage()).nbytes():
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

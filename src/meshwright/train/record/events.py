@@ -1,60 +1,26 @@
-"""Events of a run in `events.jsonl`, for its report: what `metrics.jsonl`, the configuration and the plan don't have.
-
-A line is an object with `event` and `time`. Lines are only appended, so the events of a run that was killed are there,
-and those of every attempt of a run that was resumed.
-"""
+"""Events of a run as its reporter and its end make them, and the report that a run leaves however it ends."""
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, RunError, StoppedError
-from meshwright.output_files import writing
+from meshwright.log import get_logger
+from meshwright.output_files import write_output
+from meshwright.train.continued_run import naming
+from meshwright.train.record.record_files import EVENTS, REPORT, EventLog
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
 
-EVENTS = "events.jsonl"
+_log = get_logger(__name__)
+
 PACKAGES = ("meshwright", "torch", "numpy")
-
-
-class EventLog:
-    """Writer of a run's events."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / EVENTS
-
-    def write(self, event: str, **facts: Any) -> None:
-        """Append an event.
-
-        Raises:
-            RunError: the file can't be written.
-        """
-        line = {"event": event, "time": datetime.now().astimezone().isoformat(timespec="seconds"), **facts}
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=str) + "\n")
-
-
-def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run in order, without lines that were cut off; none if there is no file."""
-    with suppress(FileNotFoundError):
-        return list(_parsed((folder / EVENTS).read_text("utf-8", errors="replace")))
-    return []
-
-
-def _parsed(text: str) -> Iterator[dict[str, Any]]:
-    for line in text.splitlines():
-        with suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and "event" in found:
-                yield found
 
 
 class RecordingReporter(Reporter):
@@ -134,3 +100,31 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
+
+
+@contextmanager
+def reporting(folder: Path) -> Iterator[None]:
+    """Write the report of the run of this context when it ends; where it did not start, there is none.
+
+    For the process that outlives the ranks: the launcher or, under another one, rank 0.
+    """
+    try:
+        with recording_end(folder), naming(folder):
+            yield
+    except BaseException:
+        _leave(folder)  # what keeps a report from being made now is likely what the error says
+        raise
+    if (why := _leave(folder)) is not None:
+        _log.warning("no report of %s: %s", folder, why)
+
+
+def _leave(folder: Path) -> Exception | None:
+    """Write the report of a run that started; return what kept it from being made, which changes no run's result."""
+    from meshwright.train.report.page import report
+
+    try:
+        if (folder / EVENTS).exists():
+            write_output(folder / REPORT, report([folder]), where=str(folder))
+    except Exception as error:
+        return error
+    return None

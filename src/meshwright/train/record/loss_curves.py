@@ -1,26 +1,36 @@
-"""Loss curves read from run folders."""
+"""Loss curves of several runs: read from run folders, compared with the first, and drawn."""
 
 from __future__ import annotations
 
-import json
 import shlex
+import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.config.overlay import flatten, shorten
+from meshwright.config.overlay import flatten
 from meshwright.errors import InputError
+from meshwright.figure import GREY, INK, curve_style, plain, save_figure
 from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.settings.violation import format_value
+from meshwright.train.record.record_files import LOSS, damaged_metrics, loss_key, read_metrics
 
-LOSS = "loss"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 MAX_KEYS = 4
 """Most keys in the label of a run."""
 MAX_VALUE = 32
 """Most characters of a value in the label of a run."""
+MAX_WINDOW = 20
+"""Most steps that differences are averaged over."""
+WIDTH, PLOTS, LINE = 8.0, 4.4, 0.18
+"""Inches: width of the figure, height of the plots with their labels, and height of a line of text."""
+CHARACTERS = 100
+"""Characters of a label that fit into a line."""
 
 
 @dataclass(frozen=True)
@@ -36,50 +46,6 @@ class Curve:
     """Last validation loss, in `unit`."""
     unit: str
     """Name of the unit, such as `bits/byte`; empty if an earlier version wrote the run's metrics."""
-
-
-def loss_key(line: Mapping[str, Any]) -> str:
-    """Return the key of a step's loss, which ends with its unit; `loss` in metrics of earlier versions."""
-    return next((key for key in line if key.startswith(f"{LOSS}_")), LOSS)
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects in a metrics file, ignoring a truncated last line left by a killed run.
-
-    Raises:
-        InputError: the file can't be read, or a line is not a valid step object.
-    """
-    try:
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _damaged(path, f"can't be read: {getattr(error, 'strerror', None) or error}", str(path)) from None
-    for number, line in enumerate(lines, start=1):
-        if line.endswith("\n"):
-            yield _parse_step(line, path, number)
-
-
-def _parse_step(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict) and type(found.get("step")) is int and _is_loss(found.get(loss_key(found), "")):
-        return found
-    raise _damaged(path, f"has a line that is not a step: {shorten(line.strip())}", f"{path}, line {number}")
-
-
-def _is_loss(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _damaged(path: Path, state: str, where: str) -> InputError:
-    return InputError(
-        f"{path.name} {state}",
-        where=where,
-        rule="the record of a run has one JSON object per step, with its step and its loss, in one unit",
-        fix=f"restore a copy; or mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}, and the record begins "
-        "where the run goes on",
-    )
 
 
 def read_curves(folders: Sequence[Path]) -> list[Curve]:
@@ -109,7 +75,7 @@ def _curve(folder: Path, name: str) -> Curve:
     lines = list(read_metrics(path))
     keys = sorted({loss_key(line) for line in lines})
     if len(keys) > 1:
-        raise _damaged(path, f"has losses in several units: {' and '.join(keys)}", str(path))
+        raise damaged_metrics(path, f"has losses in several units: {' and '.join(keys)}", str(path))
     key = keys[0] if keys else LOSS
     lines = [line for line in lines if line[key] is not None]
     if not lines:
@@ -150,7 +116,8 @@ def run_names(folders: Sequence[Path], configs: Sequence[Mapping[str, Any]]) -> 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys whose values differ between configurations, those with the most values first."""
-    differing = [key for key in dict.fromkeys(key for config in configs for key in config) if _differs(key, configs)]
+    known = dict.fromkeys(key for config in configs for key in config)
+    differing = [key for key in known if any(config.get(key) != configs[0].get(key) for config in configs)]
     return sorted(differing, key=lambda key: -len({repr(config.get(key)) for config in configs}))
 
 
@@ -168,10 +135,6 @@ def _config(folder: Path) -> dict[str, Any]:
         raise not_a_run(folder, f"no readable config.toml ({error})") from None
 
 
-def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    return any(config.get(key) != configs[0].get(key) for config in configs)
-
-
 def not_a_run(folder: Path, why: str) -> InputError:
     """Return the error that a folder is not that of a run."""
     return InputError(
@@ -180,3 +143,75 @@ def not_a_run(folder: Path, why: str) -> InputError:
         rule="a run folder has metrics.jsonl and config.toml",
         fix="the folder given to run --out, or printed at the end of a run",
     )
+
+
+def draw_losses(curves: Sequence[Curve], path: Path, *, title: str, window: int) -> None:
+    """Write the figure as .svg or .png.
+
+    Args:
+        curves: loss curves of the runs; each is compared with the first one at their common steps.
+        path: file to write.
+        title: headline on the first line, explanation on the following lines.
+        window: number of steps to average over in the lower plot, since single-step losses are noisy.
+
+    Raises:
+        InputError: the file can't be written.
+    """
+    save_figure(lambda: _figure(curves, title, window), path)
+
+
+def common_steps(curve: Curve, first: Curve) -> list[int]:
+    """Return the steps at which both runs have a finite loss, in order."""
+    return sorted(set(curve.steps) & set(first.steps))
+
+
+def default_window(curves: Sequence[Curve]) -> int:
+    """Return the number of steps to average differences over: a tenth of the shortest run, at most `MAX_WINDOW`."""
+    return max(1, min(MAX_WINDOW, min(len(curve.steps) for curve in curves) // 10))
+
+
+def differences(curve: Curve, first: Curve, *, window: int) -> tuple[list[int], list[float]]:
+    """Return steps and the relative loss difference from the first run up to them, averaged over common steps.
+
+    The mean is over `window` steps, or over all common ones if there are fewer.
+    """
+    steps = common_steps(curve, first)
+    found, reference = (dict(zip(one.steps, one.losses, strict=True)) for one in (curve, first))
+    apart = [found[step] / reference[step] - 1 for step in steps]
+    size = min(window, len(steps))
+    ends = range(size, len(steps) + 1) if steps else range(0)
+    return [steps[end - 1] for end in ends], [sum(apart[end - size : end]) / size for end in ends]
+
+
+def _figure(curves: Sequence[Curve], title: str, window: int) -> Figure:
+    from matplotlib.figure import Figure
+
+    headline, *explanation = title.splitlines()
+    held_out = ["" if curve.validation is None else f", validation {curve.validation:.4f}" for curve in curves]
+    labels = [textwrap.fill(curve.name + more, CHARACTERS) for curve, more in zip(curves, held_out, strict=True)]
+    num_lines = sum(label.count("\n") + 1 for label in labels)
+    text = 0.5 + LINE * (len(explanation) + num_lines)
+    height = PLOTS + text
+    figure = Figure(figsize=(WIDTH, height))
+    above = figure.add_axes((0.11, 2.1 / height, 0.86, (PLOTS - 2.1) / height))
+    below = figure.add_axes((0.11, 0.5 / height, 0.86, 1.5 / height), sharex=above)
+    for i, (curve, label) in enumerate(zip(curves, labels, strict=True)):
+        width = 1.1 if i or len(curves) == 1 else 2.6  # the first one shows behind a curve that equals it
+        above.plot(curve.steps, curve.losses, linewidth=width, label=label, **curve_style(i, len(curve.steps)))
+    for i, curve in enumerate(curves[1:], start=1):
+        steps, apart = differences(curve, curves[0], window=window)
+        below.plot(steps, [100 * value for value in apart], linewidth=1.4, **curve_style(i, len(steps)))
+    below.axhline(0.0, color=INK, linewidth=1.1)
+    above.set_ylabel(f"loss ({curves[0].unit})" if curves[0].unit else "loss", fontsize=9, color=INK)
+    above.tick_params(labelbottom=False)
+    below.set_ylabel("difference, %", fontsize=9, color=INK)
+    below.set_xlabel("step", fontsize=9, color=INK)
+    figure.text(0.02, 1 - 0.12 / height, headline, fontsize=12, fontweight="bold", color=INK, va="top")
+    figure.text(0.02, 1 - 0.38 / height, "\n".join(explanation), fontsize=9, color=GREY, va="top")
+    top = 1 - (0.4 + LINE * len(explanation)) / height
+    figure.legend(
+        loc="upper left", bbox_to_anchor=(0.01, top), frameon=False, fontsize=8.5, labelcolor=INK, borderpad=0.0
+    )
+    for axes in (above, below):
+        plain(axes)
+    return figure

@@ -1,62 +1,35 @@
-"""Run metrics: `metrics.jsonl`, with one object per step, the trackers, and the loss plot."""
+"""What rank 0 records of each step: a line in `metrics.jsonl`, what trackers get, and the progress for the reporter."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
 from meshwright.plan.stage_sizes import experts_per_layer, load_rows
 from meshwright.train.build_job import Job
-from meshwright.train.measure.process_memory import memory_bytes
-from meshwright.train.record.expert_load import Counts, has_full_counts, summarize_load
-from meshwright.train.record.loss_curves import LOSS, read_metrics
+from meshwright.train.measure.run_measurement import memory_bytes
+from meshwright.train.record.record_files import LOSS, MetricsFile, in_unit, read_metrics
 from meshwright.train.record.reporter import Progress, Reporter, Validation
-from meshwright.train.record.sink import RunInfo
-from meshwright.train.record.trackers import Trackers
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.train_step import StepResult
 
+if TYPE_CHECKING:
+    from meshwright.train.record.trackers import Trackers
+
 LOSS_FIGURE, LOAD_FIGURE = "loss.png", "expert-load.png"
-LOSSES = (LOSS, f"validation_{LOSS}")
 
+MAX_COUNTS_PER_STEP = 1024
+"""Counts, one per layer and expert, up to which every step's line in `metrics.jsonl` has all of them."""
 
-class MetricsFile:
-    """Writer for a run's `metrics.jsonl`, flushed after every line.
-
-    A resumed run drops the lines of steps that it repeats, so the file reads as if the run had never been interrupted.
-    Losses that an earlier version wrote without a unit are converted to `unit`.
-    """
-
-    def __init__(self, path: Path, *, after_step: int, unit: LossUnit) -> None:
-        lines = list(read_metrics(path)) if path.exists() else []
-        kept = [in_unit(line, unit) for line in lines if line["step"] <= after_step]
-        self.recorded_step: int = max((line["step"] for line in lines), default=0)
-        """Last step in the file before lines were dropped."""
-        self._path = path
-        temporary = path.with_suffix(".tmp")
-        with writing(path):
-            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-            os.replace(temporary, path)
-            self._file = path.open("a", encoding="utf-8")
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Append a step's object; non-finite values become null, since JSON has no NaN."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        with writing(self._path):
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+Counts = Sequence[Sequence[int]]
+"""Tokens per layer and expert."""
 
 
 class Recorder:
@@ -69,16 +42,7 @@ class Recorder:
         self._done = done
         self._started = time.perf_counter()
         self._file = MetricsFile(folder.metrics, after_step=done, unit=unit)
-        run = RunInfo(
-            name=job.config.name,
-            folder=folder.path,
-            config=job.config.model_dump(mode="json"),
-            plan=hashes(job.plan).fingerprint,
-            layout=job.config.mesh.layout(),
-            after_step=done,
-            recorded_step=self._file.recorded_step,
-        )
-        self._trackers = Trackers(job.config.train.trackers, run)
+        self._trackers = _start_trackers(job, folder, self._file, done) if job.config.train.trackers else None
 
     def record(
         self, result: StepResult, seconds: float, validation: Validation | None, counts: Counts | None = None
@@ -112,9 +76,10 @@ class Recorder:
                 values["expert_counts"] = counts
         values = in_unit(values, self._unit)
         self._file.write(values)
-        self._trackers.log(step, tracked_values(values))
-        for name, path in validation.images.items() if validation is not None else ():
-            self._trackers.image(step, name, path)
+        if self._trackers is not None:
+            self._trackers.log(step, tracked_values(values))
+            for name, path in validation.images.items() if validation is not None else ():
+                self._trackers.image(step, name, path)
         self._reporter.progress(self._progress(result, values))
 
     def _progress(self, result: StepResult, values: dict[str, Any]) -> Progress:
@@ -134,21 +99,30 @@ class Recorder:
 
     def record_sample(self, step: int, text: str) -> None:
         """Pass the text generated by the trained model to the trackers."""
-        self._trackers.text(step, "sample", text)
+        if self._trackers is not None:
+            self._trackers.text(step, "sample", text)
 
     def close(self, *, failed: bool) -> None:
         """Close the metrics file and the trackers; `failed` if the run did not complete."""
         self._file.close()
-        self._trackers.close(failed=failed)
+        if self._trackers is not None:
+            self._trackers.close(failed=failed)
 
 
-def in_unit(values: Mapping[str, Any], unit: LossUnit) -> dict[str, Any]:
-    """Return a step's metrics with losses in `unit` and named after it; losses with a unit in their name stay."""
-    found = {}
-    for name, value in values.items():
-        is_loss = name in LOSSES
-        found[unit.metric(name) if is_loss else name] = value * unit.scale if is_loss and value is not None else value
-    return found
+def _start_trackers(job: Job, folder: RunFolder, file: MetricsFile, done: int) -> Trackers:
+    from meshwright.train.record.sink import RunInfo
+    from meshwright.train.record.trackers import Trackers
+
+    run = RunInfo(
+        name=job.config.name,
+        folder=folder.path,
+        config=job.config.model_dump(mode="json"),
+        plan=hashes(job.plan).fingerprint,
+        layout=job.config.mesh.layout(),
+        after_step=done,
+        recorded_step=file.recorded_step,
+    )
+    return Trackers(job.config.train.trackers, run)
 
 
 def tracked_values(values: Mapping[str, Any]) -> dict[str, float]:
@@ -161,6 +135,28 @@ def tracked_values(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: int(x) if isinstance(x, bool) else x for name, x in numbers.items() if math.isfinite(x)}
 
 
+@dataclass(frozen=True)
+class LoadSummary:
+    """Balance of the experts in a step."""
+
+    max_over_mean: float | None
+    """Largest load of an expert in any layer; None if no layer got tokens."""
+    unused: int
+    """Number of experts without tokens, in all layers."""
+
+
+def summarize_load(counts: Counts) -> LoadSummary:
+    """Return the balance of the experts in a step."""
+    largest = (max(layer) * len(layer) / sum(layer) for layer in counts if any(layer))
+    return LoadSummary(max(largest, default=None), sum(count == 0 for layer in counts for count in layer))
+
+
+def has_full_counts(counts: Counts, *, step: int, last: int, every: int) -> bool:
+    """Return whether a step has all counts in its metrics: always if they are few, else, as progress lines, at the
+    first and the `last` step and at `every` few."""
+    return sum(map(len, counts)) <= MAX_COUNTS_PER_STEP or step % every == 0 or step in (1, last)
+
+
 def draw_metrics(job: Job, folder: RunFolder, unit: LossUnit) -> tuple[str, ...]:
     """Draw a run's metrics into its folder, and return the names of the files."""
     title = job.config.name
@@ -168,7 +164,7 @@ def draw_metrics(job: Job, folder: RunFolder, unit: LossUnit) -> tuple[str, ...]
     rows = load_rows(job.plan)
     if not rows:
         return (LOSS_FIGURE,)
-    from meshwright.train.record.draw_expert_load import draw_expert_load
+    from meshwright.train.record.figures import draw_expert_load
 
     out, experts = folder.path / LOAD_FIGURE, experts_per_layer(rows)
     drawn = draw_expert_load(folder.metrics, out, title=title, experts=experts)

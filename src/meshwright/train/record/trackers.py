@@ -21,9 +21,9 @@ from meshwright.settings.violation import format_fix
 from meshwright.train.record.sink import RunInfo, Sink
 
 SINKS = {
-    "tensorboard": "meshwright.train.record.tensorboard_sink:TensorBoardSink",
-    "wandb": "meshwright.train.record.wandb_sink:WandbSink",
-    "trackio": "meshwright.train.record.trackio_sink:TrackioSink",
+    "tensorboard": "meshwright.train.record.sink:TensorBoardSink",
+    "wandb": "meshwright.train.record.sink:WandbSink",
+    "trackio": "meshwright.train.record.sink:TrackioSink",
 }
 """Built-in sinks by name, which is also the name of the package and of the extra."""
 METHODS = {"start": ("run",), "log": ("step", "values"), "close": ("failed",)}

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from meshwright.errors import InputError
 from meshwright.settings.violation import format_value
-from meshwright.train.record.draw_loss_curves import differences
-from meshwright.train.record.loss_curves import Curve, differing_keys, run_names
+from meshwright.train.record.loss_curves import Curve, differences, differing_keys, run_names
 from meshwright.train.report import measured_sections, sections
 from meshwright.train.report.html import Html, Section, element, text
 from meshwright.train.report.run_data import RunData, read_run

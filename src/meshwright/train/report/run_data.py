@@ -21,8 +21,8 @@ from meshwright.models.contract.loss_unit import unit_of_metric
 from meshwright.plan.compare import hashes
 from meshwright.plan.rules import read_plan
 from meshwright.plan.run_plan import RunPlan
-from meshwright.train.record.events import read_events
-from meshwright.train.record.loss_curves import loss_key, not_a_run, read_metrics
+from meshwright.train.record.loss_curves import not_a_run
+from meshwright.train.record.record_files import loss_key, read_events, read_metrics
 
 
 @dataclass(frozen=True)

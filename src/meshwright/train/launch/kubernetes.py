@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.train.launch.scripts.cluster_job import INVALID, PORT, SAVING_S, ClusterJob, check_text
+from meshwright.train.launch.cluster_job import INVALID, PORT, SAVING_S, ClusterJob, check_text
 
 MAX_RESTARTS = 10
 WORK = "/training"

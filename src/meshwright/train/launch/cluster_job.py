@@ -1,8 +1,9 @@
-"""A run as a job of a cluster: its name, nodes, GPUs and command line, checked before a script is written."""
+"""A run as a job of a cluster, checked before anything is written, its sbatch script and its torchrun command lines."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +55,8 @@ class ClusterJob:
 
     def summary(self) -> str:
         """Describe the job in one line: `llama-tiny: 2 nodes × 2 GPUs = 4 ranks (dp_shard 4)`."""
-        nodes = f"{self.nodes} node{'s' * (self.nodes > 1)}"
-        gpus = f"{self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)}"
-        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
-        return f"{self.name}: {nodes} × {gpus} = {ranks}" + (f" ({self.mesh})" if self.num_ranks > 1 else "")
+        sizes = f"{counted(self.nodes, 'node')} × {counted(self.gpus_per_node, 'GPU')}"
+        return f"{self.name}: {sizes} = {counted(self.num_ranks, 'rank')}" + f" ({self.mesh})" * (self.num_ranks > 1)
 
 
 def make_job(
@@ -122,3 +121,105 @@ def _completed(config: RunConfig, fix: Mapping[str, Any], num_ranks: int) -> Map
     changed = config.with_keys(complete)
     valid = changed.mesh.axes().num_ranks() == num_ranks and next(violations(changed, None), None) is None
     return complete if valid else {}
+
+
+HEAD_NODE = "$HEAD_NODE"
+"""Placeholder of the host of node 0: a variable, to be set in the shell of each node."""
+
+
+def torchrun_lines(job: ClusterJob, *, host: str = HEAD_NODE) -> str:
+    """Return the command line of each node, below a comment with its number.
+
+    `host` is node 0's, as a name, an address or a shell variable.
+
+    Raises:
+        InputError: the host is none of these.
+    """
+    rule = "the host of node 0 is a name, an address, or a shell variable such as $HEAD_NODE"
+    check_text(host, r"\$[A-Za-z_]\w*|[A-Za-z0-9][\w.-]*|[0-9A-Fa-f:]+", option="--host", rule=rule, fix="node1")
+    processes = f"--nproc-per-node {job.gpus_per_node}"
+    command = f"-m meshwright {shlex.join(job.arguments())}"
+    lines = [f"# {job.summary()}"]
+    if job.nodes == 1:
+        return "\n".join([*lines, f"torchrun --standalone {processes} {command}", ""])
+    # An unset variable is an error of the shell, with its name.
+    address = f'"${{{host[1:]}:?}}"' if host.startswith("$") else host
+    for node in range(job.nodes):
+        rendezvous = f"--nnodes {job.nodes} --node-rank {node} --master-addr {address} --master-port {PORT}"
+        lines += [f"# node {node}", f"torchrun {rendezvous} {processes} {command}"]
+    return "\n".join([*lines, ""])
+
+
+BODY = """\
+export MASTER_ADDR MASTER_PORT
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}}
+
+# One task per GPU. Tasks still running 60 s after the first has ended wait for
+# ranks that are gone, and are killed.
+srun --label --wait=60 meshwright {arguments}
+status=$?
+
+# {stopped}: stopped as requested, by the time limit or a preemption, with a checkpoint.
+# Errors are not retried.
+if [ "$status" -eq {stopped} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Requests to SLURM besides nodes; None leaves one to the cluster's default."""
+
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+
+    def check(self) -> None:
+        """Check that each value is one word that SLURM accepts.
+
+        Raises:
+            InputError: a value is not.
+        """
+        if self.time is not None:
+            rule = "a time limit is minutes, hours:minutes:seconds, or days-hours:minutes:seconds"
+            pattern = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
+            check_text(self.time, pattern, option="--time", rule=rule, fix="1-00:00:00")
+        rule = "a name of SLURM's is one word"
+        for option, text in (("--partition", self.partition), ("--account", self.account)):
+            if text is not None:
+                check_text(text, r"\w[\w.,:@/+-]*", option=option, rule=rule, fix="gpu")
+
+
+def sbatch_script(job: ClusterJob, options: SlurmOptions) -> str:
+    """Return the sbatch script of a job, which expects `meshwright` in the PATH of the submitting shell.
+
+    SLURM sends SIGTERM to the tasks before the time limit (`--signal`, without `B:`) and when it preempts the job; the
+    ranks then save and exit with a code of their own. The script therefore needs no signal handler.
+
+    Raises:
+        InputError: an option has a value that SLURM does not accept.
+    """
+    options.check()
+    directives = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.gpus_per_node,
+        "gpus-per-node": job.gpus_per_node,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"TERM@{SAVING_S}",
+    }
+    lines = [
+        f"#SBATCH --{name}" + (f"={value}" if value != "" else "")
+        for name, value in directives.items()
+        if value is not None
+    ]
+    head = ["#!/bin/bash", f"# {job.summary()}", *lines, ""]
+    return "\n".join(head) + "\n" + BODY.format(arguments=shlex.join(job.arguments()), stopped=STOPPED)

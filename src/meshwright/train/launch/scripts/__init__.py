@@ -1,1 +1,0 @@
-"""Scripts that start a run on a cluster: an sbatch script, a Kubernetes JobSet, or torchrun's command lines."""
