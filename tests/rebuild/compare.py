@@ -1,4 +1,4 @@
-"""The command: `python -m tests.rebuild.compare OLD NEW`, a line for each layout."""
+"""The command, as the package's docstring describes it: a line for each layout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
+import tests.rebuild
 from tests.rebuild.differences import prediction_differences, record_differences, step_differences, tensor_differences
-from tests.rebuild.grid import grid
-from tests.rebuild.layouts import LAYOUTS, Layout, chosen, write_corpus
+from tests.rebuild.layouts import LAYOUTS, Layout, chosen, grid, write_data
 from tests.rebuild.record import Record
-from tests.rebuild.running import Workshop
-from tests.rebuild.sides import NoSuchSide, Side, open_side
+from tests.rebuild.sides import NoSuchSide, Side, Workshop, open_side
 
 T, U = TypeVar("T"), TypeVar("U")
 
@@ -86,19 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 nothing differs, 1 something does, 2 bad arguments."""
     given = _parser().parse_args(arguments)
     layouts = list(chosen(given.only, fast=given.fast))
-    with_grid = fnmatchcase(GRID, given.only)
+    with_grid = any(fnmatchcase(GRID, glob) for glob in given.only)
     if given.list:
         for layout in layouts:
-            _say(f"{layout.name:{WIDTH}}  {layout.preset} {layout.layout}{'  (resumes)' if layout.resumes else ''}")
+            marks = ", ".join(mark for mark, on in (("fast", layout.fast), ("resumes", layout.resumes)) if on)
+            _say(f"{layout.name:{WIDTH}}  {layout.preset} {layout.layout}{f'  ({marks})' if marks else ''}")
         return 0
     if not layouts and not with_grid:
-        _say(f"--only {given.only} fits no layout; --list names them")
+        _say(f"--only {' '.join(given.only)} fits no layout; --list names them")
         return 2
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # worktrees are removed then too
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-")))
         folder = (given.keep or scratch / "runs").resolve()
-        write_corpus(folder / "data")
+        write_data(folder / "data", layouts)
         try:
             old = stack.enter_context(open_side("OLD", given.old, scratch))
             new = stack.enter_context(open_side("NEW", given.new, scratch))
@@ -142,10 +142,16 @@ def _steps(word: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.rebuild.compare", description=__doc__)
-    parser.add_argument("old", help="path of a checkout, or a revision of this repository")
-    parser.add_argument("new", help="as OLD")
-    parser.add_argument("--only", default="*", metavar="GLOB", help=f"layouts by name; {GRID} is the big predictions")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.rebuild.compare",
+        description=tests.rebuild.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for side in ("old", "new"):
+        parser.add_argument(side, metavar=side.upper(), help="path of a checkout, or a revision of this repository")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="GLOB", help=f"layouts by name; {GRID} is the big predictions"
+    )
     parser.add_argument("--fast", action="store_true", help="few layouts, which cover the pairs")
     parser.add_argument("--steps", type=_steps, default=10, help="of each run")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep runs there; a revision's are not made again")

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rebuild.record import Record
-from tests.rebuild.tensors import Tensor
+from tests.rebuild.record import Record, Tensor
 
 NOTHING = "(nothing)"
 TOTALS = ("memory.", "traffic.")

@@ -13,11 +13,9 @@ import pytest
 
 from tests.rebuild.compare import main
 from tests.rebuild.differences import prediction_differences, record_differences
-from tests.rebuild.grid import grid
-from tests.rebuild.layouts import LAYOUTS, chosen
-from tests.rebuild.record import Record, read_record
+from tests.rebuild.layouts import LAYOUTS, chosen, grid
+from tests.rebuild.record import Record, Tensor, read_record, read_tensors
 from tests.rebuild.sides import ROOT, NoSuchSide, Side, open_side
-from tests.rebuild.tensors import Tensor, read_tensors
 
 LOSS = 5.551379203796387
 STEPS = tuple({"step": n, "loss": LOSS - n, "grad_norm": 1.5, "skipped": False} for n in range(1, 4))
@@ -169,9 +167,9 @@ def test_a_run_is_read_without_what_is_of_the_machine(tmp_path):
 def test_the_lists_have_no_name_twice():
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS) >= 22
     assert len({name for name, _ in grid()}) == len(list(grid())) > 200
-    fast = list(chosen("*", fast=True))
+    fast = list(chosen(["*"], fast=True))
     assert {layout.preset for layout in fast} == {layout.preset for layout in LAYOUTS}
-    assert [layout.name for layout in chosen("*zb-v*", fast=True)] == ["dit-pp-zb-v-dp_shard"]
+    assert [layout.name for layout in chosen(["*zb-v*"], fast=True)] == ["dit-pp-zb-v-dp_shard"]
 
 
 def test_a_side_is_a_checkout_or_a_revision(tmp_path):
