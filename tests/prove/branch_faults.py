@@ -48,14 +48,11 @@ def decay_before_skipping(job: Job, step: TrainStep) -> None:
 
 
 BRANCH_FAULTS: dict[str, Fault] = {
-    "steps are never skipped": Fault(
-        never_skip, SHARD2, ("a step whose loss is not finite on rank 0 changes ranks 0 and 1", "must be skipped")
-    ),
-    "the norm doesn't count": Fault(
-        look_at_the_loss_only, SHARD2, ("a step whose gradient is not finite on rank 1 changes ranks 0 and 1",)
-    ),
-    "each rank decides alone": Fault(
-        decide_alone, HYBRID, ("a step whose loss is not finite on rank 0 changes ranks 1, 2 and 3", "must agree")
-    ),
+    "steps are never skipped": Fault(never_skip, SHARD2,
+        ("a step whose loss is not finite on rank 0 changes ranks 0 and 1", "must be skipped")),
+    "the norm doesn't count": Fault(look_at_the_loss_only, SHARD2,
+        ("a step whose gradient is not finite on rank 1 changes ranks 0 and 1",)),
+    "each rank decides alone": Fault(decide_alone, HYBRID,
+        ("a step whose loss is not finite on rank 0 changes ranks 1, 2 and 3", "must agree")),
     "a skipped step decays the weights": Fault(decay_before_skipping, SHARD2, ("changes ranks 0 and 1",)),
-}
+}  # fmt: skip

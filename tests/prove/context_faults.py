@@ -1,45 +1,332 @@
-"""Seeded faults of context parallelism: on which layouts, and what the proof must say about them."""
+"""Seeded faults of context parallelism: its gradient reductions, exchanges, masks, positions and shards of tokens.
+
+Each function damages a built job before its first step, never the reference; the tables say on which layouts, and what
+the proof must say.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from meshwright.mesh.local_shards import to_local
+from meshwright.nn.attention.core import AttentionCore
+from meshwright.nn.attention.module import Attention
+from meshwright.nn.attention.rope import RotaryEmbedding, rope_tables
+from meshwright.nn.attention.token_indices import shard_indices
+from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.parallel.context import ring
+from meshwright.parallel.data_parallel import fsdp_modules
+from meshwright.plan.context.layers import contiguous
 from meshwright.prove.record.layout_run import Tamper
+from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job
-from tests.prove.context_damage import (
-    all_keys_of_hops,
-    all_times,
-    contiguous_positions,
-    contiguous_tokens,
-    divide_by_cp,
-    halves_swapped,
-    last_times,
-    local_mask,
-    local_positions,
-    merge_nothing,
-    on_rank,
-    own,
-    own_keys_only,
-    positions,
-    preparing,
-    reading,
-    received_gradient_times,
-    received_order,
-    report_own_loss,
-    same_cp_rank_of_2,
-    scores_times,
-    sums,
-    tokens_of_rank,
-    without_documents,
-    without_source,
-)
+from meshwright.train.train_step import TrainStep
 from tests.prove.seeded_faults import (
     Fault,
+    OwnChunk,
     after_backward,
     drop_all_reduce_of_replicas,
     keep_only_last_microbatch,
     leave_out_of_norm,
     serve_share_0_everywhere,
 )
+
+
+def position(job: Job) -> int:
+    """This rank's place on the axis cp."""
+    return job.axes.coordinate(job.context.rank)["cp"]
+
+
+def on_rank(rank: int, tamper: Tamper) -> Tamper:
+    """Damage one cp rank only."""
+    return lambda job, step: tamper(job, step) if position(job) == rank else None
+
+
+# ---- sums of gradients
+
+
+@dataclass
+class Weighted(OwnChunk):
+    """A reduce-scatter that weighs the contributions of the ranks of its group, in a part of its output."""
+
+    weights: Callable[[int, int], list[float]]
+    """Weights, given this rank's place in the group and the number of ranks."""
+    part: tuple[int | None, int | None] = (None, None)
+    """Start and end."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: object, async_op: bool = False
+    ) -> None:
+        rank, size, num_ranks = dist.get_rank(group), output_tensor.numel(), dist.get_world_size(group)
+        everything = [torch.empty_like(input_tensor) for _ in range(num_ranks)]
+        dist.all_gather(everything, input_tensor, group=group)
+        chunks = torch.stack([one[rank * size : (rank + 1) * size] for one in everything])
+        output_tensor.copy_(chunks.sum(0))
+        weights = torch.tensor(self.weights(rank, num_ranks), dtype=chunks.dtype)
+        part = slice(*self.part)
+        output_tensor[part] = (weights @ chunks)[part]
+
+
+def sums(weights: Callable[[int, int], list[float]], *, unit: str | None = None, parameter: str = "") -> Tamper:
+    """Weigh the contributions to the gradients of all units, of one, or of one parameter in it."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        for module in fsdp_modules(job.model) if unit is None else [_unit(job, unit)]:
+            part = _part(module, parameter, job) if parameter else (None, None)
+            module.set_custom_reduce_scatter(Weighted(weights, part))
+
+    return tamper
+
+
+def _unit(job: Job, name: str) -> Any:
+    return next(m for part in job.parts().values() for path, m in part.module.named_modules() if path == name)
+
+
+def _part(module: Any, parameter: str, job: Job) -> tuple[int, int]:
+    num_shards, start = job.axes.dp_shard * job.axes.cp, 0
+    for name, value in module.named_parameters():
+        size = value.numel() // num_shards
+        if name == parameter:
+            return start, start + size
+        start += size
+    raise AssertionError(f"{parameter} is not in the unit")
+
+
+def own(rank: int, num_ranks: int) -> list[float]:
+    return [float(other == rank) for other in range(num_ranks)]
+
+
+def same_cp_rank_of_2(rank: int, num_ranks: int) -> list[float]:
+    return [float(other % 2 == rank % 2) for other in range(num_ranks)]
+
+
+def all_times(factor: float) -> Callable[[int, int], list[float]]:
+    return lambda rank, num_ranks: [factor] * num_ranks
+
+
+def last_times(factor: float) -> Callable[[int, int], list[float]]:
+    return lambda rank, num_ranks: [1.0] * (num_ranks - 1) + [factor]
+
+
+def report_own_loss(job: Job, step: TrainStep) -> None:
+    """The loss is reported without the sum over ranks."""
+    real = step_module.all_reduce_sum
+
+    def reduce(totals: Tensor) -> Tensor:
+        own_loss = totals[0].clone()
+        found: Tensor = real(totals)
+        return torch.cat((own_loss[None], found[1:])) if totals.dim() else found
+
+    step_module.all_reduce_sum = reduce
+
+
+def divide_by_cp(job: Job, step: TrainStep) -> None:
+    """The loss divisor counts cp ranks as data-parallel ranks."""
+    real = step._task.loss_sum
+    step._task.loss_sum = lambda out, targets: real(out, targets) / job.axes.cp  # type: ignore[method-assign]
+
+
+# ---- attention
+
+
+def layers(job: Job) -> Iterator[Attention]:
+    return (m for part in job.parts().values() for m in part.module.modules() if isinstance(m, Attention))
+
+
+def preparing(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Tamper:
+    """Replace `prepare` of all attention cores, with a dense mask."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        for layer in layers(job):
+            layer.core.backend = "reference"
+            layer.core.prepare = change(layer.core.prepare)  # type: ignore[method-assign]
+
+    return tamper
+
+
+def own_keys_only(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs: replace(real(*inputs), hops=())
+
+
+def all_keys_of_hops(real: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(*inputs: Any) -> Any:
+        prepared = real(*inputs)
+        for hop in prepared.hops:
+            for mask in hop.masks:
+                mask.visible_bst.fill_(True)
+        return prepared
+
+    return prepare
+
+
+def local_mask(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Each query sees keys whose place in their rank's shard is not after its own; by heads, so all are there."""
+
+    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
+        prepared = real(mask, layout, *rest)
+        place_t = prepared.received_t % layout.num_tokens
+        prepared.mask.visible_bst = (place_t[:, None] >= place_t[None, :])[None]
+        return prepared
+
+    return prepare
+
+
+def received_order(real: Callable[..., Any]) -> Callable[..., Any]:
+    """By heads: the mask is that of tokens in their order, but they stay in the order in which they were received."""
+
+    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
+        prepared = real(mask, layout, *rest)
+        in_place = torch.arange(layout.seq_len)
+        return replace(prepared, received_t=in_place, token_t=in_place)
+
+    return prepare
+
+
+def without_documents(real: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
+        return real(replace(mask, documents=None), replace(layout, documents=None), *rest)
+
+    return prepare
+
+
+def merge_nothing(job: Job, step: TrainStep) -> None:
+    """What arrives from other ranks is not merged into the result."""
+    ring.merge = lambda out, lse, other, other_lse: (out + 0.0 * other, lse)
+
+
+def without_source(rank: int) -> Tamper:
+    """What arrives from one rank is not merged into the result."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        real_entries, real_merge, sources = ring._by_entry, ring.merge, []
+
+        def by_entry(received: Tensor, hop: Any, num_samples: int) -> list[Tensor]:
+            sources.append(hop.source)
+            return real_entries(received, hop, num_samples)
+
+        def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+            if sources[-1] != rank:
+                return real_merge(out, lse, other, other_lse)
+            return out + 0.0 * other, lse
+
+        ring._by_entry, ring.merge = by_entry, merge
+
+    return tamper
+
+
+def received_gradient_times(factor: float, *, only_values: bool = False) -> Tamper:
+    """Scale the gradients that are returned for received keys and values."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        real = ring.RingAttention._start
+
+        def start(self: Any, kv_bs2mh: Tensor, hop: Any) -> Any:
+            scaled = factor * kv_bs2mh + (1.0 - factor) * kv_bs2mh.detach()
+            if only_values:
+                scaled = torch.stack((kv_bs2mh[:, :, 0], scaled[:, :, 1]), dim=2)
+            return real(self, scaled, hop)
+
+        ring.RingAttention._start = start  # type: ignore[method-assign]
+
+    return tamper
+
+
+def scores_times(factor: float) -> Tamper:
+    """Scale the scores of attention, which is no fault of cp."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        for layer in layers(job):
+            real: AttentionCore = layer.core
+            layer.core = _Scaled(real, factor)  # type: ignore[assignment]
+
+    return tamper
+
+
+class _Scaled(AttentionCore):
+    def __init__(self, real: AttentionCore, factor: float) -> None:
+        self.real, self.factor, self.backend = real, factor, real.backend
+        self.prepare = real.prepare  # type: ignore[method-assign]
+
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any) -> Tensor:
+        return self.real(self.factor * q_bsnh, k_bsnh, v_bsnh, mask)
+
+
+# ---- positions and shards of tokens
+
+
+def positions(find: Callable[[TokenLayout], Tensor]) -> Tamper:
+    """Give RoPE other positions."""
+
+    class Other(RotaryEmbedding):
+        def tables(self, layout: TokenLayout, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            return rope_tables(find(layout), self.head_dim, theta=self.theta, scaling=self.scaling, dtype=dtype)
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        for module in (m for part in job.parts().values() for m in part.module.modules()):
+            for name, value in dict(vars(module)).items():
+                if isinstance(value, RotaryEmbedding):
+                    setattr(module, name, Other(value.head_dim, value.theta, value.scaling))
+
+    return tamper
+
+
+def local_positions(layout: TokenLayout) -> Tensor:
+    return torch.arange(layout.num_tokens)
+
+
+def contiguous_positions(layout: TokenLayout) -> Tensor:
+    return torch.arange(layout.num_tokens) + layout.rank * layout.num_tokens
+
+
+@dataclass(frozen=True)
+class _OtherTokens:
+    batch: Any
+    conditions: tuple[Any, ...]
+    inputs: Tensor
+    targets: Tensor
+
+
+def reading(find: Callable[[TokenLayout], Tensor], *, inputs: bool = True, targets: bool = True) -> Tamper:
+    """Read other tokens than those of masks and positions; `find` returns their indices [s] in a sample."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        real = step.pipeline.tokens.localize
+
+        def localize(batch: Any) -> Any:
+            local = real(batch)
+            index = find(next(one for one in local.conditions if isinstance(one, TokenLayout)))
+            other = [x[:, index] for x in (batch.inputs, batch.targets)]
+            return _OtherTokens(
+                batch, local.conditions, other[0] if inputs else local.inputs, other[1] if targets else local.targets
+            )
+
+        step.pipeline.tokens.localize = localize  # type: ignore[method-assign]
+
+    return tamper
+
+
+def tokens_of_rank(rank: int) -> Callable[[TokenLayout], Tensor]:
+    def find(layout: TokenLayout) -> Tensor:
+        assert layout.shards is not None
+        return shard_indices(layout.shards[rank])
+
+    return find
+
+
+def halves_swapped(layout: TokenLayout) -> Tensor:
+    return shard_indices(layout.shard).roll(layout.num_tokens // 2)
+
+
+def contiguous_tokens(layout: TokenLayout) -> Tensor:
+    assert layout.shards is not None
+    return shard_indices((contiguous(layout.seq_len, len(layout.shards))[layout.rank],))
+
 
 RING = ("mesh.cp=2", "mesh.cp_method=ring")
 HEADS = ("mesh.cp=2", "mesh.cp_method=heads")
@@ -62,144 +349,87 @@ def times(name: str, factor: float) -> Tamper:
 
 CONTEXT_FAULTS: dict[str, Fault] = {
     # Gradients.
-    "the sum over cp is missing": Fault(
-        sums(own), RING, ("the sum over cp is missing", "each rank holds only its local contribution"), UP
-    ),
-    "the sum over cp is missing, not that over dp_shard": Fault(
-        sums(same_cp_rank_of_2),
-        SHARDED,
-        ("the sum over cp is missing", "contributions at its own cp coordinate"),
-        UP,
-    ),
-    "the sums over dp_shard and cp are missing": Fault(
-        sums(own), SHARDED, ("the sum over dp_shard and cp is missing",), UP
-    ),
-    "the sum over cp of one unit is missing": Fault(
-        sums(own, unit="blocks.1"), RING, ("the sum over cp is missing", "of 21 gradients"), UP
-    ),
-    "the sum over cp of one norm is missing": Fault(
-        sums(own, unit="blocks.1", parameter="ffn_norm.weight"),
-        RING,
-        (f"✗ {NORM} each rank holds only its local contribution", "the sum over cp is missing"),
-        NORM,
-    ),
-    "the sum over cp is done twice": Fault(
-        sums(all_times(2.0)), RING, ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP
-    ),
-    "the sum over cp of one unit is done twice": Fault(
-        sums(all_times(3.0), unit="blocks.1"),
-        RING3,
-        ("3.000 × the reference", "summed over cp (3 ranks) once more"),
-        UP,
-    ),
-    "the sum over cp of one norm is done twice": Fault(
-        times(NORM, 2.0), RING, (f"✗ {NORM} 2.000 × the reference", "summed over cp (2 ranks) once more"), NORM
-    ),
-    "the sum over cp is done twice, by heads with documents": Fault(
-        sums(all_times(2.0)),
-        (*HEADS, "data.packing=documents"),
-        ("2.000 × the reference", "summed over cp (2 ranks) once more"),
-        UP,
-    ),
-    "the sum over cp is done twice in zb-v": Fault(
-        sums(all_times(2.0)), ZB_V, ("2.000 × the reference", "or over cp (2 ranks)"), UP
-    ),
-    "the last cp rank is left out": Fault(
-        sums(last_times(0.0)), RING3, ("the contribution of cp rank 2 is missing",), UP
-    ),
+    "the sum over cp is missing": Fault(sums(own), RING,
+        ("the sum over cp is missing", "each rank holds only its local contribution"), UP),
+    "the sum over cp is missing, not that over dp_shard": Fault(sums(same_cp_rank_of_2), SHARDED,
+        ("the sum over cp is missing", "contributions at its own cp coordinate"), UP),
+    "the sums over dp_shard and cp are missing": Fault(sums(own), SHARDED, ("the sum over dp_shard and cp is missing",),
+        UP),
+    "the sum over cp of one unit is missing": Fault(sums(own, unit="blocks.1"), RING,
+        ("the sum over cp is missing", "of 21 gradients"), UP),
+    "the sum over cp of one norm is missing": Fault(sums(own, unit="blocks.1", parameter="ffn_norm.weight"), RING,
+        (f"✗ {NORM} each rank holds only its local contribution", "the sum over cp is missing"), NORM),
+    "the sum over cp is done twice": Fault(sums(all_times(2.0)), RING,
+        ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP),
+    "the sum over cp of one unit is done twice": Fault(sums(all_times(3.0), unit="blocks.1"), RING3,
+        ("3.000 × the reference", "summed over cp (3 ranks) once more"), UP),
+    "the sum over cp of one norm is done twice": Fault(times(NORM, 2.0), RING,
+        (f"✗ {NORM} 2.000 × the reference", "summed over cp (2 ranks) once more"), NORM),
+    "the sum over cp is done twice, by heads with documents": Fault(sums(all_times(2.0)),
+        (*HEADS, "data.packing=documents"), ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP),
+    "the sum over cp is done twice in zb-v": Fault(sums(all_times(2.0)), ZB_V,
+        ("2.000 × the reference", "or over cp (2 ranks)"), UP),
+    "the last cp rank is left out": Fault(sums(last_times(0.0)), RING3, ("the contribution of cp rank 2 is missing",),
+        UP),
     "the last cp rank is counted twice": Fault(sums(last_times(2.0)), RING, ("cp rank 1 counted twice",), UP),
-    "the loss divisor counts cp ranks": Fault(
-        divide_by_cp, HEADS, ("0.500 × the reference", "averaged over cp (2 ranks) instead of summed"), UP
-    ),
-    "the reported loss is not summed over cp": Fault(
-        report_own_loss, RING, ("ranks report different losses", "the sum over cp is missing")
-    ),
+    "the loss divisor counts cp ranks": Fault(divide_by_cp, HEADS,
+        ("0.500 × the reference", "averaged over cp (2 ranks) instead of summed"), UP),
+    "the reported loss is not summed over cp": Fault(report_own_loss, RING,
+        ("ranks report different losses", "the sum over cp is missing")),
     # Positions.
-    "RoPE at local positions": Fault(
-        positions(local_positions), RING, ("RoPE uses local positions", "places in the cp rank's shard"), WQ
-    ),
-    "RoPE at local positions on cp rank 1": Fault(
-        on_rank(1, positions(local_positions)), SHARDED, ("RoPE uses local positions", "cp rank 1 (ranks 1 and 3)"), WQ
-    ),
-    "RoPE at local positions in a pipeline": Fault(
-        positions(local_positions), PIPELINE, ("RoPE uses local positions",), WQ
-    ),
-    "RoPE at positions of a contiguous order": Fault(
-        positions(contiguous_positions), HEADS, ("RoPE uses positions of consecutive tokens", "balanced order"), WQ
-    ),
+    "RoPE at local positions": Fault(positions(local_positions), RING,
+        ("RoPE uses local positions", "places in the cp rank's shard"), WQ),
+    "RoPE at local positions on cp rank 1": Fault(on_rank(1, positions(local_positions)), SHARDED,
+        ("RoPE uses local positions", "cp rank 1 (ranks 1 and 3)"), WQ),
+    "RoPE at local positions in a pipeline": Fault(positions(local_positions), PIPELINE, ("RoPE uses local positions",),
+        WQ),
+    "RoPE at positions of a contiguous order": Fault(positions(contiguous_positions), HEADS,
+        ("RoPE uses positions of consecutive tokens", "balanced order"), WQ),
     # Masks.
-    "queries miss the keys of other ranks": Fault(
-        preparing(own_keys_only), RING, ("queries miss the keys of other cp ranks",), WQ
-    ),
-    "queries of cp rank 1 miss the keys of other ranks": Fault(
-        on_rank(1, merge_nothing), RING, ("queries miss the keys of other cp ranks", "cp rank 1 (rank 1)"), WQ
-    ),
-    "keys of cp rank 2 are lost": Fault(
-        without_source(2), RING3, ("keys and values of cp rank 2 don't reach the other cp ranks",), WQ
-    ),
-    "keys of cp rank 1 are lost on cp rank 0": Fault(
-        on_rank(0, without_source(1)), RING3, ("keys and values of cp rank 1 don't reach cp rank 0",), WQ
-    ),
-    "received keys are not masked": Fault(
-        preparing(all_keys_of_hops), RING, ("keys of other cp ranks are not masked",), WQ
-    ),
-    "the mask is at local positions": Fault(
-        preparing(local_mask), HEADS, ("the mask is evaluated at local positions",), WQ
-    ),
-    "tokens stay in the order received": Fault(
-        preparing(received_order), HEADS, ("takes the tokens of each cp rank for consecutive ones",), WQ
-    ),
-    "documents are ignored": Fault(
-        preparing(without_documents), DOCUMENTS, ("documents are ignored under cp", "attend across documents"), WQ
-    ),
+    "queries miss the keys of other ranks": Fault(preparing(own_keys_only), RING,
+        ("queries miss the keys of other cp ranks",), WQ),
+    "queries of cp rank 1 miss the keys of other ranks": Fault(on_rank(1, merge_nothing), RING,
+        ("queries miss the keys of other cp ranks", "cp rank 1 (rank 1)"), WQ),
+    "keys of cp rank 2 are lost": Fault(without_source(2), RING3,
+        ("keys and values of cp rank 2 don't reach the other cp ranks",), WQ),
+    "keys of cp rank 1 are lost on cp rank 0": Fault(on_rank(0, without_source(1)), RING3,
+        ("keys and values of cp rank 1 don't reach cp rank 0",), WQ),
+    "received keys are not masked": Fault(preparing(all_keys_of_hops), RING, ("keys of other cp ranks are not masked",),
+        WQ),
+    "the mask is at local positions": Fault(preparing(local_mask), HEADS, ("the mask is evaluated at local positions",),
+        WQ),
+    "tokens stay in the order received": Fault(preparing(received_order), HEADS,
+        ("takes the tokens of each cp rank for consecutive ones",), WQ),
+    "documents are ignored": Fault(preparing(without_documents), DOCUMENTS,
+        ("documents are ignored under cp", "attend across documents"), WQ),
     # Gradients of keys and values.
-    "gradients of keys and values are not returned": Fault(
-        received_gradient_times(0.0), RING, ("gradients of keys and values are not returned to the cp rank",), WQ
-    ),
-    "gradients of keys and values are returned twice": Fault(
-        received_gradient_times(2.0), RING, ("gradients of keys and values are returned twice",), WQ
-    ),
-    "gradients of values are not returned": Fault(
-        received_gradient_times(0.0, only_values=True), RING, ("gradients of values are not returned",), WQ
-    ),
-    "gradients of keys and values are not returned to cp rank 1": Fault(
-        on_rank(1, received_gradient_times(0.0)),
-        RING,
-        ("gradients of keys and values are not returned", "cp rank 1 (rank 1)"),
-        WQ,
-    ),
+    "gradients of keys and values are not returned": Fault(received_gradient_times(0.0), RING,
+        ("gradients of keys and values are not returned to the cp rank",), WQ),
+    "gradients of keys and values are returned twice": Fault(received_gradient_times(2.0), RING,
+        ("gradients of keys and values are returned twice",), WQ),
+    "gradients of values are not returned": Fault(received_gradient_times(0.0, only_values=True), RING,
+        ("gradients of values are not returned",), WQ),
+    "gradients of keys and values are not returned to cp rank 1": Fault(on_rank(1, received_gradient_times(0.0)), RING,
+        ("gradients of keys and values are not returned", "cp rank 1 (rank 1)"), WQ),
     # Tokens.
-    "targets are sharded in another order": Fault(
-        reading(contiguous_tokens, inputs=False),
-        RING,
-        ("inputs and targets of cp ranks are sharded apart", "targets in a contiguous order"),
-        WQ,
-    ),
-    "two ranks hold the same tokens": Fault(
-        on_rank(1, reading(tokens_of_rank(0))),
-        RING,
-        ("cp rank 1 (rank 1) holds the tokens of cp rank 0, which are there twice",),
-        EMBED,
-    ),
-    "tokens of cp rank 1 are swapped": Fault(
-        on_rank(1, reading(halves_swapped)), RING, ("halves swapped", "cp rank 1 (rank 1)"), EMBED
-    ),
-}
+    "targets are sharded in another order": Fault(reading(contiguous_tokens, inputs=False), RING,
+        ("inputs and targets of cp ranks are sharded apart", "targets in a contiguous order"), WQ),
+    "two ranks hold the same tokens": Fault(on_rank(1, reading(tokens_of_rank(0))), RING,
+        ("cp rank 1 (rank 1) holds the tokens of cp rank 0, which are there twice",), EMBED),
+    "tokens of cp rank 1 are swapped": Fault(on_rank(1, reading(halves_swapped)), RING,
+        ("halves swapped", "cp rank 1 (rank 1)"), EMBED),
+}  # fmt: skip
 
 NEAR_MISSES: dict[str, Fault] = {
-    "the sum over dp_replicate is missing": Fault(
-        drop_all_reduce_of_replicas, (*RING, "mesh.dp_replicate=2"), ("the sum over dp_replicate is missing",), UP
-    ),
-    "a parameter is left out of the norm": Fault(
-        leave_out_of_norm, (*RING, "mesh.tp=2"), ("left out of the norm", "blocks.0.ffn.down.weight")
-    ),
-    "a gradient is counted three times": Fault(
-        times(UP, 3.0), RING, ("3.000 × the reference", "a factor that no axis"), UP
-    ),
+    "the sum over dp_replicate is missing": Fault(drop_all_reduce_of_replicas, (*RING, "mesh.dp_replicate=2"),
+        ("the sum over dp_replicate is missing",), UP),
+    "a parameter is left out of the norm": Fault(leave_out_of_norm, (*RING, "mesh.tp=2"),
+        ("left out of the norm", "blocks.0.ffn.down.weight")),
+    "a gradient is counted three times": Fault(times(UP, 3.0), RING, ("3.000 × the reference", "a factor that no axis"),
+        UP),
     "accumulation is overwritten": Fault(keep_only_last_microbatch, TWICE, ("only the last micro-batch",), UP),
-    "a data-parallel rank reads another's samples": Fault(
-        serve_share_0_everywhere, SHARDED, ("read the samples of data-parallel rank 0",), UP
-    ),
+    "a data-parallel rank reads another's samples": Fault(serve_share_0_everywhere, SHARDED,
+        ("read the samples of data-parallel rank 0",), UP),
     "scores are a tenth too large": Fault(scores_times(1.1), RING, ("not recognised",), WQ),
-}
+}  # fmt: skip
 """Faults under cp of something else, whose cause may not speak of cp."""

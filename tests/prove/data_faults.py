@@ -75,48 +75,29 @@ def edit_one(x: torch.Tensor) -> torch.Tensor:
 
 
 DATA_FAULTS: dict[str, Fault] = {
-    "a rank is given its neighbour's samples": Fault(
-        of_samples(lambda samples, job: -4, rank=1),
-        SHARD2,
-        ("inputs and targets of samples differ only on rank 1", "was given those of rank 0", "those of sample 0"),
-    ),
-    "a cache of the first step": Fault(
-        of_samples(lambda samples, job: -8 if samples.start >= 8 else 0),
-        SHARD2,
-        ("the data of an earlier step: a stale batch or cache", "in steps 2 and 3"),
-    ),
-    "the data of the next step": Fault(
-        of_samples(lambda samples, job: 8, rank=0), SHARD2, ("the data of a later step", "only on rank 0")
-    ),
+    "a rank is given its neighbour's samples": Fault(of_samples(lambda samples, job: -4, rank=1), SHARD2,
+        ("inputs and targets of samples differ only on rank 1", "was given those of rank 0", "those of sample 0")),
+    "a cache of the first step": Fault(of_samples(lambda samples, job: -8 if samples.start >= 8 else 0), SHARD2,
+        ("the data of an earlier step: a stale batch or cache", "in steps 2 and 3")),
+    "the data of the next step": Fault(of_samples(lambda samples, job: 8, rank=0), SHARD2,
+        ("the data of a later step", "only on rank 0")),
     "micro-batches of a rank exchanged": Fault(
-        of_samples(lambda samples, job: 2 if samples.start % 4 == 0 else -2, rank=1),
-        ACCUMULATE,
-        ("the rank's own samples are exchanged", "only on rank 1"),
-    ),
+        of_samples(lambda samples, job: 2 if samples.start % 4 == 0 else -2, rank=1), ACCUMULATE,
+        ("the rank's own samples are exchanged", "only on rank 1")),
     "another seed": Fault(other_seed(), SHARD2, ("read with another seed", "on every rank")),
-    "targets that are not shifted": Fault(
-        changed(targets=lambda x: x.roll(1, 1)), SHARD2, ("the targets of samples differ", "its inputs are right")
-    ),
-    "one token is damaged on one rank": Fault(
-        changed(rank=1, inputs=edit_one),
-        TENSOR2,
-        ("the inputs of samples differ only on rank 1", "its targets are right"),
-    ),
-}
+    "targets that are not shifted": Fault(changed(targets=lambda x: x.roll(1, 1)), SHARD2,
+        ("the targets of samples differ", "its inputs are right")),
+    "one token is damaged on one rank": Fault(changed(rank=1, inputs=edit_one), TENSOR2,
+        ("the inputs of samples differ only on rank 1", "its targets are right")),
+}  # fmt: skip
 
 
 IMAGE_FAULTS: dict[str, Fault] = {
-    "labels of one rank": Fault(
-        changed(rank=1, labels=lambda x: (x + 1) % 10),
-        SHARD2,
-        ("the labels of samples differ only on rank 1", "timesteps"),
-    ),
-    "timesteps of other samples": Fault(
-        serve(lambda real, samples, job: _other_timesteps(real(samples))),
-        SHARD2,
-        ("timesteps", "of samples differ"),
-    ),
-}
+    "labels of one rank": Fault(changed(rank=1, labels=lambda x: (x + 1) % 10), SHARD2,
+        ("the labels of samples differ only on rank 1", "timesteps")),
+    "timesteps of other samples": Fault(serve(lambda real, samples, job: _other_timesteps(real(samples))), SHARD2,
+        ("timesteps", "of samples differ")),
+}  # fmt: skip
 
 
 def _other_timesteps(batch: Any) -> Any:

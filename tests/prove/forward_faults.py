@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -122,91 +122,86 @@ def token_of_zero(x: Tensor) -> Tensor:
     return torch.cat((torch.zeros_like(x[:, :1]), x[:, 1:]), 1)
 
 
+# ---- dropout
+
+DROPOUT = "train.dropout=0.25"
+
+
+def number_local_tokens(job: Job, step: TrainStep) -> None:
+    """Number tokens by their place on the rank, as a generator on each rank would."""
+    step.pipeline.tokens._stream = (0, 2)
+
+
+def same_mask_in_every_step(job: Job, step: TrainStep) -> None:
+    """Number samples within the micro-batch."""
+    task: Any = cast(Any, step._task)._task  # what the proof records is what the model reads
+    batch = task.batch
+
+    def renumbered(samples: range) -> Any:
+        found = batch(samples)
+        return replace(found, layout=replace(found.layout, samples=tuple(range(len(samples)))))
+
+    task.batch = renumbered
+
+
+def another_site(job: Job, step: TrainStep) -> None:
+    """Give one block's first branch the number of the second."""
+    block = next(m for m in job.model.modules() if hasattr(m, "ffn_add"))
+    block.attention_add.key = block.ffn_add.key
+
+
 FORWARD_FAULTS: dict[str, Fault] = {
-    "the epsilon of a norm on one rank": Fault(
-        on_module("norm", epsilon, rank=1), SHARD2, ("the output of norm, only on rank 1", "epsilon is 0.01")
-    ),
-    "a norm in float32": Fault(
-        output("blocks.1.ffn_norm", lambda x: x.float().double()),
-        SHARD2,
-        ("the output of blocks.1.ffn_norm, on every rank", "runs in float32, in blocks.1.ffn_norm: the difference is"),
-    ),
+    "the epsilon of a norm on one rank": Fault(on_module("norm", epsilon, rank=1), SHARD2,
+        ("the output of norm, only on rank 1", "epsilon is 0.01")),
+    "a norm in float32": Fault(output("blocks.1.ffn_norm", lambda x: x.float().double()), SHARD2,
+        ("the output of blocks.1.ffn_norm, on every rank", "runs in float32, in blocks.1.ffn_norm: the difference is")),
     "a norm's gradient in float32": Fault(
         on_module("blocks.1.ffn_norm", lambda m: m.weight.register_hook(lambda gradient: gradient.float().double())),
-        TENSOR2,
-        ("not recognised", "the loss of step 1 is correct"),
-    ),
+        TENSOR2, ("not recognised", "the loss of step 1 is correct")),
     "layers in the other order": Fault(layers_in_the_other_order, SHARD2, ("blocks.1 runs before blocks.0",)),
     "no activation": Fault(on_module("blocks.1.ffn", no_activation), ONE, ("the input of blocks.1.ffn.down",)),
     "a branch is scaled": Fault(
         on_module("blocks.0.ffn_add", lambda module: setattr(module, "forward", lambda y, x, rows: x + 0.5 * y)),
-        SHARD2,
-        ("the output of blocks.0.ffn_add",),
-    ),
-    "a block does nothing": Fault(
-        on_module("blocks.1", lambda module: setattr(module, "forward", lambda x, tokens: x)),
-        SHARD2,
-        ("the module does nothing", "blocks.1"),
-    ),
-    "attention without its scale": Fault(
-        attention(lambda q, k, v, mask: (q * 2.0, k, v, mask)),
-        SHARD2,
-        ("the output of blocks.0.attention.core", "the fault is in it"),
-    ),
-    "RoPE is not applied": Fault(
-        rotary(lambda one: NoRotation(one.head_dim, one.theta, one.scaling)),
-        SHARD2,
-        ("the queries of blocks.0.attention.core", "RoPE is not applied"),
-    ),
-    "RoPE has another base": Fault(
-        rotary(lambda one: replace(one, theta=500.0)),
-        SHARD2,
-        ("the queries of blocks.0.attention.core", "RoPE has another base"),
-    ),
+        SHARD2, ("the output of blocks.0.ffn_add",)),
+    "a block does nothing": Fault(on_module("blocks.1", lambda module: setattr(module, "forward", lambda x, tokens: x)),
+        SHARD2, ("the module does nothing", "blocks.1")),
+    "attention without its scale": Fault(attention(lambda q, k, v, mask: (q * 2.0, k, v, mask)), SHARD2,
+        ("the output of blocks.0.attention.core", "the fault is in it")),
+    "RoPE is not applied": Fault(rotary(lambda one: NoRotation(one.head_dim, one.theta, one.scaling)), SHARD2,
+        ("the queries of blocks.0.attention.core", "RoPE is not applied")),
+    "RoPE has another base": Fault(rotary(lambda one: replace(one, theta=500.0)), SHARD2,
+        ("the queries of blocks.0.attention.core", "RoPE has another base")),
     "RoPE counts backwards on one rank": Fault(
-        rotary(lambda one: OtherPositions(one.head_dim, one.theta, one.scaling), rank=1),
-        SHARD2,
-        ("the queries of blocks.0.attention.core, only on rank 1", "RoPE uses other positions"),
-    ),
+        rotary(lambda one: OtherPositions(one.head_dim, one.theta, one.scaling), rank=1), SHARD2,
+        ("the queries of blocks.0.attention.core, only on rank 1", "RoPE uses other positions")),
     "heads of queries in the other order": Fault(
-        output("blocks.0.attention.wq", lambda x: x.unflatten(-1, (-1, 8)).flip(-2).flatten(-2)),
-        SHARD2,
-        ("the output of blocks.0.attention.wq", "features are exchanged"),
-    ),
-    "heads of a tp rank exchanged": Fault(
-        output("blocks.1.attention.wv", swap_halves, rank=1), TENSOR2, ("blocks.1.attention.wv", "only on rank 1")
-    ),
-    "a position is zero": Fault(
-        output("blocks.0.ffn", token_of_zero), SHARD2, ("the output of blocks.0.ffn", "at positions 0 of 16")
-    ),
-    "tokens are shifted": Fault(
-        output("embed", lambda x: x.roll(1, 1)), SHARD2, ("the output of embed", "the value of the token 1 earlier")
-    ),
-    "samples of a micro-batch exchanged": Fault(
-        output("blocks.0", lambda x: x.flip(0), rank=0), SHARD2, ("the output of blocks.0", "only on rank 0", "rows")
-    ),
-    "a bias that is not there": Fault(
-        output("blocks.0.attention.wo", lambda x: x + 0.1), SHARD2, ("blocks.0.attention.wo", "a bias")
-    ),
+        output("blocks.0.attention.wq", lambda x: x.unflatten(-1, (-1, 8)).flip(-2).flatten(-2)), SHARD2,
+        ("the output of blocks.0.attention.wq", "features are exchanged")),
+    "heads of a tp rank exchanged": Fault(output("blocks.1.attention.wv", swap_halves, rank=1), TENSOR2,
+        ("blocks.1.attention.wv", "only on rank 1")),
+    "a position is zero": Fault(output("blocks.0.ffn", token_of_zero), SHARD2,
+        ("the output of blocks.0.ffn", "at positions 0 of 16")),
+    "tokens are shifted": Fault(output("embed", lambda x: x.roll(1, 1)), SHARD2,
+        ("the output of embed", "the value of the token 1 earlier")),
+    "samples of a micro-batch exchanged": Fault(output("blocks.0", lambda x: x.flip(0), rank=0), SHARD2,
+        ("the output of blocks.0", "only on rank 0", "rows")),
+    "a bias that is not there": Fault(output("blocks.0.attention.wo", lambda x: x + 0.1), SHARD2,
+        ("blocks.0.attention.wo", "a bias")),
     "NaN in one feature": Fault(
-        output("blocks.1.ffn.up", lambda x: x.index_fill(-1, torch.tensor([3]), float("inf")), rank=1),
-        SHARD2,
-        ("not finite",),
-    ),
-    "logits are scaled": Fault(
-        output("head", lambda x: x * 0.5), SHARD2, ("the output of head", "0.500 × the right one")
-    ),
-    "label smoothing": Fault(
-        replace_loss(lambda out, targets: (out * 0.9, targets)), SHARD2, ("no value of the forward differs", "loss")
-    ),
+        output("blocks.1.ffn.up", lambda x: x.index_fill(-1, torch.tensor([3]), float("inf")), rank=1), SHARD2,
+        ("not finite",)),
+    "logits are scaled": Fault(output("head", lambda x: x * 0.5), SHARD2,
+        ("the output of head", "0.500 × the right one")),
+    "label smoothing": Fault(replace_loss(lambda out, targets: (out * 0.9, targets)), SHARD2,
+        ("no value of the forward differs", "loss")),
     "features dropped on one stage": Fault(
-        output("blocks.1.ffn.down", lambda x: x.index_fill(-1, torch.tensor([0, 1, 2, 3]), 0.0)),
-        PIPE,
-        ("the output of blocks.1.ffn.down", "in features 0…3 of 32"),
-    ),
-    "a cp rank's values are scaled": Fault(
-        output("blocks.1.attention.wv", lambda x: x * 3.0, rank=1),
-        CONTEXT,
-        ("the output of blocks.1.attention.wv, only on rank 1", "3.000 × the right one"),
-    ),
+        output("blocks.1.ffn.down", lambda x: x.index_fill(-1, torch.tensor([0, 1, 2, 3]), 0.0)), PIPE,
+        ("the output of blocks.1.ffn.down", "in features 0…3 of 32")),
+    "a cp rank's values are scaled": Fault(output("blocks.1.attention.wv", lambda x: x * 3.0, rank=1), CONTEXT,
+        ("the output of blocks.1.attention.wv, only on rank 1", "3.000 × the right one")),
+}  # fmt: skip
+DROPOUT_FAULTS: dict[str, Fault] = {
+    "tokens numbered by rank": Fault(number_local_tokens, (*TENSOR2, DROPOUT), ()),
+    "samples numbered by micro-batch": Fault(same_mask_in_every_step, (*SHARD2, DROPOUT), ()),
+    "a site used twice": Fault(another_site, (*SHARD2, DROPOUT), ()),
 }

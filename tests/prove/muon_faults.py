@@ -83,16 +83,14 @@ def keep_momentum(job: Job, step: TrainStep) -> None:
 
 
 MUON_FAULTS: dict[str, Fault] = {
-    "each rank makes its own rows orthogonal": Fault(
-        shards_alone, SHARD2, ("each rank makes its own shard orthogonal, instead of the whole matrix",)
-    ),
+    "each rank makes its own rows orthogonal": Fault(shards_alone, SHARD2,
+        ("each rank makes its own shard orthogonal, instead of the whole matrix",)),
     "momentum is not Nesterov's": Fault(another(PlainMomentum), SHARD2, ("the momentum is not Nesterov's",)),
-    "updates are not scaled": Fault(
-        another(Unscaled), SHARD2, ("updated by about 0.2 × the reference step", "a different learning rate")
-    ),
+    "updates are not scaled": Fault(another(Unscaled), SHARD2,
+        ("updated by about 0.2 × the reference step", "a different learning rate")),
     "momentum is cleared": Fault(another(Forgetful), SHARD2, ("momentum is stale",)),
     "four iterations": Fault(another(FourIterations), SHARD2, ("iterate once too little",)),
-}
+}  # fmt: skip
 UNKNOWN_MUON_FAULTS: dict[str, Fault] = {
     "a neighbour's update": Fault(another(NeighboursUpdate), SHARD2, ()),
     "matrices come back as they were": Fault(keep_momentum, SHARD2, ()),

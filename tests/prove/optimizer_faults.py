@@ -141,33 +141,28 @@ WARM = "train.warmup_steps=3"
 
 OPTIMIZER_FAULTS: dict[str, Fault] = {
     "betas exchanged": Fault(groups(beta1=0.95, beta2=0.9), SHARD2, ("the betas are exchanged",)),
-    "the betas of PyTorch": Fault(
-        groups(beta1=0.9, beta2=0.999), SHARD2, ("other betas", "beta2 = 0.999 instead of 0.95")
-    ),
+    "the betas of PyTorch": Fault(groups(beta1=0.9, beta2=0.999), SHARD2,
+        ("other betas", "beta2 = 0.999 instead of 0.95")),
     "another epsilon": Fault(groups(eps=1e-6), SHARD2, ("another epsilon", "eps = 1e-06 instead of 1e-08")),
     "the first moment is cleared": Fault(before_update(clear("exp_avg")), SHARD2, ("the first moment is stale",)),
     "the second moment is cleared": Fault(before_update(clear("exp_avg_sq")), SHARD2, ("the second moment is stale",)),
-    "the optimizer's state is cleared": Fault(
-        before_update(clear("exp_avg", "exp_avg_sq")), SHARD2, ("both moments are stale",)
-    ),
+    "the optimizer's state is cleared": Fault(before_update(clear("exp_avg", "exp_avg_sq")), SHARD2,
+        ("both moments are stale",)),
     "weights are one step late": Fault(late_weights(1), SHARD2, ("use weights that are one step late",)),
     "weights are gathered once": Fault(late_weights(9), SHARD2, ("never see the updates: gathered weights are kept",)),
-    "weights are left gathered": Fault(
-        leave_gathered, SHARD2, ("weights left gathered: they are not resharded", "ranks 0 and 1 had a shard")
-    ),
+    "weights are left gathered": Fault(leave_gathered, SHARD2,
+        ("weights left gathered: they are not resharded", "ranks 0 and 1 had a shard")),
     "decay in the gradient": Fault(decay_in_the_gradient, SHARD2, ("L2 regularisation",)),
     "decay is missing": Fault(groups(weight_decay=0.0), SHARD2, ("weight decay is missing",)),
     "everything decays": Fault(decay_of_all, SHARD2, ("decay",), "norm.weight"),
     "twice the decay": Fault(twice_the_decay, SHARD2, ("weight decay is applied", "twice")),
     "no clipping": Fault(no_clipping, SHARD2, ("clipping is missing",)),
-    "no clipping, where no step reaches the limit": Fault(
-        no_clipping, (*SHARD2, NOT_CLIPPED), ("clipping is missing",)
-    ),
+    "no clipping, where no step reaches the limit": Fault(no_clipping, (*SHARD2, NOT_CLIPPED),
+        ("clipping is missing",)),
     "clipping by tensor": Fault(clip_each_tensor, SHARD2, ("the norm of each tensor",)),
     "clipping twice": Fault(clip_twice, SHARD2, ("clipping is applied twice",)),
-    "the rate of the step before": Fault(
-        rate(lambda number: max(1, number - 1)), (*SHARD2, WARM), ("the learning rate is one step behind",)
-    ),
+    "the rate of the step before": Fault(rate(lambda number: max(1, number - 1)), (*SHARD2, WARM),
+        ("the learning rate is one step behind",)),
     "no warm-up": Fault(constant_rate, (*SHARD2, WARM), ("3 times the learning rate",)),
     "gradients are not cleared": Fault(never_clear, SHARD2, ("gradients are not cleared between steps",)),
-}
+}  # fmt: skip

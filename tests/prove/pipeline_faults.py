@@ -273,112 +273,61 @@ UP_0 = "blocks.0.ffn.up.weight"
 
 PIPELINE_FAULTS: dict[str, Fault] = {
     "two micro-batches are swapped on the way to stage 1": Fault(
-        rows(swap_microbatches(K.FORWARD, K.SEND_FORWARD, K.FREE_OUTPUT), pp=0),
-        PIPE,
-        ("rank 0 read", "with micro-batches in a different order"),
-        UP,
-    ),
-    "a W is lost": Fault(
-        rows(without("1W1"), pp=1),
-        (*PIPE, SPLIT),
-        ("micro-batch 1 is missing on stage 1 (pp rank 1)", "deferred weight gradients", "1W1"),
-        UP,
-    ),
-    "a W is run twice": Fault(
-        rows(repeat("1F1", "1I1", "1W1"), pp=1), (*PIPE, SPLIT), ("micro-batch 1 counted twice on stage 1",), UP
-    ),
-    "a micro-batch counts twice on one stage": Fault(
-        rows(repeat("0F1", "0B1"), pp=0),
-        PIPE,
-        ("micro-batch 1 counted twice on stage 0 (pp rank 0)", "0B1 ran twice"),
-        UP_0,
-    ),
-    "the last micro-batch's backward is skipped": Fault(
-        rows(without("0B3"), pp=0), PIPE, ("micro-batch 3 is missing on stage 0 (pp rank 0)", "0B3"), UP_0
-    ),
-    "a gradient is lost on the way from stage 2 to stage 1": Fault(
-        channel(SendsZeros, K.SEND_BACKWARD, pp=2, number=2),
-        LONG,
-        ("micro-batch 2 is missing on stages 0 and 1 (pp ranks 0 and 1)", "from stage 2 to stage 1"),
-        UP_0,
-    ),
-    "a gradient is sent twice and the next one never": Fault(
-        channel(SendsThePrevious, K.SEND_BACKWARD, pp=1, number=2),
-        PIPE,
-        ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "1SEND_B", "0RECV_B"),
-        UP_0,
-    ),
+        rows(swap_microbatches(K.FORWARD, K.SEND_FORWARD, K.FREE_OUTPUT), pp=0), PIPE,
+        ("rank 0 read", "with micro-batches in a different order"), UP),
+    "a W is lost": Fault(rows(without("1W1"), pp=1), (*PIPE, SPLIT),
+        ("micro-batch 1 is missing on stage 1 (pp rank 1)", "deferred weight gradients", "1W1"), UP),
+    "a W is run twice": Fault(rows(repeat("1F1", "1I1", "1W1"), pp=1), (*PIPE, SPLIT),
+        ("micro-batch 1 counted twice on stage 1",), UP),
+    "a micro-batch counts twice on one stage": Fault(rows(repeat("0F1", "0B1"), pp=0), PIPE,
+        ("micro-batch 1 counted twice on stage 0 (pp rank 0)", "0B1 ran twice"), UP_0),
+    "the last micro-batch's backward is skipped": Fault(rows(without("0B3"), pp=0), PIPE,
+        ("micro-batch 3 is missing on stage 0 (pp rank 0)", "0B3"), UP_0),
+    "a gradient is lost on the way from stage 2 to stage 1": Fault(channel(SendsZeros, K.SEND_BACKWARD, pp=2, number=2),
+        LONG, ("micro-batch 2 is missing on stages 0 and 1 (pp ranks 0 and 1)", "from stage 2 to stage 1"), UP_0),
+    "a gradient is sent twice and the next one never": Fault(channel(SendsThePrevious, K.SEND_BACKWARD, pp=1, number=2),
+        PIPE, ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "1SEND_B", "0RECV_B"), UP_0),
     "a stage gets the gradients of other micro-batches": Fault(
-        rows(swap_microbatches(K.RECV_BACKWARD, K.BACKWARD, K.FREE_GRADIENT), pp=0),
-        GPIPE,
-        ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "0RECV_B"),
-        UP_0,
-    ),
-    "an input's buffer is stale": Fault(
-        channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3), PIPE, ("stage 1 (pp rank 1) receives",), UP
-    ),
-    "inputs are overwritten before their backward": Fault(
-        rows(one_slot(K.RECV_FORWARD), pp=1),
-        (*GPIPE, "recompute.policy=full"),
-        ("gradients are wrong",),
-        "blocks.1.attention.wq.weight",
-    ),
-    "shared gradients are not added up": Fault(
-        sync_shared(0),
-        (*PIPE, TIED),
+        rows(swap_microbatches(K.RECV_BACKWARD, K.BACKWARD, K.FREE_GRADIENT), pp=0), GPIPE,
+        ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "0RECV_B"), UP_0),
+    "an input's buffer is stale": Fault(channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3), PIPE,
+        ("stage 1 (pp rank 1) receives",), UP),
+    "inputs are overwritten before their backward": Fault(rows(one_slot(K.RECV_FORWARD), pp=1),
+        (*GPIPE, "recompute.policy=full"), ("gradients are wrong",), "blocks.1.attention.wq.weight"),
+    "shared gradients are not added up": Fault(sync_shared(0), (*PIPE, TIED),
         ("the sum over pp is missing", "a shared parameter needs the sum of its gradients on stages 0 and 1"),
-        "embed.weight",
-    ),
+        "embed.weight"),
     "shared gradients are not added up, on one rank": Fault(sync_shared(0), (*VEE, TIED), (), "embed.weight"),
-    "a copy of the tied embedding starts elsewhere": Fault(
-        copy_starts_elsewhere, (*PIPE, TIED), ("initial weights differ on rank 1",), "embed.weight"
-    ),
-    "a stage is not reduced": Fault(
-        rows(without("1REDUCE"), pp=1), (*SHARDED, SPLIT), ("no gradient", "stage 1 (pp rank 1)"), UP
-    ),
-    "a stage is reduced before its last W": Fault(
-        rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT), ("micro-batch 3 is missing on stage 1",), UP
-    ),
-    "one rank of a stage loses a W": Fault(
-        on_ranks([3], rows(without("1W2"), pp=1)),
-        (*SHARDED, SPLIT),
-        ("for data-parallel rank 1 (ranks 1 and 3), micro-batch 2 is missing on stage 1 (pp rank 1)",),
-        UP,
-    ),
-    "one stage is not summed over its ranks": Fault(
-        on_ranks(STAGE_1, drop_reduce_scatter),
-        SHARDED,
-        ("the sum over dp_shard is missing", "on stage 1 (pp rank 1)"),
-        UP,
-    ),
-    "a stage's backward is cut off": Fault(
-        no_gradient_on_stage_0, PIPE, ("zero on stage 0 (pp rank 0)", "no gradient reached"), UP_0
-    ),
-    "every rank counts the loss": Fault(
-        loss_on_every_rank, PIPE, ("2.000 × the reference", "summed over pp (2 ranks)")
-    ),
-    "the last stage reads another micro-batch's targets": Fault(
-        targets_of_the_next, PIPE, ("with micro-batches in a different order", "rank 1 read"), UP
-    ),
-    "the norm leaves out a stage": Fault(
-        norm_without_stage_1, SHARDED, ("left out of the norm", "the shards of ranks 2 and 3 (pp = 1)")
-    ),
-    "the norm counts both copies of the tied embedding": Fault(
-        norm_with_copies, (*PIPE, TIED), ("counted pp (2) times", "embed.weight")
-    ),
+    "a copy of the tied embedding starts elsewhere": Fault(copy_starts_elsewhere, (*PIPE, TIED),
+        ("initial weights differ on rank 1",), "embed.weight"),
+    "a stage is not reduced": Fault(rows(without("1REDUCE"), pp=1), (*SHARDED, SPLIT),
+        ("no gradient", "stage 1 (pp rank 1)"), UP),
+    "a stage is reduced before its last W": Fault(rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT),
+        ("micro-batch 3 is missing on stage 1",), UP),
+    "one rank of a stage loses a W": Fault(on_ranks([3], rows(without("1W2"), pp=1)), (*SHARDED, SPLIT),
+        ("for data-parallel rank 1 (ranks 1 and 3), micro-batch 2 is missing on stage 1 (pp rank 1)",), UP),
+    "one stage is not summed over its ranks": Fault(on_ranks(STAGE_1, drop_reduce_scatter), SHARDED,
+        ("the sum over dp_shard is missing", "on stage 1 (pp rank 1)"), UP),
+    "a stage's backward is cut off": Fault(no_gradient_on_stage_0, PIPE,
+        ("zero on stage 0 (pp rank 0)", "no gradient reached"), UP_0),
+    "every rank counts the loss": Fault(loss_on_every_rank, PIPE,
+        ("2.000 × the reference", "summed over pp (2 ranks)")),
+    "the last stage reads another micro-batch's targets": Fault(targets_of_the_next, PIPE,
+        ("with micro-batches in a different order", "rank 1 read"), UP),
+    "the norm leaves out a stage": Fault(norm_without_stage_1, SHARDED,
+        ("left out of the norm", "the shards of ranks 2 and 3 (pp = 1)")),
+    "the norm counts both copies of the tied embedding": Fault(norm_with_copies, (*PIPE, TIED),
+        ("counted pp (2) times", "embed.weight")),
     "chunks of a rank are exchanged": Fault(swap_chunks, VEE, ("what stage 3 (pp rank 0) receives",), UP),
-    "the next chunk is handed another micro-batch": Fault(
-        hand_over_the_previous, VEE, ("1 has the value of micro-batch 0", "stage 2 (pp rank 1) receives"), UP
-    ),
-    "a stage has another stage's layer": Fault(
-        layer_of_another_stage, PIPE, ("in the reference but not in the layout", "blocks.1")
-    ),
+    "the next chunk is handed another micro-batch": Fault(hand_over_the_previous, VEE,
+        ("1 has the value of micro-batch 0", "stage 2 (pp rank 1) receives"), UP),
+    "a stage has another stage's layer": Fault(layer_of_another_stage, PIPE,
+        ("in the reference but not in the layout", "blocks.1")),
     "a layer runs twice": Fault(run_layer_twice, PIPE, ("the input of norm",), UP),
-}
+}  # fmt: skip
 
 LOUD_FAULTS: dict[str, Fault] = {
-    "an input is freed before its backward": Fault(
-        rows(free_input_early, pp=1), (*GPIPE, "pipeline.poison=true"), ("modified", "inplace")
-    )
-}
+    "an input is freed before its backward": Fault(rows(free_input_early, pp=1), (*GPIPE, "pipeline.poison=true"),
+        ("modified", "inplace")),
+}  # fmt: skip
 """Faults that end the step: autograd sees that what it saved was poisoned."""

@@ -278,88 +278,48 @@ BOTH = ("mesh.tp=2", "mesh.dp_shard=2")
 ACCUMULATE = ("mesh.dp_shard=2", "train.num_microbatches=4")
 
 FAULTS: dict[str, Fault] = {
-    "the reduce-scatter over dp_shard is dropped": Fault(
-        drop_reduce_scatter, SHARD2, ("the sum over dp_shard is missing",), "blocks.0.ffn.up.weight"
-    ),
-    "the all-reduce over dp_replicate is dropped": Fault(
-        drop_all_reduce_of_replicas, HYBRID, ("the sum over dp_replicate is missing",), "blocks.0.ffn.up.weight"
-    ),
-    "the sum over tp of norm weights is dropped": Fault(
-        skip_partial_sums_over_tp, TENSOR2, ("the sum over tp is missing",), "blocks.0.attention_norm.weight"
-    ),
-    "gradients are twice the mean": Fault(
-        divide_by(0.5),
-        SHARD2,
-        ("2.000 × the reference", "summed over dp_shard (2 ranks) instead of averaged"),
-        "norm.weight",
-    ),
-    "gradients are divided by the world size": Fault(
-        divide_by(4.0),
-        HYBRID,
-        ("0.250 × the reference", "averaged over dp_replicate × dp_shard (4 ranks)"),
-        "norm.weight",
-    ),
-    "reduced pieces go to the wrong ranks": Fault(
-        scatter_to_wrong_ranks, SHARD2, ("ranks 0 and 1 hold each other's shard",), "blocks.0.attention.wq.weight"
-    ),
-    "one gradient is counted twice": Fault(
-        after_backward(double_one), SHARD2, ("2.000 × the reference",), "blocks.1.ffn.up.weight"
-    ),
+    "the reduce-scatter over dp_shard is dropped": Fault(drop_reduce_scatter, SHARD2,
+        ("the sum over dp_shard is missing",), "blocks.0.ffn.up.weight"),
+    "the all-reduce over dp_replicate is dropped": Fault(drop_all_reduce_of_replicas, HYBRID,
+        ("the sum over dp_replicate is missing",), "blocks.0.ffn.up.weight"),
+    "the sum over tp of norm weights is dropped": Fault(skip_partial_sums_over_tp, TENSOR2,
+        ("the sum over tp is missing",), "blocks.0.attention_norm.weight"),
+    "gradients are twice the mean": Fault(divide_by(0.5), SHARD2,
+        ("2.000 × the reference", "summed over dp_shard (2 ranks) instead of averaged"), "norm.weight"),
+    "gradients are divided by the world size": Fault(divide_by(4.0), HYBRID,
+        ("0.250 × the reference", "averaged over dp_replicate × dp_shard (4 ranks)"), "norm.weight"),
+    "reduced pieces go to the wrong ranks": Fault(scatter_to_wrong_ranks, SHARD2,
+        ("ranks 0 and 1 hold each other's shard",), "blocks.0.attention.wq.weight"),
+    "one gradient is counted twice": Fault(after_backward(double_one), SHARD2, ("2.000 × the reference",),
+        "blocks.1.ffn.up.weight"),
     "a sign is flipped": Fault(after_backward(flip_sign), SHARD2, ("sign is flipped",), "blocks.0.attention.wo.weight"),
-    "a gradient is lost": Fault(
-        after_backward(lose_gradient), SHARD2, ("no gradient reached",), "blocks.1.attention.wk.weight"
-    ),
+    "a gradient is lost": Fault(after_backward(lose_gradient), SHARD2, ("no gradient reached",),
+        "blocks.1.attention.wk.weight"),
     "a NaN on one rank": Fault(after_backward(poison), SHARD2, ("not finite", "rank 1"), "norm.weight"),
-    "one element is wrong on one rank": Fault(
-        after_backward(one_rank_off, only_first=True),
-        SHARD2,
-        ("only rank 1's shard differs",),
-        "blocks.0.ffn.gate.weight",
-    ),
-    "micro-batch 0 runs in the place of 1": Fault(
-        repeat_first_microbatch, ACCUMULATE, ("micro-batch 1", "micro-batch 0"), "blocks.0.ffn.up.weight"
-    ),
-    "accumulation is overwritten": Fault(
-        keep_only_last_microbatch,
-        ("train.num_microbatches=4",),
-        ("only the last micro-batch",),
-        "blocks.0.ffn.up.weight",
-    ),
-    "every rank reads share 0": Fault(
-        read_same_share, SHARD2, ("rank 1 read", "(the samples of rank 0)"), "embed.weight"
-    ),
+    "one element is wrong on one rank": Fault(after_backward(one_rank_off, only_first=True), SHARD2,
+        ("only rank 1's shard differs",), "blocks.0.ffn.gate.weight"),
+    "micro-batch 0 runs in the place of 1": Fault(repeat_first_microbatch, ACCUMULATE,
+        ("micro-batch 1", "micro-batch 0"), "blocks.0.ffn.up.weight"),
+    "accumulation is overwritten": Fault(keep_only_last_microbatch, ("train.num_microbatches=4",),
+        ("only the last micro-batch",), "blocks.0.ffn.up.weight"),
+    "every rank reads share 0": Fault(read_same_share, SHARD2, ("rank 1 read", "(the samples of rank 0)"),
+        "embed.weight"),
     "step 2 reads step 1's samples": Fault(read_previous_batch, SHARD2, ("the sampler is 1 step behind",)),
-    "a rank is given another rank's samples": Fault(
-        serve_share_0_everywhere,
-        SHARD2,
-        ("rank 1 read the samples of data-parallel rank 0",),
-        "blocks.0.ffn.up.weight",
-    ),
-    "shares' means are summed": Fault(
-        sum_losses_of_shares,
-        HYBRID,
-        ("4.000 × the reference", "summed over dp_replicate × dp_shard (4 ranks)"),
-        "norm.weight",
-    ),
-    "a parameter is left out of the norm": Fault(
-        leave_out_of_norm, SHARD2, ("left out of the norm", "blocks.0.ffn.down.weight")
-    ),
+    "a rank is given another rank's samples": Fault(serve_share_0_everywhere, SHARD2,
+        ("rank 1 read the samples of data-parallel rank 0",), "blocks.0.ffn.up.weight"),
+    "shares' means are summed": Fault(sum_losses_of_shares, HYBRID,
+        ("4.000 × the reference", "summed over dp_replicate × dp_shard (4 ranks)"), "norm.weight"),
+    "a parameter is left out of the norm": Fault(leave_out_of_norm, SHARD2,
+        ("left out of the norm", "blocks.0.ffn.down.weight")),
     "copies count several times in the norm": Fault(count_copies_in_norm, TENSOR2, ("counted tp (2) times",)),
     "the norm is not reduced": Fault(keep_norm_local, SHARD2, ("different norms",)),
-    "a parameter is not in the optimizer": Fault(
-        freeze_by_accident, SHARD2, ("never updated",), "blocks.1.attention.wv.weight"
-    ),
-    "the learning rate is doubled": Fault(
-        double_learning_rate,
-        SHARD2,
-        ("updated by 2.000 × the reference step", "2 times the learning rate"),
-        "embed.weight",
-    ),
+    "a parameter is not in the optimizer": Fault(freeze_by_accident, SHARD2, ("never updated",),
+        "blocks.1.attention.wv.weight"),
+    "the learning rate is doubled": Fault(double_learning_rate, SHARD2,
+        ("updated by 2.000 × the reference step", "2 times the learning rate"), "embed.weight"),
     "norm weights decay": Fault(decay_norms, SHARD2, ("weight decay",), "norm.weight"),
-    "rank 1 has another seed": Fault(
-        other_seed_on_rank_1, SHARD2, ("initial weights differ", "rank 1"), "embed.weight"
-    ),
-    "rank 1 does not update": Fault(
-        skip_update_on_rank_1, SHARD2, ("never updated", "the optimizer skipped rank 1's shard"), "embed.weight"
-    ),
-}
+    "rank 1 has another seed": Fault(other_seed_on_rank_1, SHARD2, ("initial weights differ", "rank 1"),
+        "embed.weight"),
+    "rank 1 does not update": Fault(skip_update_on_rank_1, SHARD2,
+        ("never updated", "the optimizer skipped rank 1's shard"), "embed.weight"),
+}  # fmt: skip

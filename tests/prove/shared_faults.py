@@ -146,56 +146,34 @@ SHARED_FAULTS: dict[str, Fault] = {
     "off, pp 4": Fault(sync_times(0), DIT_4, ("the sum over pp is missing", DUE), BIAS_2),
     "off, one process": Fault(off_on_rank_0, ONE, ("the sum over the chunks of a rank is missing",), LABELS),
     "off, tied": Fault(sync_times(0), TIED, ("the sum over pp is missing", "on stages 0 and 1"), EMBED),
-    "twice": Fault(
-        sync_times(2), DIT, ("4.000 × the reference", "summed twice over its 4 copies", DUE), LABELS
-    ),
+    "twice": Fault(sync_times(2), DIT, ("4.000 × the reference", "summed twice over its 4 copies", DUE), LABELS),
     "twice, tied": Fault(sync_times(2), TIED, ("2.000 × the reference", "summed over pp (2 ranks)"), EMBED),
-    "averaged over ranks": Fault(
-        average_over_ranks, DIT, ("0.500 × the reference", "averaged over pp (2 ranks) instead of summed"), LABELS
-    ),
-    "averaged over copies": Fault(
-        average_over_copies, DIT, ("0.250 × the reference", "averaged over its 4 copies instead of summed"), LABELS
-    ),
-    "averaged, pp 4": Fault(
-        average_over_ranks, DIT_4, ("0.250 × the reference", "averaged over pp (4 ranks) instead of summed"), LABELS
-    ),
-    "a key is missing on rank 1": Fault(
-        on_pp_rank(1, adds_zeros(LABELS)), DIT,
+    "averaged over ranks": Fault(average_over_ranks, DIT,
+        ("0.500 × the reference", "averaged over pp (2 ranks) instead of summed"), LABELS),
+    "averaged over copies": Fault(average_over_copies, DIT,
+        ("0.250 × the reference", "averaged over its 4 copies instead of summed"), LABELS),
+    "averaged, pp 4": Fault(average_over_ranks, DIT_4,
+        ("0.250 × the reference", "averaged over pp (4 ranks) instead of summed"), LABELS),
+    "a key is missing on rank 1": Fault(on_pp_rank(1, adds_zeros(LABELS)), DIT,
         ("label_embed.weight", "the contributions of stages 1 and 3 (pp rank 1) are missing",
-         "do not enter the sum over pp"),
-        LABELS
-    ),
-    "rank 1 does not get a key's sum": Fault(
-        on_pp_rank(1, keeps_its_own(LABELS)), DIT,
-        ("rank 1 holds only the contribution of stage 1 (pp rank 1)",), LABELS
-    ),
-    "rank 1 does not get a key's sum, sharded": Fault(
-        on_pp_rank(1, keeps_its_own(LABELS)), SHARDED,
-        ("ranks 2 and 3 hold only the contribution of stage 1 (pp rank 1)", "the sum over pp"), LABELS
-    ),
-    "two keys are exchanged on rank 1": Fault(
-        on_pp_rank(1, exchange(BIAS_1, BIAS_2)), DIT,
+         "do not enter the sum over pp"), LABELS),
+    "rank 1 does not get a key's sum": Fault(on_pp_rank(1, keeps_its_own(LABELS)), DIT,
+        ("rank 1 holds only the contribution of stage 1 (pp rank 1)",), LABELS),
+    "rank 1 does not get a key's sum, sharded": Fault(on_pp_rank(1, keeps_its_own(LABELS)), SHARDED,
+        ("ranks 2 and 3 hold only the contribution of stage 1 (pp rank 1)", "the sum over pp"), LABELS),
+    "two keys are exchanged on rank 1": Fault(on_pp_rank(1, exchange(BIAS_1, BIAS_2)), DIT,
         ("contributions of time_embed.fc2.bias replace its own", "pp ranks 0 and 1 reduce", "in different orders"),
-        BIAS_1
-    ),
-    "chunks are not added up": Fault(
-        leave_out_chunks, DIT,
-        ("the contributions of stages 2 and 3", "the sum over the chunks of a rank is missing"), LABELS
-    ),
-    "chunks are not added up, one process": Fault(
-        leave_out_chunks, ONE, ("the sum over the chunks of a rank is missing",), LABELS
-    ),
-    "the second chunk does not get the sum": Fault(
-        hand_out_to_the_first, DIT,
-        ("time_embed.fc2.bias", "on stages 0 and 2 of rank 0", "including several copies on one rank")
-    ),
-    "the second chunk does not get the sum, one process": Fault(
-        hand_out_to_the_first, ONE, ("time_embed.fc2.bias", "on stages 0 and 1 of rank 0 differ")
-    ),
-    "the second chunk starts elsewhere": Fault(
-        second_copy_starts_elsewhere, DIT,
-        ("initial weight: the copies of label_embed.weight on stages 1 and 3 of rank 1 differ", "all copies", "start")
-    ),
+        BIAS_1),
+    "chunks are not added up": Fault(leave_out_chunks, DIT,
+        ("the contributions of stages 2 and 3", "the sum over the chunks of a rank is missing"), LABELS),
+    "chunks are not added up, one process": Fault(leave_out_chunks, ONE,
+        ("the sum over the chunks of a rank is missing",), LABELS),
+    "the second chunk does not get the sum": Fault(hand_out_to_the_first, DIT,
+        ("time_embed.fc2.bias", "on stages 0 and 2 of rank 0", "including several copies on one rank")),
+    "the second chunk does not get the sum, one process": Fault(hand_out_to_the_first, ONE,
+        ("time_embed.fc2.bias", "on stages 0 and 1 of rank 0 differ")),
+    "the second chunk starts elsewhere": Fault(second_copy_starts_elsewhere, DIT,
+        ("initial weight: the copies of label_embed.weight on stages 1 and 3 of rank 1 differ", "all copies", "start")),
     "the norm counts copies": Fault(norm_with_copies, DIT, ("counted 4 times", COPIES_COUNTED)),
     "the norm counts copies, one process": Fault(norm_with_copies, ONE, ("counted 2 times", COPIES_COUNTED)),
     "the norm counts copies, pp 4": Fault(norm_with_copies, DIT_4, ("counted pp (4) times",)),

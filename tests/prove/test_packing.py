@@ -1,15 +1,18 @@
-"""Packed documents: losses and gradients are those of each document alone, on every layout."""
+"""Packed documents and conversations: losses and gradients are those of each alone, on every layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from torch import Tensor
 
+from meshwright.data.mixtures.joined_windows import JoinedPacked
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
+from tests.data.chats.formats import CHATML, build, many_chats, write_lines
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.prove.proofs import assert_proved, proof, small_config
@@ -22,7 +25,7 @@ that ranks and micro-batches have very different numbers of documents and of tar
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+def source(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A token file with documents of wildly different lengths."""
     generator = np.random.default_rng(0)
     documents = [
@@ -31,28 +34,40 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     path = tmp_path_factory.mktemp("packed") / "tokens.npy"
     np.save(path, np.concatenate(documents).astype(np.uint16))
-    return str(path)
+    return [f"data.source={path}", "data.packing=documents", f"data.separator={SEPARATOR}", "model.vocab_size=256",
+            "train.sample_tokens=0"]  # fmt: skip
 
 
-def words(source: str, *more: str) -> list[str]:
-    return [f"data.source={source}", "data.packing=documents", f"data.separator={SEPARATOR}", "model.vocab_size=256",
-            "train.sample_tokens=0", *more]  # fmt: skip
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Conversations with a chat template that has no {% generation %}."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("chats")
+    build(folder / "tokenizer", CHATML)
+    write_lines(folder / "a.jsonl", many_chats(60))
+    return [f"data.source={folder}/a.jsonl", f"data.cache_dir={folder}/cache", f"data.tokenizer={folder}/tokenizer",
+            "data.chat_field=messages", "data.packing=documents", "model.vocab_size=360", "train.sample_tokens=0",
+            "train.seq_len=32"]  # fmt: skip
 
 
-QUICK = {
-    "dp, accumulation": ("mesh.dp_shard=2", "train.num_microbatches=4"),
+SHARD, SHARD_TWICE = "mesh.dp_shard=2", "mesh.dp_shard=2 train.num_microbatches=2"
+LAYOUTS = {
+    "mesh.dp_shard=2 train.num_microbatches=4": (),
+    "train.num_microbatches=2": pytest.mark.slow,
+    "mesh.dp_shard=2 mesh.dp_replicate=2": pytest.mark.slow,
+    "mesh.cp=2 mesh.cp_method=ring train.num_microbatches=4": pytest.mark.slow,
+    "mesh.tp=2 mesh.pp=2 train.num_microbatches=4": pytest.mark.slow,
 }
-SLOW = {
-    "one rank": ("train.num_microbatches=2",),
-    "dp 4": ("mesh.dp_shard=2", "mesh.dp_replicate=2"),
-    "cp 2, accumulation": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=4"),
-    "tp, 1f1b": ("mesh.tp=2", "mesh.pp=2", "train.num_microbatches=4"),
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_documents_are_as_if_alone(gang: GangPool, source: str, name: str) -> None:
-    assert_proved(gang, small_config(*words(source, *(QUICK | SLOW)[name])))
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks) for layout, marks in LAYOUTS.items()])
+def test_documents_are_as_if_alone(gang: GangPool, source: list[str], layout: str) -> None:
+    assert_proved(gang, small_config(*source, *layout.split()))
+
+
+@pytest.mark.parametrize("layout", [SHARD_TWICE, pytest.param("mesh.cp=2", marks=pytest.mark.slow)])
+def test_conversations_are_as_if_alone(gang: GangPool, chats: list[str], layout: str) -> None:
+    assert_proved(gang, small_config(*chats, *layout.split()))
 
 
 def mean_of_means(job: Job, step: TrainStep) -> None:
@@ -74,38 +89,69 @@ def divisor_of_a_rank(job: Job, step: TrainStep) -> None:
     step._count_units = lambda samples: ranks * sum(step._task.count(one) for one in samples)
 
 
+def task_of(step: TrainStep) -> Any:
+    return cast(Any, step._task)._task  # what the proof records is what the model reads
+
+
 def one_document_each(job: Job, step: TrainStep) -> None:
     """Attend across documents."""
-    task: Any = cast(Any, step._task)._task  # what the proof records is what the model reads
+    task = task_of(step)
     batch = task.batch
 
     def unpacked(samples: range) -> Any:
-        from dataclasses import replace
-
         found = batch(samples)
         return replace(found, layout=replace(found.layout, documents=None))
 
     task.batch = unpacked
 
 
+def shifted_mask(job: Job, step: TrainStep) -> None:
+    """Count the token before each that counts."""
+    loader = task_of(step)._loader
+    loader._windows = JoinedPacked(
+        tuple(replace(one, mask=replace(one.mask, start=one.mask.start + 1)) for one in loader._windows.sources)
+    )
+
+
+def no_mask(job: Job, step: TrainStep) -> None:
+    """Train on what everybody says."""
+    loader = task_of(step)._loader
+    loader._windows = JoinedPacked(tuple(replace(one, mask=None) for one in loader._windows.sources))
+
+
+def divisor_of_all_tokens(job: Job, step: TrainStep) -> None:
+    """Divide by the tokens that are no padding, as if all of them counted."""
+    task = task_of(step)
+    loader = task._loader
+
+    def count(samples: range) -> int:
+        (windows,) = loader._windows.sources
+        bounds = (windows.first_pieces[number : number + 2] for number in loader.order.windows(samples))
+        return sum(int(windows.pieces["length"][first:last].sum()) for first, last in bounds)
+
+    task.count = count
+
+
 FAULTS = {
     "mean of means": Fault(mean_of_means, ("train.num_microbatches=4",), ()),
-    "divisor of a rank": Fault(divisor_of_a_rank, ("mesh.dp_shard=2",), ()),
-    "attention across documents": Fault(one_document_each, ("mesh.dp_shard=2",), ()),
+    "divisor of a rank": Fault(divisor_of_a_rank, (SHARD,), ()),
+    "attention across documents": Fault(one_document_each, (SHARD,), ()),
+    "the mask is shifted by one": Fault(shifted_mask, (SHARD_TWICE,), ("the targets of samples differ",)),
+    "the divisor ignores the mask": Fault(divisor_of_all_tokens, (SHARD_TWICE,), ()),
+    "everything counts": Fault(no_mask, (SHARD_TWICE,), ("the targets of samples differ",)),
 }
+QUICK = ("mean of means", "the divisor ignores the mask")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(FAULTS)]
-)
-def test_packing_gone_wrong_fails(gang: GangPool, source: str, name: str) -> None:
-    config = small_config(*words(source, *FAULTS[name].layout))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAULTS])
+def test_packing_gone_wrong_fails(gang: GangPool, source: list[str], chats: list[str], name: str) -> None:
+    data = chats if FAULTS[name].layout == (SHARD_TWICE,) else source
+    config = small_config(*data, *" ".join(FAULTS[name].layout).split())
     assert not proof(gang, config, "tests.prove.test_packing", "FAULTS", name, few=True).passed
 
 
-def test_samples_differ_wildly(source: str) -> None:
-    config = small_config(*words(source))
-    windows = open_data(config).packed.train
+def test_samples_differ_wildly(source: list[str]) -> None:
+    windows = open_data(small_config(*source)).packed.train
     counts = [windows.count(np.array([window])) for window in range(windows.num_windows)]
     documents = [len(one) for one in windows.documents(np.arange(windows.num_windows))]
     assert min(counts) <= 9 and max(counts) == 16 and min(documents) == 1 and max(documents) >= 4

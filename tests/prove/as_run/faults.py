@@ -19,8 +19,8 @@ from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.prove import seeded_faults
 from tests.prove.data_faults import DATA_FAULTS
+from tests.prove.forward_faults import number_local_tokens
 from tests.prove.seeded_faults import Fault, OwnChunk, after_backward
-from tests.prove.test_dropout import number_local_tokens
 
 
 class InBfloat16(OwnChunk):
@@ -120,35 +120,26 @@ POLICY = "FSDP2's policy reduces in bfloat16"
 BEFORE = {PENDING: compile_with_pending_embeddings, POLICY: reduce_by_policy}
 """Faults that damage the trainer before the job is built."""
 FAULTS: dict[str, Fault] = {
-    "gradients are reduced in bfloat16": Fault(
-        reduce_in_bfloat16, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",), "norm.weight"
-    ),
-    "the reduce-scatter, but not the all-reduce, is in bfloat16": Fault(
-        reduce_in_bfloat16,
+    "gradients are reduced in bfloat16": Fault(reduce_in_bfloat16, SHARD2,
+        ("reduced or accumulated in bfloat16 where float32 was asked",), "norm.weight"),
+    "the reduce-scatter, but not the all-reduce, is in bfloat16": Fault(reduce_in_bfloat16,
         ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
-        ("the sum over dp_shard is made in bfloat16 where float32 was asked",),
-        "blocks.0.ffn.up.weight",
-    ),
+        ("the sum over dp_shard is made in bfloat16 where float32 was asked",), "blocks.0.ffn.up.weight"),
     POLICY: Fault(lambda job, step: None, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",)),
     "weights are kept in bfloat16": Fault(keep_weights_in_bfloat16, SHARD2, ("weights are kept in bfloat16",)),
-    "error feedback is lost": Fault(
-        lose_feedback, (*SHARD2, "comm.gradients=loco4"), ("the error feedback is missing",)
-    ),
-    "tp ranks drop other elements": Fault(
-        drop_other_elements_on_rank_1, (*STREAM2, DROPOUT), ("masks differ between tp ranks that should agree",)
-    ),
-    "tokens are numbered by rank": Fault(
-        number_local_tokens, (*TENSOR2, DROPOUT), ("rank 1 drops by the numbers of tokens of another tp rank",)
-    ),
+    "error feedback is lost": Fault(lose_feedback, (*SHARD2, "comm.gradients=loco4"),
+        ("the error feedback is missing",)),
+    "tp ranks drop other elements": Fault(drop_other_elements_on_rank_1, (*STREAM2, DROPOUT),
+        ("masks differ between tp ranks that should agree",)),
+    "tokens are numbered by rank": Fault(number_local_tokens, (*TENSOR2, DROPOUT),
+        ("rank 1 drops by the numbers of tokens of another tp rank",)),
     "the reduce-scatter over dp_shard is dropped": as_named("the reduce-scatter over dp_shard is dropped"),
     "the all-reduce over dp_replicate is dropped": as_named("the all-reduce over dp_replicate is dropped"),
-    "the sum over tp is dropped": Fault(
-        skip_sum_over_tp, TENSOR2, ("the sum over tp is missing",), "blocks.0.attention_norm.weight"
-    ),
+    "the sum over tp is dropped": Fault(skip_sum_over_tp, TENSOR2, ("the sum over tp is missing",),
+        "blocks.0.attention_norm.weight"),
     "gradients are twice the mean": as_named("gradients are twice the mean"),
-    "one gradient is counted twice": Fault(
-        after_backward(seeded_faults.double_one), SHARD2, ("2.000 × the reference",), "blocks.1.ffn.up.weight"
-    ),
+    "one gradient is counted twice": Fault(after_backward(seeded_faults.double_one), SHARD2, ("2.000 × the reference",),
+        "blocks.1.ffn.up.weight"),
     "a gradient is lost": as_named("a gradient is lost"),
     "micro-batch 0 runs in the place of 1": as_named("micro-batch 0 runs in the place of 1"),
     "a rank is given another rank's samples": as_named("a rank is given another rank's samples"),
@@ -159,15 +150,10 @@ FAULTS: dict[str, Fault] = {
     "weight decay is missing": Fault(no_weight_decay, SHARD2, ("weight decay is missing",)),
     "norm weights decay": Fault(seeded_faults.decay_norms, SHARD2, ("norm weights don't decay",)),
     "moments are lost": Fault(lose_moments, SHARD2, ("moments of earlier steps are lost",)),
-    "a parameter is not in the optimizer": as_named(
-        "a parameter is not in the optimizer", says=("never updated", "blocks.1.attention.wv.weight")
-    ),
-    PENDING: Fault(
-        lambda job, step: None,
-        (*TENSOR2, "train.compile=true", "model.num_layers=1"),
-        ("no gradient reached", "a compiled block may have lost it"),
-        "embed.weight",
-    ),
+    "a parameter is not in the optimizer": as_named("a parameter is not in the optimizer",
+        says=("never updated", "blocks.1.attention.wv.weight")),
+    PENDING: Fault(lambda job, step: None, (*TENSOR2, "train.compile=true", "model.num_layers=1"),
+        ("no gradient reached", "a compiled block may have lost it"), "embed.weight"),
     "rank 1 has another seed": as_named("rank 1 has another seed"),
     "rank 1 does not update": as_named("rank 1 does not update", says=("never updated", "only on rank 1")),
-}
+}  # fmt: skip
