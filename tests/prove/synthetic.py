@@ -7,13 +7,15 @@ settings. Everything is a random float64 tensor: no structure that a wrong diagn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
+from meshwright.prove.compare.conclude import compare
+from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.record.evidence import LayoutEvidence, RecordedShard, ReferenceEvidence
 
 STEPS = 3
@@ -37,6 +39,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
 """Shape, and the dim that tensor parallel divides."""
 
 REPLICATED_OVER_TP = [name for name, (_, dim) in SHAPES.items() if dim is None]
+EVERY, MATRIX = list(SHAPES), "blocks.0.attn.q.weight"
 
 
 @dataclass(frozen=True)
@@ -162,3 +165,48 @@ def scale(
         for shard in pieces[name]:
             if ranks is None or shard.rank in ranks:
                 shard.value.mul_(factor)
+
+
+class Case:
+    """A faultless layout with what a test needs to damage it, and what the proof says then."""
+
+    def __init__(self, axes: Axes, microbatches: int = 1) -> None:
+        self.axes = axes
+        self.reference = make_reference(axes.data_parallel(), microbatches)
+        self.layout = make_layout(self.reference, axes)
+
+    def give(self, full_of: Callable[[int, Tensor], Tensor], names: Sequence[str] = EVERY) -> None:
+        """Let each rank hold its piece of the gradient `full_of(rank, parts)`, for every parameter."""
+        for name in names:
+            parts = self.reference.partial_gradients[name]
+            hold(self.layout.gradients, self.axes, name, lambda rank, parts=parts: full_of(rank, parts))  # type: ignore[misc]
+
+    def share(self, rank: int) -> int:
+        return self.axes.data_index(rank)
+
+    def diagnoses(self, names: Sequence[str] = EVERY, tensors: str = "gradient") -> list[Diagnosis]:
+        """What the proof says of some gradients, or of other tensors; all others must be right."""
+        result = compare(self.layout, self.reference)
+        assert not result.passed
+        found = {p.name: getattr(p, tensors) for p in result.parameters}
+        assert sorted(name for name, one in found.items() if not one.ok) == sorted(names)
+        assert tensors != "gradient" or all(one.diagnosis is None for one in found.values() if one.ok)
+        return [found[name].diagnosis for name in names]
+
+    def says(
+        self, *words: str, kind: FaultKind | None = None, names: Sequence[str] = EVERY, tensors: str = "gradient"
+    ) -> None:
+        for diagnosis in self.diagnoses(names, tensors):
+            check(diagnosis, words, kind)
+
+    def says_of(self, what: str, *words: str, kind: FaultKind | None = None) -> None:
+        """What is said of the losses, or of the norm."""
+        result = compare(self.layout, self.reference)
+        assert not result.passed and not getattr(result, what).ok
+        check(getattr(result, what).diagnosis, words, kind)
+
+
+def check(diagnosis: Diagnosis, words: Sequence[str], kind: FaultKind | None) -> None:
+    """The words are said, and the kind is that."""
+    assert all(word in diagnosis.text for word in words), diagnosis.text
+    assert kind is None or diagnosis.kind is kind, diagnosis.text

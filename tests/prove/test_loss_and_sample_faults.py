@@ -7,30 +7,20 @@ import pytest
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import FaultKind
-from tests.prove.synthetic import make_layout, make_reference
+from tests.prove.synthetic import Case
 
 LAYOUTS = [Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2)]
 
 
-class Case:
+class Losses(Case):
     """A faultless layout whose losses or samples a test replaces."""
-
-    def __init__(self, axes, microbatches=1):
-        self.axes = axes
-        self.reference = make_reference(axes.data_parallel(), microbatches)
-        self.layout = make_layout(self.reference, axes)
 
     def lose(self, loss_of_rank):
         for rank in range(self.axes.num_ranks()):
             self.layout.losses[rank][0] = float(loss_of_rank(rank))
 
     def loss_says(self, *words, kind=None):
-        result = compare(self.layout, self.reference)
-        assert not result.passed
-        diagnosis = result.losses.diagnosis
-        for word in words:
-            assert word in diagnosis.text, diagnosis.text
-        assert kind is None or diagnosis.kind is kind
+        self.says_of("losses", *words, kind=kind)
 
     def samples_say(self, *words):
         result = compare(self.layout, self.reference)
@@ -43,7 +33,7 @@ class Case:
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("micro", [1, 3])
 def test_a_loss_of_the_own_share(axes, micro):
-    case = Case(axes, micro)
+    case = Losses(axes, micro)
     parts = case.reference.partial_losses
     case.lose(lambda rank: parts[axes.data_index(rank)].sum())
     case.loss_says("each rank holds only its local contribution: the sum over", kind=FaultKind.SUM_MISSING)
@@ -53,7 +43,7 @@ def test_a_loss_of_the_own_share(axes, micro):
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_losses_that_add_up_need_no_partial_losses(axes):
-    case = Case(axes)
+    case = Losses(axes)
     parts = case.reference.partial_losses.sum(1)
     case.lose(lambda rank: parts[axes.data_index(rank)] * axes.data_parallel())
     object.__setattr__(case.reference, "partial_losses", None)
@@ -66,7 +56,7 @@ def test_losses_that_add_up_need_no_partial_losses(axes):
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_losses_summed_over_microbatches(axes):
-    case = Case(axes, 5)
+    case = Losses(axes, 5)
     case.lose(lambda rank: case.reference.losses[0] * 5)
     case.loss_says("5.000 × the reference on every rank: summed over the 5 micro-batches", kind=FaultKind.SCALED)
     case.lose(lambda rank: case.reference.losses[0] / 5)
@@ -74,7 +64,7 @@ def test_losses_summed_over_microbatches(axes):
 
 
 def test_the_last_microbatchs_loss_only():
-    case = Case(LAYOUTS[0], 3)
+    case = Losses(LAYOUTS[0], 3)
     case.lose(lambda rank: case.reference.partial_losses[:, -1].sum())
     case.loss_says("only the last micro-batch (2)", kind=FaultKind.CONTRIBUTIONS)
     case.lose(lambda rank: case.reference.partial_losses[:, -1].sum() * 3)
@@ -82,7 +72,7 @@ def test_the_last_microbatchs_loss_only():
 
 
 def test_a_loss_that_nothing_explains():
-    case = Case(LAYOUTS[1])
+    case = Losses(LAYOUTS[1])
     case.lose(lambda rank: case.reference.losses[0] * 1.01)
     case.loss_says("not recognised: the forward pass differs", kind=FaultKind.UNRECOGNISED)
     case.lose(lambda rank: case.reference.losses[0] * (1 + 0.01 * (rank == 2)))
@@ -92,17 +82,17 @@ def test_a_loss_that_nothing_explains():
 
 
 def test_later_losses():
-    case = Case(LAYOUTS[0])
+    case = Losses(LAYOUTS[0])
     for losses in case.layout.losses:
         losses[1:] = losses[:-1]
     case.loss_says("loss of step 2 matches step 1 of the reference: one step behind", kind=FaultKind.OUT_OF_STEP)
-    case = Case(LAYOUTS[0])
+    case = Losses(LAYOUTS[0])
     case.layout.losses[1][2] += 1e-3
     case.loss_says("loss correct in step 1, wrong from step 3 on", "not recognised")
 
 
 def test_a_rank_reads_another_ranks_share():
-    case = Case(Axes(dp_shard=2, tp=2), 2)
+    case = Losses(Axes(dp_shard=2, tp=2), 2)
     for rank in (2, 3):
         case.layout.samples[rank] = [list(batch) for batch in case.layout.samples[0]]
     case.samples_say(
@@ -112,13 +102,13 @@ def test_a_rank_reads_another_ranks_share():
 
 
 def test_microbatches_in_another_order():
-    case = Case(Axes(dp_shard=2), 2)
+    case = Losses(Axes(dp_shard=2), 2)
     case.layout.samples[1][0] = [6, 7, 4, 5]
     case.samples_say("rank 1 read samples 6, 7, 4, 5 instead of 4…7", "micro-batches in a different order", "step 1")
 
 
 def test_samples_in_another_order():
-    case = Case(Axes(dp_shard=2), 2)
+    case = Losses(Axes(dp_shard=2), 2)
     case.layout.samples[1][2] = [21, 20, 22, 23]
     case.samples_say("the correct samples, in a different order", "in step 3")
     case.layout.samples[1][2] = [23, 22, 21, 20]
@@ -126,14 +116,14 @@ def test_samples_in_another_order():
 
 
 def test_samples_of_the_step_before():
-    case = Case(Axes(dp_shard=2))
+    case = Losses(Axes(dp_shard=2))
     for rank in (0, 1):
         case.layout.samples[rank][1] = list(case.layout.samples[rank][0])
     case.samples_say("rank 0 read samples 0, 1 instead of 4, 5 (its samples of step 1)", "the sampler is 1 step behind")
 
 
 def test_a_batch_that_is_not_divided_or_divided_otherwise():
-    case = Case(Axes(dp_shard=2), 2)
+    case = Losses(Axes(dp_shard=2), 2)
     for rank in (0, 1):
         case.layout.samples[rank][0] = list(range(8))
     case.samples_say("read 8 samples (0…7) instead of 4 (0…3)", "the rank reads all of it")

@@ -7,9 +7,8 @@ import math
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import FaultKind
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, hold, make_layout, make_reference, scale
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, Case, hold, scale
 
 LAYOUTS = [
     Axes(dp_replicate=2, dp_shard=2),
@@ -20,13 +19,11 @@ LAYOUTS = [
 ]
 
 
-class Norms:
+class Norms(Case):
     """A faultless layout whose norm of step 1 a test replaces."""
 
     def __init__(self, axes):
-        self.axes = axes
-        self.reference = make_reference(axes.data_parallel(), 1)
-        self.layout = make_layout(self.reference, axes)
+        super().__init__(axes)
         self.due = self.reference.grad_norms[0]
 
     def square(self, name):
@@ -46,13 +43,7 @@ class Norms:
             self.layout.grad_norms[rank][0] = math.sqrt(squares_of_rank(rank))
 
     def says(self, *words, kind=None):
-        result = compare(self.layout, self.reference)
-        assert not result.passed
-        assert not result.grad_norm.ok
-        diagnosis = result.grad_norm.diagnosis
-        for word in words:
-            assert word in diagnosis.text, diagnosis.text
-        assert kind is None or diagnosis.kind is kind
+        self.says_of("grad_norm", *words, kind=kind)
 
 
 @pytest.mark.parametrize(

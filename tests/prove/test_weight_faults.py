@@ -8,22 +8,18 @@ import torch
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import FaultKind
-from tests.prove.synthetic import SHAPES, Optimizer, hold, make_layout, make_reference, optimize, scale
+from tests.prove.synthetic import EVERY, MATRIX, SHAPES, Case, Optimizer, hold, optimize, scale
 
-MATRIX = "blocks.0.attn.q.weight"
-EVERY = list(SHAPES)
 MATRICES = [name for name, (shape, _) in SHAPES.items() if len(shape) > 1]
 VECTORS = [name for name in EVERY if name not in MATRICES]
 LAYOUTS = [Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=4), Axes(dp_shard=2, tp=2)]
 
 
-class Case:
+class Weights(Case):
     """A faultless layout whose weights a test replaces."""
 
     def __init__(self, axes, *, after_first=True):
-        self.axes = axes
-        self.reference = make_reference(axes.data_parallel(), 1)
-        self.layout = make_layout(self.reference, axes)
+        super().__init__(axes)
         if not after_first:
             self.layout.after_first.clear()
 
@@ -37,36 +33,28 @@ class Case:
 
     def says(self, *words, names, kind=None, first=True):
         """What is said of the first update (or of the last value) of exactly these parameters."""
-        result = compare(self.layout, self.reference)
-        assert not result.passed
-        wrong = {p.name: p.first if first else p.final for p in result.parameters}
-        wrong = {name: tensor.diagnosis for name, tensor in wrong.items() if not tensor.ok}
-        assert sorted(wrong) == sorted(names)
-        for diagnosis in wrong.values():
-            for word in words:
-                assert word in diagnosis.text, diagnosis.text
-            assert kind is None or diagnosis.kind is kind
-        return result
+        super().says(*words, names=names, kind=kind, tensors="first" if first else "final")
+        return compare(self.layout, self.reference)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_parameter_that_is_never_updated(axes, first):
-    case = Case(axes, after_first=first)
+    case = Weights(axes, after_first=first)
     case.optimize_with([MATRIX, "gate.bias"], num_steps=0)
     words = "never updated, still at its initial value on every rank: the parameter is not in the optimizer"
     case.says(words, names=[MATRIX, "gate.bias"], kind=FaultKind.NOT_UPDATED, first=first)
 
 
 def test_a_parameter_that_misses_the_first_step_only():
-    case = Case(LAYOUTS[0])
+    case = Weights(LAYOUTS[0])
     hold(case.layout.after_first, case.axes, MATRIX, lambda rank: case.reference.initial[MATRIX])
     case.says("not updated in step 1, still at its initial value", names=[MATRIX], kind=FaultKind.NOT_UPDATED)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_ranks_piece_is_not_updated(first):
-    case = Case(Axes(dp_shard=4), after_first=first)
+    case = Weights(Axes(dp_shard=4), after_first=first)
     for pieces in (case.layout.after_first, case.layout.parameters):
         if pieces:
             pieces[MATRIX][1].value.copy_(case.layout.initial[MATRIX][1].value)
@@ -75,7 +63,7 @@ def test_one_ranks_piece_is_not_updated(first):
 
 
 def test_what_differs_elsewhere_may_follow_from_a_rank_that_is_not_updated():
-    case = Case(Axes(dp_shard=4), after_first=False)
+    case = Weights(Axes(dp_shard=4), after_first=False)
     for name in EVERY:
         scale(case.layout.parameters, [name], 1.001, ranks={0, 2, 3})
         case.layout.parameters[name][1].value.copy_(case.layout.initial[name][1].value)
@@ -89,7 +77,7 @@ def test_what_differs_elsewhere_may_follow_from_a_rank_that_is_not_updated():
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_twice_the_learning_rate(axes):
-    case = Case(axes)
+    case = Weights(axes)
     case.optimize_with(lr=2e-3)
     words = "updated by 2.000 × the reference step on every rank", "2 times the learning rate"
     result = case.says(*words, names=EVERY, kind=FaultKind.STEP_SCALED)
@@ -97,33 +85,33 @@ def test_twice_the_learning_rate(axes):
 
 
 def test_another_learning_rate_is_only_about_known_after_several_steps():
-    case = Case(Axes(dp_shard=2), after_first=False)
+    case = Weights(Axes(dp_shard=2), after_first=False)
     case.optimize_with(MATRICES, lr=0.5e-3)
     case.says("updated by about 0.5 × the reference step", names=MATRICES, kind=FaultKind.STEP_SCALED, first=False)
 
 
 def test_an_update_in_the_opposite_direction():
-    case = Case(Axes(dp_shard=2))
+    case = Weights(Axes(dp_shard=2))
     case.optimize_with(lr=-1e-3)
     case.says("updated by −1.000 ×", "opposite direction", names=EVERY, kind=FaultKind.STEP_SCALED)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_weight_decay_is_missing(first):
-    case = Case(Axes(dp_shard=2, tp=2), after_first=first)
+    case = Weights(Axes(dp_shard=2, tp=2), after_first=first)
     case.optimize_with(decay=0.0)
     case.says("weight decay is missing", names=MATRICES, kind=FaultKind.WEIGHT_DECAY, first=first)
 
 
 def test_weight_decay_where_none_is_due():
-    case = Case(Axes(dp_shard=2, tp=2))
+    case = Weights(Axes(dp_shard=2, tp=2))
     case.optimize_with(decay_all=True)
     words = "off by −0.0001 × the weights", "weight decay is applied where it should not be"
     case.says(*words, names=VECTORS, kind=FaultKind.WEIGHT_DECAY)
 
 
 def test_updated_pieces_exchanged_between_ranks():
-    case = Case(Axes(dp_shard=4))
+    case = Weights(Axes(dp_shard=4))
     for pieces in (case.layout.after_first, case.layout.parameters):
         held = pieces[MATRIX]
         first = held[2].value.clone()
@@ -133,7 +121,7 @@ def test_updated_pieces_exchanged_between_ranks():
 
 
 def test_replicas_that_drift_apart():
-    case = Case(Axes(dp_replicate=2, dp_shard=2))
+    case = Weights(Axes(dp_replicate=2, dp_shard=2))
     case.layout.parameters[MATRIX][3].value.add_(1e-6 * torch.randn(4, 6, dtype=torch.float64))
     words = "replicas differ between ranks 1 and 3 along dp_replicate: only rank 3 differs from the reference"
     result = case.says(words, names=[MATRIX], kind=FaultKind.REPLICAS_DIFFER, first=False)
@@ -141,14 +129,14 @@ def test_replicas_that_drift_apart():
 
 
 def test_an_unknown_fault_of_the_optimizer():
-    case = Case(Axes(dp_shard=2))
+    case = Weights(Axes(dp_shard=2))
     case.layout.parameters[MATRIX][1].value.add_(1e-6 * torch.randn(4, 6, dtype=torch.float64))
     words = "not recognised: only rank 1's shard differs; everything is correct up to the first update"
     case.says(words, names=[MATRIX], kind=FaultKind.UNRECOGNISED, first=False)
 
 
 def test_weights_after_wrong_gradients_follow_from_them():
-    case = Case(Axes(dp_shard=2))
+    case = Weights(Axes(dp_shard=2))
     scale(case.layout.gradients, [MATRIX], 2.0)
     for name in EVERY:
         scale(case.layout.parameters, [name], 1.01)
@@ -162,7 +150,7 @@ def test_weights_after_wrong_gradients_follow_from_them():
 
 
 def test_initial_weights_that_differ():
-    case = Case(Axes(dp_shard=4))
+    case = Weights(Axes(dp_shard=4))
     for pieces in (case.layout.initial, case.layout.gradients):
         pieces[MATRIX][2].value.add_(torch.randn(2, 6, dtype=torch.float64))
     (wrong,) = (p for p in compare(case.layout, case.reference).parameters if not p.ok)
@@ -173,7 +161,7 @@ def test_initial_weights_that_differ():
 
 
 def test_initial_weights_that_were_not_recorded_are_a_note():
-    case = Case(Axes(dp_shard=2))
+    case = Weights(Axes(dp_shard=2))
     case.layout.initial.clear()
     result = compare(case.layout, case.reference)
     assert result.passed
