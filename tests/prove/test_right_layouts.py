@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.plan.load_config import load
+from meshwright.plan.rules import load
 from meshwright.prove.spec import as_proof
 from tests.gangs.gang import GangPool
 from tests.prove.proofs import assert_proved, small_config, small_dit_config, small_expert_config

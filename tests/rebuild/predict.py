@@ -74,11 +74,13 @@ def by_api(line: Sequence[str]) -> Figures:
 
 
 def _functions() -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Find the functions that load a configuration and make its plan, by either of their names."""
-    for load, make in (("load_config", "make_plan"), ("load", "make")):
-        if find_spec(f"meshwright.plan.{make}"):
-            return import_module(f"meshwright.plan.{load}").load, import_module(f"meshwright.plan.{make}").make_plan
-    raise ImportError("neither meshwright.plan.make_plan nor meshwright.plan.make")
+    """Find the functions that load a configuration and make its plan, by any of their modules' names."""
+    for load, make in (("rules", "make_plan"), ("load_config", "make_plan"), ("load", "make")):
+        if find_spec(f"meshwright.plan.{load}") and find_spec(f"meshwright.plan.{make}"):
+            found = getattr(import_module(f"meshwright.plan.{load}"), "load", None)
+            if found:
+                return found, import_module(f"meshwright.plan.{make}").make_plan
+    raise ImportError("no meshwright.plan.rules, .load_config or .load that has load")
 
 
 def by_plan(line: Sequence[str]) -> Figures:
