@@ -9,14 +9,14 @@ of `layouts.grid`. Of some layouts NEW also goes on from OLD's checkpoint of the
 itself. One line a layout: equal, or what differs first. Exit code 0: nothing differs; 1: something does; 2: bad
 arguments.
 
-Which layouts: all of them take a quarter of an hour on two cores, so choose. `--list` prints each with its words, whether it
-is of the fast ones and whether NEW goes on from OLD's checkpoint. While working, take those that run the code that
-changed, by parts of their names: `--only '*pp-*'` for stages, `'*loco*' '*int*'` for codecs, `'*cp*' 'packed-*'
-'chats-*'` for context parallelism and data, `'hf-*'` for transformers and LoRA. `--fast` keeps one or two of
-each kind of run; `--only grid` asks for predictions alone, which takes a minute. Before a rebuild is called done, run
-all, with `--keep`: then the results of a side given as a revision are kept, by commit and layout, so that OLD runs
-once; a checkout's are made anew each time. `--new-word KEY=VALUE` gives NEW another word, to see that a difference is
-found. A new layout is a line of `layouts.LAYOUTS`, as small as the others, and needs nothing else.
+Which layouts: all of them take a quarter of an hour on two cores, so choose. `--list` prints each with its words,
+whether it is of the fast ones and whether NEW goes on from OLD's checkpoint. While working, take those that run the
+code that changed, by parts of their names: `--only '*pp-*'` for stages, `'*loco*' '*int*'` for codecs, `'*cp*'
+'packed-*' 'chats-*'` for context parallelism and data, `'hf-*'` for transformers and LoRA. `--fast` keeps one or two of
+each kind of run; `--only grid` asks for predictions alone, in half a minute. Before a rebuild is called done, run all,
+with `--keep`: then the results of a side given as a revision are kept, by commit and layout, so that OLD runs once; a
+checkout's are made anew each time. `--new-word KEY=VALUE` gives NEW another word, to see that a difference is found. A
+new layout is a line of `layouts.LAYOUTS`, as small as the others, and needs nothing else.
 
 Run it from the root of the repository, in an environment with what the package needs; `hf-*` needs transformers and
 peft, `chats-*` tokenizers.
