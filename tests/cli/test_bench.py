@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from meshwright.cli import bench
+from meshwright.cli import main as bench
 from meshwright.errors import InputError
 
 

@@ -8,7 +8,7 @@ import pytest
 import typer.main
 
 from meshwright.cli.main import app
-from meshwright.cli.unknown_words import COMMANDS
+from meshwright.cli.usage_errors import COMMANDS
 from meshwright.config.schema import RunConfig
 from tests.helpers import alternatives, outcome, shown_error
 

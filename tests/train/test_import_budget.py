@@ -60,7 +60,7 @@ def test_a_rank_of_a_plain_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "num_modules", "num_lines"), [("--help", 65, 7_200), ("plan llama-tiny mesh.dp_shard=2", 180, 19_000)]
+    ("words", "num_modules", "num_lines"), [("--help", 20, 1_900), ("plan llama-tiny mesh.dp_shard=2", 120, 16_600)]
 )
 def test_a_command(words: str, num_modules: int, num_lines: int) -> None:
     code = f"{COUNT}\nimport atexit\natexit.register(lambda: print(len(ours()), sum(ours().values())))\n"

@@ -1,27 +1,38 @@
-"""`meshwright checkpoint`: list and verify checkpoints, and convert them to and from Hugging Face's format."""
+"""`meshwright checkpoint`: list and verify checkpoints, and convert them to and from Hugging Face's format.
+
+An import makes a run folder, whose configuration trains the weights with the tokenizer that they came with."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from meshwright.checkpoint.manifest import list_checkpoints, model_arguments, newest_valid, read_manifest, verify
-from meshwright.cli.unknown_words import Commands
-from meshwright.cli.usage_errors import Command
+from meshwright.checkpoint.manifest import (
+    Manifest,
+    list_checkpoints,
+    model_arguments,
+    newest_valid,
+    read_manifest,
+    read_sidecars,
+    verify,
+)
+from meshwright.cli.usage_errors import Command, Commands
 from meshwright.cli.wrapping import paint, show
-from meshwright.errors import CheckpointError, continue_command
+from meshwright.config.source import CONFIG_FILE, values_to_toml
+from meshwright.data.tokenizer_files import TOKENIZER
+from meshwright.errors import CheckpointError, RunError, continue_command
+from meshwright.models.contract.family import OtherWeights, family_names, find_family
+from meshwright.train.run_folder import IMPORTED
 from meshwright.units import counted, format_bytes
 
-if TYPE_CHECKING:
-    from meshwright.models.contract.family import OtherWeights
-
-app = typer.Typer(cls=Commands, help="List, verify, export and import checkpoints.", no_args_is_help=True)
+app = typer.Typer(cls=Commands)
 
 
 class ExportDtype(StrEnum):
@@ -77,8 +88,6 @@ def export(
     ] = None,
 ) -> None:
     """Write the model's weights in Hugging Face's format, with its parameter names; of a LoRA run, the adapters."""
-    from meshwright.data.tokenizer_files import TOKENIZER
-
     path = _newest_valid(checkpoint)
     notes = _weights_of(path).export(path, out, merge=merge, dtype=dtype)
     show(f"{path} → {out}")
@@ -94,8 +103,6 @@ def import_(
     out: Annotated[Path, typer.Argument(help="A new run folder, which gets the checkpoint and a config.toml.")],
 ) -> None:
     """Make a checkpoint of step 0 and a configuration from Hugging Face weights, and keep their tokenizer."""
-    from meshwright.cli.imported_run import check_unused, own_keys, write_run
-    from meshwright.data.tokenizer_files import TOKENIZER
     from meshwright.models.huggingface.source_folder import check_source
 
     check_source(source, out)
@@ -119,8 +126,6 @@ def _weights_of(checkpoint: Path) -> OtherWeights:
     Raises:
         CheckpointError: the family has no external weight format.
     """
-    from meshwright.models.contract.family import family_names, find_family
-
     kind = str(read_manifest(checkpoint).model.get("kind"))
     weights = find_family(kind).other_weights()
     if weights is None:
@@ -139,8 +144,6 @@ def _weights_like(source: Path) -> OtherWeights:
 
     Returns the first format if the file can't be read: loading raises a clear error.
     """
-    from meshwright.models.contract.family import family_names, find_family
-
     formats = (find_family(name).other_weights() for name in family_names())
     known = [weights for weights in formats if weights is not None]
     try:
@@ -207,3 +210,72 @@ def _near(folder: Path) -> Path | None:
         if found := [path.parents[2] for path in place.glob("*/checkpoints/*/manifest.json")]:
             return max(found, key=lambda run: run.stat().st_mtime)
     return None
+
+
+FINE_TUNING_LR = 2e-5
+"""Peak learning rate; the default is for new weights, and would destroy trained ones."""
+
+
+def check_unused(out: Path) -> None:
+    """Check that a folder has no configuration that an import would overwrite.
+
+    Raises:
+        CheckpointError: it has one.
+    """
+    if (out / CONFIG_FILE).exists():
+        raise CheckpointError(
+            f"{out} already has a {CONFIG_FILE}",
+            where=str(out),
+            rule="imported weights start a new run, and an import overwrites no files",
+            fix=f"import into a new folder, such as {quote(str(out / 'imported'))}",
+        )
+
+
+def write_run(manifest: Manifest, out: Path, *, name: str) -> bool:
+    """Write the configuration and the kept files of an imported checkpoint into its run folder.
+
+    Args:
+        manifest: of the checkpoint.
+        out: the run folder.
+        name: name of the run.
+
+    Returns:
+        Whether there is a tokenizer for training.
+
+    Raises:
+        RunError: a file cannot be written.
+    """
+    kept, folder = read_sidecars(manifest), (out / IMPORTED).resolve()
+    try:
+        for file, content in kept.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes(content)
+        (out / CONFIG_FILE).write_text(_configuration(manifest, kept, folder, name), "utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {error.filename}: {error.strerror}",
+            where=str(out),
+            rule="an import writes a configuration and the model's tokenizer beside the checkpoint",
+            fix=f"free some disk space, remove {quote(str(out))}, and import again",
+        ) from None
+    return TOKENIZER in kept
+
+
+def own_keys(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's keys in the configuration, without what follows from other keys."""
+    keys = find_family(str(model["kind"])).sections["model"].model_fields
+    return {name: value for name, value in model.items() if name in keys}
+
+
+def _configuration(manifest: Manifest, kept: Mapping[str, bytes], folder: Path, name: str) -> str:
+    from meshwright.config.schema import TrainConfig
+
+    train: dict[str, Any] = {"lr": FINE_TUNING_LR}
+    context = json.loads(kept["config.json"]).get("max_position_embeddings")
+    if context and context < TrainConfig().seq_len:
+        train["seq_len"] = context
+    values: dict[str, Any] = {"name": name, "model": own_keys(manifest.model), "train": train}
+    if TOKENIZER in kept:
+        values["data"] = {"tokenizer": str(folder / TOKENIZER)}
+    limit = f", for at most {counted(context, 'token')}" if context else ""
+    return f"# Imported from Hugging Face's format{limit}.\n{values_to_toml(values)}"

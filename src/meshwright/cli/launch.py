@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.config_arguments import Words, split_words
-from meshwright.cli.unknown_words import Commands, ConfigCommand
+from meshwright.cli.usage_errors import Commands, ConfigCommand
 from meshwright.cli.wrapping import show
 from meshwright.units import format_bytes
 
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 OUT_OPTION = "command line, -o"
 
-app = typer.Typer(
-    cls=Commands,
-    help="Write the script that starts a run on a cluster; nothing is submitted.",
-    no_args_is_help=True,
-)
+app = typer.Typer(cls=Commands)
 
 Nodes = Annotated[int, typer.Option(min=1, help="Number of nodes, such as 2.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs per node, such as 8; one rank per GPU.")]

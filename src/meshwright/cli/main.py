@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 import typer
 
 from meshwright import __version__
-from meshwright.cli import (
-    bench,
-    checkpoint,
-    doctor,
-    keys,
-    launch,
-    plan,
-    presets,
-    prove,
-    prove_script,
-    report,
-    run,
-    use_model,
-)
-from meshwright.cli.draw import pipeline
-from meshwright.cli.unknown_words import Commands, ConfigCommand
-from meshwright.cli.usage_errors import Command
+from meshwright.cli import config_arguments, doctor, plan, prove, run
+from meshwright.cli.usage_errors import Command, Commands, ConfigCommand, commands_of
 from meshwright.cli.wrapping import CLEAR_LINE, is_terminal, paint, show, tolerate
-from meshwright.errors import MeshwrightError
+from meshwright.errors import InputError, MeshwrightError
 from meshwright.lasting_output import lasting_output, unwritten
+
+
+def add_bench(app: typer.Typer) -> None:
+    """Add the command of the package `meshwright-bench` if it is installed, else one that says how to install it."""
+    if find_spec("meshwright_bench") is None:
+        app.command("bench", context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(bench)
+    else:
+        from meshwright_bench.command import bench as measure
+
+        app.command("bench", cls=Command)(measure)
+
+
+def bench(context: typer.Context) -> None:
+    """Measure a part of Meshwright against the obvious alternative (needs the package meshwright-bench)."""
+    raise InputError(
+        "the benchmarks are not installed",
+        where="meshwright bench",
+        rule="the benchmarks are the package meshwright-bench, in the folder bench/ of the repository",
+        fix="pip install ./bench, in a clone of the repository",
+    )
+
 
 app = typer.Typer(
     name="meshwright",
@@ -39,17 +46,21 @@ app = typer.Typer(
 app.command(cls=ConfigCommand)(plan.plan)
 app.command(cls=ConfigCommand)(run.run)
 app.command(cls=ConfigCommand)(prove.prove)
-app.command("prove script", cls=Command)(prove_script.prove_script)
-app.command(cls=ConfigCommand)(use_model.evaluate)
-app.command(cls=ConfigCommand)(use_model.generate)
-app.command(cls=Command)(report.report)
-app.command(cls=Command)(presets.presets)
-app.command(cls=Command)(keys.keys)
+app.command("prove script", cls=Command)(prove.prove_script)
+app.command(cls=ConfigCommand)(run.evaluate)
+app.command(cls=ConfigCommand)(run.generate)
+app.command(cls=Command)(run.report)
+app.command(cls=Command)(config_arguments.presets)
+app.command(cls=Command)(config_arguments.keys)
 app.command(cls=Command)(doctor.doctor)
-bench.add_bench(app)
-app.add_typer(pipeline.app, name="draw")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(launch.app, name="launch")
+add_bench(app)
+for name, purpose in {
+    "draw": "Draw schedules, CUDA graphs, redistributions, losses and the catalogue of models.",
+    "checkpoint": "List, verify, export and import checkpoints.",
+    "launch": "Write the script that starts a run on a cluster; nothing is submitted.",
+}.items():
+    group = commands_of(f"meshwright.cli.{name}")
+    app.add_typer(typer.Typer(cls=group, help=purpose, no_args_is_help=True), name=name)
 
 
 def _print_version(wanted: bool) -> None:

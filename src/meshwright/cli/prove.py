@@ -1,4 +1,4 @@
-"""`meshwright prove`: prove that a layout computes the same as one device."""
+"""`meshwright prove`: prove that a layout, or a training script on several, computes the same as one device."""
 
 from __future__ import annotations
 
@@ -154,3 +154,30 @@ def _show(proof: Proof, seconds: float, *, to_stderr: bool) -> None:
         show(paint(line, style, stream) if style else line, stream)
     verdict = paint("PROVED", "green", stream) if proof else paint("NOT PROVED", "red", stream)
     print(f"{verdict} in {format_duration(seconds)}", file=stream)
+
+
+def prove_script(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A training script with a meshwright.prove.Recorder.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENT...]", help="Arguments of the script on every layout.")
+    ] = None,
+    layouts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layout", help="Processes, then arguments of the script (4 --tp 2); the first is the reference."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds that each run may take.")] = 300.0,
+    json_path: JsonPath = None,
+) -> None:
+    """Prove that a training script of yours computes the same on several layouts."""
+    from meshwright import api
+
+    def proof() -> Proof:
+        given = arguments or []
+        return api.prove_script(script, layouts or [], arguments=given, steps=steps, timeout_s=timeout_s, say=say)
+
+    prove_and_show(proof, json_path)

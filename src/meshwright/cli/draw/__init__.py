@@ -1,1 +1,0 @@
-"""`meshwright draw`: figures of schedules, redistributions, captures, losses and catalogues."""
