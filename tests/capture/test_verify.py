@@ -148,9 +148,7 @@ def overlaps_as_if_in_order():
     right = plan_capture(schedule, **options)
     verify_capture(right)
     with patch.object(
-        plan_module,
-        "row_events",
-        lambda *a: tuple(replace(e, begin=i, end=i) for i, e in enumerate(row_events(*a))),
+        plan_module, "row_events", lambda *a: tuple(replace(e, begin=i, end=i) for i, e in enumerate(row_events(*a)))
     ):
         wrong = plan_capture(schedule, **options)
     return replace(wrong, events=right.events)

@@ -126,8 +126,7 @@ def test_sums_of_what_came_encoded_go_through_the_same_steps():
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [ErrorLayout(3, 300), ErrorLayout(2, 200), ErrorLayout(4, 150), ErrorLayout(2, 300, (0, 2))],
+    "layout", [ErrorLayout(3, 300), ErrorLayout(2, 200), ErrorLayout(4, 150), ErrorLayout(2, 300, (0, 2))]
 )
 def test_another_layout_starts_from_zero_and_says_so(layout, caplog):
     state = new_state()

@@ -19,13 +19,7 @@ from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import QUANTISED_DTYPES
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError
-from tests.comm.agree import (
-    QUANTISED,
-    assert_codecs_agree,
-    assert_feedback_agrees,
-    assert_requantising_agrees,
-    same,
-)
+from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, assert_requantising_agrees, same
 from tests.comm.data import assorted
 from tests.gangs.gang import Gang
 from tests.helpers import covering_pairs, quick_and_slow
@@ -91,8 +85,7 @@ def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, cod
 
 
 @pytest.mark.parametrize(
-    ("length", "inner", "codec", "rotate"),
-    [(129, Codec.INT8, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)],
+    ("length", "inner", "codec", "rotate"), [(129, Codec.INT8, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)]
 )
 def test_interpreted_requantising_agrees_with_the_reference(interpreter, length, inner, codec, rotate):
     interpreter.run(interpreted, check_requantising, length, inner, codec, rotate)

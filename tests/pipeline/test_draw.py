@@ -175,10 +175,7 @@ def test_text_is_exact_where_it_fits():
         "1 ··F0I0F1I1W0F2I2W1W2",
     ]
     _, simulation = simulated("1f1b", 2, 3)
-    assert text_timeline(simulation.timeline, columns=16).splitlines() == [
-        "0 FF··B0FB1·B2",
-        "1 ·FB0FB1FB2··",
-    ]
+    assert text_timeline(simulation.timeline, columns=16).splitlines() == ["0 FF··B0FB1·B2", "1 ·FB0FB1FB2··"]
 
 
 def read(line):

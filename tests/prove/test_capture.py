@@ -33,15 +33,14 @@ def test_captured_layouts_are_proved(gang: GangPool) -> None:
 def _in_captured_steps(step: TrainStep, change: Any) -> None:
     """Change the runner once there is one."""
     session = step._job.features["capture"].session
-    assert session is not None
-    capture_with = session.capture_with
+    capture_what_can_be = session._capture_what_can_be
 
-    def changed(*args: Any, **named: Any) -> Any:
-        runner = capture_with(*args, **named)
+    def changed() -> Any:
+        layers, plan, runner = capture_what_can_be()
         change(runner)
-        return runner
+        return layers, plan, runner
 
-    session.capture_with = changed
+    session._capture_what_can_be = changed
 
 
 def add_twice(job: Job, step: TrainStep) -> None:

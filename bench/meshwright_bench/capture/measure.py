@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.capture.plan import CapturePlan, Graph
-from meshwright.capture.run.capture import capture
+from meshwright.capture.plan import CapturePlan
+from meshwright.capture.run.capture import CaptureSession, Layers
 from meshwright.nn.attention.module import TokenContext
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import alternate
@@ -68,19 +68,17 @@ def measure_case(task: CaptureTask) -> dict[str, Any]:
 def _separate_pools(case: CaptureCase, device: torch.device) -> int:
     """Return the memory of a pool per micro-batch, what capturing each micro-batch by itself would take."""
     order = RankOrder(case, device)
-    order.capture(case.scope, PER_MICROBATCH)
-    assert order.session is not None
-    order.session.capture_with = _in_pools_of_their_own
+    order.capture(case.scope, PER_MICROBATCH, session=_InPoolsOfTheirOwn)
     order.step()
-    assert order.session.runner is not None
+    assert order.session is not None and order.session.runner is not None
     return order.session.runner.stats().pool_bytes
 
 
-def _in_pools_of_their_own(layers: Any, plan: CapturePlan, **options: Any) -> Any:
-    def apart(graph: Graph) -> Graph:
-        return replace(graph, pool=graph.instance)
-
-    return capture(layers, replace(plan, graphs=tuple(map(apart, plan.graphs))), **options)
+class _InPoolsOfTheirOwn(CaptureSession):
+    def plan_of(self, layers: Layers) -> CapturePlan:
+        """Return the plan with a pool for each micro-batch."""
+        plan = super().plan_of(layers)
+        return replace(plan, graphs=tuple(replace(graph, pool=graph.instance) for graph in plan.graphs))
 
 
 def _other_arms(case: CaptureCase, device: torch.device) -> dict[str, RankOrder]:

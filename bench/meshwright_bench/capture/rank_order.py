@@ -42,7 +42,7 @@ class RankOrder:
         self.session: CaptureSession | None = None
         self._microbatch = 0
 
-    def capture(self, scope: tuple[str, ...], mode: str) -> None:
+    def capture(self, scope: tuple[str, ...], mode: str, *, session: type[CaptureSession] = CaptureSession) -> None:
         """Capture parts of the blocks: after the next step."""
         found = {
             f"{at}.{name}".rstrip("."): one
@@ -51,7 +51,7 @@ class RankOrder:
         }
         modules, scopes = {name: one for name, (one, _) in found.items()}, {n: own for n, (_, own) in found.items()}
         backend = BackendKind.CUDA if self.x.is_cuda else BackendKind.SIMULATE
-        self.session = CaptureSession(
+        self.session = session(
             [Chunk(0, self.blocks, modules, scopes, lambda: self._microbatch)],
             self.schedule,
             rank=0,
@@ -60,6 +60,7 @@ class RankOrder:
             mode=mode,
             strict=True,
             agree=lambda fingerprint: None,
+            average=dict,
         )
 
     def step(self) -> None:

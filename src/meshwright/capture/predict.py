@@ -48,11 +48,7 @@ def capture_plan(plan: RunPlan, rank: int, *, mode: str = "slot") -> CapturePlan
     stages = plan.schedule.stages_of(rank)
     signatures = [[_signature(plan, plan.kind(name)) for name in plan.stages[stage].kinds] for stage in stages]
     made = plan_capture(
-        plan.schedule,
-        rank=rank,
-        layers_per_chunk=[len(own) for own in signatures],
-        signatures=signatures,
-        mode=mode,
+        plan.schedule, rank=rank, layers_per_chunk=[len(own) for own in signatures], signatures=signatures, mode=mode
     )
     verify_capture(made)
     return made

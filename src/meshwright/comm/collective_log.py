@@ -207,11 +207,7 @@ def name_failed_collective() -> Iterator[None]:
 
 
 def collective_error(
-    name: str,
-    error: BaseException,
-    *,
-    waited_s: float | None = None,
-    frames: traceback.StackSummary | None = None,
+    name: str, error: BaseException, *, waited_s: float | None = None, frames: traceback.StackSummary | None = None
 ) -> CollectiveError:
     """Build the error for a collective that failed with `error`.
 

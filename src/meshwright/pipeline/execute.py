@@ -266,11 +266,7 @@ class Executor:
         live, key = self._live, (action.stage, action.microbatch)
         assert self._buffers is not None, "a table with receives needs buffers"
         view = self._buffers.view(action)
-        channel = self._channels[
-            self._schedule.stage_ranks[action.peer().stage],
-            self.rank,
-            action.peer().kind,
-        ]
+        channel = self._channels[self._schedule.stage_ranks[action.peer().stage], self.rank, action.peer().kind]
         target = live.inputs if action.kind is K.RECV_FORWARD else live.gradients
 
         def receive() -> None:

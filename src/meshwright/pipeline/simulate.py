@@ -267,11 +267,7 @@ def _at_end(part: Action, costs: Costs, schedule: Schedule) -> dict[str, int]:
     if part.kind is K.BACKWARD:
         return {"activations": -stage.activation_bytes, "recompute": -stage.recompute_bytes}
     if part.kind is K.BACKWARD_INPUT:
-        return {
-            "activations": -stage.activation_bytes,
-            "recompute": -stage.recompute_bytes,
-            "retained": retained,
-        }
+        return {"activations": -stage.activation_bytes, "recompute": -stage.recompute_bytes, "retained": retained}
     if part.kind is K.BACKWARD_WEIGHT:
         return {"retained": -retained}
     if part.kind in (K.FREE_INPUT, K.FREE_GRADIENT):

@@ -176,11 +176,11 @@ def never_fresh(self, where):
 
 
 def alias(self, position):
-    return self._outputs[position].detach()
+    return self._memory[position].detach()
 
 
 def zeroless(self, positions):
-    for parameter, buffer in zip(self._parameters, self._buffers, strict=True):
+    for parameter, buffer in zip(self._parameters, self._memory, strict=True):
         parameter.grad = buffer
 
 
@@ -203,7 +203,7 @@ RUNNERS = {
     "a gradient added twice": (
         lambda: patch.object(AccumulatedGradients, "store", doubled(AccumulatedGradients.store)), {}, {}),
     "a gradient hook fired twice": (
-        lambda: patch.object(ReturnedGradients, "result", lambda self, at: self._outputs[at] * 2), {}, RETURNS),
+        lambda: patch.object(ReturnedGradients, "result", lambda self, at: self._memory[at] * 2), {}, RETURNS),
     "a gradient that is lost": (lambda: without(AccumulatedGradients, "store"), {}, {}),
     "aliases of static gradients": (lambda: patch.object(ReturnedGradients, "result", alias), {}, RETURNS),
     "gradients that aren't zeroed": (lambda: patch.object(AccumulatedGradients, "prepare", zeroless), {}, {}),

@@ -1,12 +1,7 @@
-"""Interface of a backend: the graphs of one layer, captured and replayed.
+"""Graphs of a captured layer, captured and replayed, whichever micro-batch and buffers they are for.
 
-A backend knows how a graph is captured and replayed, and nothing of which micro-batch or buffer it is for.
-
-A layer's graphs, run eagerly on static tensors: the computations that the backend `cuda` captures.
-
-If a run with graphs differs from one without, this backend tells whether static tensors are at fault, or capturing.
-
-A layer's CUDA graphs: captured at the first call, replayed at later ones.
+`EagerGraphs` runs on static tensors what `CudaGraphs` captures at the first call and replays at later ones. If a run
+with graphs differs from one without, it tells whether static tensors are at fault, or capturing.
 
 [Note: memory of a pool] What a forward saves stays allocated while its autograd graph is alive, which is until the
 backward is captured. Then, and whenever a temporary tensor of a capture is freed, its memory goes to graphs that are
@@ -17,11 +12,11 @@ table.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,17 +91,7 @@ def contributing(handles: Sequence[StepHandle]) -> Iterator[dict[StepHandle, Ten
                 handle.add_contribution(earlier)
 
 
-def store_sums(gradients: WeightGradients, computed: Iterable[tuple[int, Tensor | None]]) -> None:
-    """Store deferred weight gradients by position, each once: a tied weight may have several."""
-    sums: dict[int, Tensor] = {}
-    for position, gradient in computed:
-        assert gradient is not None, "a captured layer's own gradients are computed here"
-        sums[position] = sums[position] + gradient if position in sums else gradient
-    for position, gradient in sums.items():
-        gradients.store(position, gradient)
-
-
-def reached(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset[int]]:
+def _reached(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[frozenset[int]]:
     """Return the positions of the leaves that each root's autograd graph reaches: the others get no gradient."""
     position = {id(leaf): at for at, leaf in enumerate(leaves)}
     found = []
@@ -128,54 +113,11 @@ class Times(NamedTuple):
     replayed: float
 
 
-class LayerGraphs(Protocol):
-    """Graphs of one layer and instance: forward, backward, and deferred weight gradients.
-
-    Capturing is a first call of each, on any values.
-    """
-
-    contributions: Mapping[StepHandle, Tensor]
-    """Contributions that the layer's step handles got in the last forward."""
-    reaches: Sequence[frozenset[int]]
-    """For each result with a gradient: which inputs with one, and then trained weights, get theirs from it."""
-
-    def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
-        """Run the forward.
-
-        Args:
-            inputs: the input and the arguments.
-            outputs: the output and the further results.
-        """
-
-    def backward(
-        self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
-    ) -> Sequence[int]:
-        """Run the backward, and store weight gradients; returns the positions of those trained weights.
-
-        Args:
-            gradients: gradients of the output and the further results; None for those that have none.
-            found: gradients of the input and the arguments; None for those that have none.
-            defers: leave weight gradients to `weights`.
-        """
-
-    def deferred(self) -> list[int]:
-        """Return the positions of the trained weights whose gradients the backward has deferred, in its order."""
-
-    def weights(self) -> None:
-        """Compute and store the deferred weight gradients."""
-
-    def finish(self) -> None:
-        """End the micro-batch: nothing reads what it has left."""
-
-    def times(self) -> Times | None:
-        """Measure the layer, after capturing and between steps; None if its time says nothing about graphs."""
-
-
 @dataclass(frozen=True)
 class MakeGraphs:
     """A backend with the memory pools of a plan."""
 
-    make: Callable[[CapturedLayer, Graph], LayerGraphs]
+    make: Callable[[CapturedLayer, Graph], EagerGraphs]
     """Makes the graphs of a layer and instance."""
     close: Callable[[], int]
     """Ends capturing, and returns the bytes of all pools."""
@@ -199,8 +141,10 @@ class LayerFailed(CaptureError):
         self.layer, self.reason = layer, reason
 
 
-class EagerGraphs(LayerGraphs):
-    """Computations of one layer and instance on static tensors.
+class EagerGraphs:
+    """Computations of one layer and instance on static tensors: forward, backward, and deferred weight gradients.
+
+    Capturing is a first call of each, on any values.
 
     Args:
         layer: the layer.
@@ -216,20 +160,28 @@ class EagerGraphs(LayerGraphs):
         self._stored: dict[str, list[int]] = {}
         self._leaves: list[Tensor] = []
         self._roots: list[Tensor] = []
-        self._deferred: list[tuple[int, Callable[..., Tensor | None], tuple[Tensor, ...]]] = []
+        self._deferred: list[tuple[int, Callable[..., Tensor | None], Sequence[Any]]] = []
         self._positions: list[int] = []
         self.contributions: dict[StepHandle, Tensor] = {}
+        """Contributions that the layer's step handles got in the last forward."""
         self.reaches: list[frozenset[int]] = []
+        """For each result with a gradient: which inputs with one, and then trained weights, get theirs from it."""
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
-        """Run the forward."""
+        """Run the forward from the input and the arguments to the output and the further results."""
         sources, targets = [one.read() for one in inputs], [one.hold() for one in outputs]
         self.run("forward", lambda: self._forward(sources, targets))
 
     def backward(
         self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
     ) -> Sequence[int]:
-        """Run the backward."""
+        """Run the backward, and store weight gradients; returns the positions of those trained weights.
+
+        Args:
+            gradients: gradients of the output and the further results; None for those that have none.
+            found: gradients of the input and the arguments; None for those that have none.
+            defers: leave weight gradients to `weights`.
+        """
         given = [one.read() for one in gradients if one is not None]
         targets = [one.hold() for one in found if one is not None]
         name = "split backward" if defers else "backward"
@@ -237,18 +189,18 @@ class EagerGraphs(LayerGraphs):
         return self._stored[name]
 
     def deferred(self) -> list[int]:
-        """Return the positions of the deferred weights."""
+        """Return the positions of the trained weights whose gradients the backward has deferred, in its order."""
         return self._positions
 
     def weights(self) -> None:
-        """Compute the deferred weight gradients."""
+        """Compute and store the deferred weight gradients."""
         self.run("weights", self._compute_deferred)
 
     def finish(self) -> None:
-        """Do nothing: what comes later overwrites what it needs."""
+        """End the micro-batch: nothing reads what it has left."""
 
     def times(self) -> Times | None:
-        """Return None: the layer runs eagerly either way."""
+        """Measure the layer, after capturing and between steps; None if its time says nothing about graphs."""
         return None
 
     @torch.no_grad()
@@ -259,39 +211,51 @@ class EagerGraphs(LayerGraphs):
     def run_without_trace(self, sources: Sequence[Tensor]) -> None:
         """Run forward and backward, on gradients of zero."""
         with contributing(self._layer.handles), deferring(self._layer.store, False):
-            roots = self._differentiable(sources)
-            self._differentiate(roots, [torch.zeros_like(root) for root in roots], keeps=False)
+            roots = [one for one in self._results(sources) if one.requires_grad]
+            found = self._differentiate(roots, [torch.zeros_like(root) for root in roots], keeps=False)
+            self._store("without trace", found[1])
 
     def _forward(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         with contributing(self._layer.handles) as self.contributions:
             results = self._results(sources)
             for target, result in zip(targets, results, strict=True):
                 target.detach().copy_(result.detach())
+        self._keep_roots(results)
+
+    def _keep_roots(self, results: Sequence[Tensor]) -> None:
         self._roots = [one for one in results if one.requires_grad]
-        self.reaches = reached(self._roots, [*self._wanted(), *self._weights])
+        self.reaches = _reached(self._roots, [*self._wanted(), *self._weights])
         self._remaining, self._backwards = self._backwards, 1
 
     def _backward(self, name: str, given: Sequence[Tensor], targets: Sequence[Tensor], *, defers: bool) -> None:
-        self._remaining -= 1
         with deferring(self._layer.store, defers) as entries:
-            of_inputs, self._stored[name] = self._differentiate(self._roots, given, keeps=self._remaining > 0)
+            of_inputs, of_weights = self._gradients(given)
+            self._store(name, of_weights)
             for target, gradient in zip(targets, of_inputs, strict=True):
                 target.zero_() if gradient is None else target.copy_(gradient)
         if defers:
-            self._deferred = [(self._position[id(one.parameter)], one.compute, one.tensors) for one in entries]
-            self._positions = [position for position, _, _ in self._deferred]
-        if not self._remaining:
-            self._roots, self._leaves = [], []
+            self._defer(entries)
+
+    def _defer(self, entries: Sequence[DeferredGradient]) -> None:
+        self._deferred = [(self._position[id(one.parameter)], one.compute, one.tensors) for one in entries]
+        self._positions = [position for position, _, _ in self._deferred]
 
     def _compute_deferred(self) -> None:
-        store_sums(self._layer.gradients, ((at, compute(*tensors)) for at, compute, tensors in self._deferred))
+        """Compute and store the deferred gradients, each weight's once: a tied weight may have several."""
+        sums: dict[int, Tensor] = {}
+        for position, compute, tensors in self._deferred:
+            gradient = compute(*map(self._unpack, tensors))
+            assert gradient is not None, "a captured layer's own gradients are computed here"
+            sums[position] = sums[position] + gradient if position in sums else gradient
+        for position, gradient in sums.items():
+            self._layer.gradients.store(position, gradient)
         self._deferred = []
+
+    def _unpack(self, tensor: Any) -> Tensor:
+        return tensor  # type: ignore[no-any-return]
 
     def _wanted(self) -> list[Tensor]:
         return [leaf for leaf in self._leaves if leaf.requires_grad]
-
-    def _differentiable(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        return [one for one in self._results(sources) if one.requires_grad]
 
     def _results(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward on static inputs; returns the results, the output first."""
@@ -302,19 +266,29 @@ class EagerGraphs(LayerGraphs):
             results: list[Tensor] = flatten(self._layer.run(self._leaves))[1]
         return [results[at] for at in observed.order()]
 
+    def _gradients(self, given: Sequence[Tensor]) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """Return the gradients of the inputs, and those of weights by position; the last one frees what was saved."""
+        self._remaining -= 1
+        found = self._differentiate(self._roots, given, keeps=self._remaining > 0)
+        if self._remaining <= 0:
+            self._roots, self._leaves = [], []
+        return found
+
     def _differentiate(
         self, roots: Sequence[Tensor], given: Sequence[Tensor], *, keeps: bool
-    ) -> tuple[list[Tensor | None], list[int]]:
-        """Run the backward and store weight gradients; returns the gradients of the inputs, and stored positions."""
+    ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
         wanted = self._wanted()
         with using_parameters(self._layer.module, self._replacements):
             found: Any = torch.autograd.grad(
                 roots, [*wanted, *self._weights], list(given), allow_unused=True, retain_graph=keeps
             )
         of_weights = {at: one for at, one in enumerate(found[len(wanted) :]) if one is not None}
+        return list(found[: len(wanted)]), of_weights
+
+    def _store(self, name: str, of_weights: dict[int, Tensor]) -> None:
         for at, gradient in of_weights.items():
             self._layer.gradients.store(at, gradient)
-        return list(found[: len(wanted)]), list(of_weights)
+        self._stored[name] = list(of_weights)
 
 
 ROUNDS, REPEATS = 5, 10
@@ -327,7 +301,8 @@ class CudaPools:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._handles: dict[int, Any] = {}
-        self._warm: set[int] = set()
+        self.warm: set[int] = set()
+        """Layers that have run once, by id."""
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -339,26 +314,13 @@ class CudaPools:
             self._handles[pool] = torch.cuda.graph_pool_handle()
         return self._handles[pool]
 
-    def is_first(self, layer: CapturedLayer) -> bool:
-        """Return whether this is the first question for a layer."""
-        is_first = id(layer) not in self._warm
-        self._warm.add(id(layer))
-        return is_first
-
     def num_bytes(self) -> int:
         """Return the memory reserved since these pools were made."""
         return max(0, torch.cuda.memory_reserved(self.device) - self._before)
 
 
 class CudaGraphs(EagerGraphs):
-    """Graphs of one layer and instance.
-
-    Args:
-        layer: the layer.
-        pools: memory pools of the plan.
-        pool: number of the pool.
-        backwards: number of the forward's backwards to capture; each micro-batch replays one of them.
-    """
+    """CUDA graphs of one layer and instance, in the pool of this number."""
 
     def __init__(self, layer: CapturedLayer, pools: CudaPools, pool: int, *, backwards: int) -> None:
         super().__init__(layer, backwards=backwards)
@@ -370,7 +332,8 @@ class CudaGraphs(EagerGraphs):
         """Replay the forward; the first call captures it."""
         if not self._graphs:
             self._sources = [one.read() for one in inputs]
-            if self._pools.is_first(self._layer):
+            if id(self._layer) not in self._pools.warm:
+                self._pools.warm.add(id(self._layer))
                 self._warm_up()
         super().forward(inputs, outputs)
 
@@ -401,6 +364,10 @@ class CudaGraphs(EagerGraphs):
             replayed.append(self._seconds(self._replay))
         return Times(median(eager), median(replayed))
 
+    def _replay(self) -> None:
+        for graph in self._graphs.values():
+            graph.replay()
+
     def _seconds(self, work: Callable[[], None]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(self._pools.device)
@@ -411,10 +378,6 @@ class CudaGraphs(EagerGraphs):
         end.synchronize()
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000 / REPEATS
-
-    def _replay(self) -> None:
-        for graph in self._graphs.values():
-            graph.replay()
 
     def _warm_up(self) -> None:
         """Run forward and backward once: libraries allocate and choose algorithms in their first calls."""

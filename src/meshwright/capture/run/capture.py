@@ -1,8 +1,6 @@
-"""Capture layers by a plan, on a device or simulated.
+"""Capture layers by a plan, on a device or simulated; in a run, observe them first, and replay from then on.
 
-Capture the layers of a training run: observe them in one step, plan, capture, and replay from then on.
-
-The observed step runs eagerly and trains like any other, so it is the warm-up too.
+The observed step of a run runs eagerly and trains like any other, so it is the warm-up too.
 """
 
 from __future__ import annotations
@@ -131,7 +129,7 @@ def capture(
     device = _device(layers)
     kind = _backend(backend, device)
     _check_fit(layers, plan)
-    outputs = SharedOutputs()
+    outputs: SharedOutputs = {}
     captured = []
     for stage, own in layers.items():
         for number, one in enumerate(own):
@@ -280,16 +278,15 @@ class CaptureSession:
         mode: str,
         strict: bool,
         agree: Callable[[str], None],
-        average: Callable[[dict[str, float]], dict[str, float]] = dict,
+        average: Callable[[dict[str, float]], dict[str, float]],
     ) -> None:
         self._chunks = {chunk.stage: chunk for chunk in chunks}
         self._schedule, self._rank, self._backend, self._mode = schedule, rank, backend, mode
         self._strict, self._agree, self._average = strict, agree, average
         self._places: dict[str, tuple[int, int]] = {}
-        self.capture_with = capture
-        """Function that captures layers by a plan."""
         self._known_fallbacks: set[str] = set()
         self.plan: CapturePlan | None = None
+        """Plan of what has been captured: everything that will be."""
         self.runner: Runner | None = None
         self.eager: dict[str, str] = {}
         """Why modules stay eager, by name."""
@@ -300,11 +297,6 @@ class CaptureSession:
             for name, module in chunk.modules.items() if chunk.refused is None else ():
                 self._install(chunk, name, module)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether everything has been captured that will be."""
-        return self.plan is not None
-
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a step; the first one, or the second one if there are regions, is followed by capturing.
@@ -314,7 +306,7 @@ class CaptureSession:
         """
         for chunk in self._chunks.values():
             chunk.observer, chunk.order = Observer(), []  # the step before may have failed
-        if self.is_done:
+        if self.plan is not None:
             if self.runner is not None:
                 self.runner.reset()
             yield
@@ -365,11 +357,11 @@ class CaptureSession:
         stores = {stage: chunk.store for stage, chunk in self._chunks.items() if chunk.store is not None}
         while True:
             layers = self._layers()
-            plan = self._plan(layers)
+            plan = self.plan_of(layers)
             if not any(layers.values()):
                 return layers, plan, None
             try:
-                return layers, plan, self.capture_with(layers, plan, backend=self._backend, stores=stores)
+                return layers, plan, capture(layers, plan, backend=self._backend, stores=stores)
             except LayerFailed as failed:
                 self.eager[failed.layer] = failed.reason
 
@@ -450,12 +442,14 @@ class CaptureSession:
             for name, observed in zip(chunk.order, chunk.observer.found, strict=True):
                 if name not in self.eager:
                     follows = observed.follows and bool(own) and own[-1].name == before
-                    own.append(_layer(chunk, name, replace(observed, follows=follows)))
+                    found = replace(observed, follows=follows)
+                    own.append(ObservedLayer(name, chunk.modules[name], chunk.forwards[name], found))
                 before = name
             layers[stage] = own
         return layers
 
-    def _plan(self, layers: Layers) -> CapturePlan:
+    def plan_of(self, layers: Layers) -> CapturePlan:
+        """Return the plan of layers; benchmarks compare others."""
         signatures = [[one.observed.signature(one.device) for one in own] for own in layers.values()]
         return plan_capture(
             self._schedule,
@@ -464,7 +458,3 @@ class CaptureSession:
             signatures=signatures,
             mode=self._mode,
         )
-
-
-def _layer(chunk: Chunk, name: str, observed: Observation) -> ObservedLayer:
-    return ObservedLayer(name, chunk.modules[name], chunk.forwards[name], observed)

@@ -3,13 +3,10 @@
 [Note: replays in autograd] A layer's replay is one node of autograd. Its forward copies what isn't there yet into
 static memory and replays the forward's graph; its backward does the same for gradients. Deferred weight gradients are
 an entry of the stage's `WeightGradStore`, as those of any layer. Gradients of parameters reach `.grad` as
-`weight_gradients` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
+`static_tensors` says. Everything else (hooks, FSDP2, the executor of the pipeline) sees a layer like any other.
 
 `Binding`s are the static tensors of a layer and a micro-batch: where its graphs find and leave what.
-
-Position of a rank in its step: which computations of the plan have run, and which may run next.
-
-Memory is shared as the order of the table allows, so a computation out of order is an error.
+Memory is shared as the order of the table allows, so a computation out of order is an error (`Progress`).
 """
 
 from __future__ import annotations
@@ -18,14 +15,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.capture.lifetimes import Content, Role, first_with, follows_another
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph
-from meshwright.capture.run.backend import CapturedLayer, LayerFailed, LayerGraphs, MakeGraphs, Times
+from meshwright.capture.run.backend import CapturedLayer, EagerGraphs, LayerFailed, MakeGraphs, Times
 from meshwright.capture.run.observe import difference, flatten, host_state, rebuild, unchanged
 from meshwright.capture.run.static_tensors import Static, StaticTensors, TensorFacts
 from meshwright.capture.signature import LayerSignature
@@ -60,22 +57,18 @@ class Runner:
     Args:
         plan: the plan, verified.
         layers: captured layers by stage and number.
-        graphs: makes the graphs.
+        graphs: makes the graphs, and ends capturing.
         statics: static tensors of the plan.
     """
 
     def __init__(
-        self,
-        plan: CapturePlan,
-        layers: Sequence[CapturedLayer],
-        graphs: MakeGraphs,
-        statics: StaticTensors,
+        self, plan: CapturePlan, layers: Sequence[CapturedLayer], graphs: MakeGraphs, statics: StaticTensors
     ) -> None:
         self._plan, self._chunks, self._slots = plan, dict(plan.chunks), dict(plan.slots)
         self._layers = {(one.stage, one.number): one for one in layers}
         self._backend, self._statics = graphs, statics
         self._by_slot = plan.mode is CaptureMode.SLOT
-        self._graphs: dict[tuple[int, int, int], LayerGraphs] = {}
+        self._graphs: dict[tuple[int, int, int], EagerGraphs] = {}
         self._computed: defaultdict[Place, set[int]] = defaultdict(set)
         """Positions of the trained weights whose gradients a layer's graphs compute."""
         self._progress = Progress(plan)
@@ -98,7 +91,10 @@ class Runner:
             args: arguments of the layer; the first tensor is its input.
             named: named arguments of the layer.
         """
-        one = self._layers[self._place(layer)]
+        if isinstance(layer, int):
+            ((stage, _),) = self._plan.chunks
+            layer = (stage, layer)
+        one = self._layers[layer]
         if not torch.is_grad_enabled() or not one.module.training:
             self._stats.eager[NO_GRADIENTS if one.module.training else EVALUATION] += 1
             return one.forward(*args, **named)
@@ -136,22 +132,16 @@ class Runner:
         self._expire()
 
     def stats(self) -> CaptureStats:
-        """Return counts of graphs, replays, copies and eager calls."""
         return self._stats
 
     def addresses(self) -> tuple[int, ...]:
         """Return all addresses that graphs read and write, which never change."""
-        of_layers = (
-            address
-            for one in self._layers.values()
-            for own in (one.weights, one.gradients)
-            for address in own.addresses()
-        )
-        return (*self._statics.addresses(), *of_layers)
+        memory = (self._statics, *(own for one in self._layers.values() for own in (one.weights, one.gradients)))
+        return tuple(address for own in memory for address in own.addresses())
 
     def times(self) -> dict[str, Times]:
         """Measure each layer eagerly and replayed, by name; empty if the backend's times say nothing about graphs."""
-        first: dict[str, LayerGraphs] = {}
+        first: dict[str, EagerGraphs] = {}
         for (stage, number, _), graphs in self._graphs.items():
             first.setdefault(self._layers[stage, number].name, graphs)
         with unchanged(one.module for one in self._layers.values()):
@@ -265,7 +255,7 @@ class Runner:
         return results, stored
 
     def _take_gradients(
-        self, one: CapturedLayer, bound: Binding, graphs: LayerGraphs, gradients: Sequence[Tensor | None]
+        self, one: CapturedLayer, bound: Binding, graphs: EagerGraphs, gradients: Sequence[Tensor | None]
     ) -> tuple[set[int], set[int]]:
         """Copy the gradients of results into static memory; returns the positions of the inputs and weights reached."""
         wanted = [at for at, static in enumerate(bound.input_gradients) if static is not None]
@@ -286,7 +276,7 @@ class Runner:
         return found, weights & self._computed[one.stage, one.number]
 
     def _put_deferred(
-        self, one: CapturedLayer, m: int, graphs: LayerGraphs, parameters: Mapping[int, nn.Parameter]
+        self, one: CapturedLayer, m: int, graphs: EagerGraphs, parameters: Mapping[int, nn.Parameter]
     ) -> None:
         """Leave the deferred weight gradients to the stage's store; the first entry replays the graph."""
         assert one.store is not None, "a backward that is split has a store"
@@ -330,21 +320,18 @@ class Runner:
                     fix="LayerSignature(…, follows=False) for the layer that eager code stands before",
                 )
         elif content.number and content.layer != one.number:
-            if self._arguments[one.stage, m, content.number] is not value:
-                self._check_same(one, m, content, value)
+            known = self._arguments[one.stage, m, content.number]
+            if known is not value and known.data_ptr() != value.data_ptr():
+                raise CaptureError(
+                    f"{one.name} gets another tensor as {content} than layer {content.layer}",
+                    where=f"capture, micro-batch {m}",
+                    rule="layers that shared an argument when they were observed share it always",
+                    fix="ArgumentSignature(…, number=…) with a number of its own for the layer",
+                )
             return
         if content.number:
             self._arguments[one.stage, m, content.number] = value
         self._copy(content, value)
-
-    def _check_same(self, one: CapturedLayer, m: int, content: Content, value: Tensor) -> None:
-        if self._arguments[one.stage, m, content.number].data_ptr() != value.data_ptr():
-            raise CaptureError(
-                f"{one.name} gets another tensor as {content} than layer {content.layer}",
-                where=f"capture, micro-batch {m}",
-                rule="layers that shared an argument when they were observed share it always",
-                fix="ArgumentSignature(…, number=…) with a number of its own for the layer",
-            )
 
     def _copy(self, content: Content, value: Tensor) -> Tensor:
         self._stats.copies += 1
@@ -356,7 +343,7 @@ class Runner:
             self._bindings[key] = bind(one, m, self._chunks[one.stage], self._statics)
         return self._bindings[key]
 
-    def _graphs_of(self, one: CapturedLayer, m: int) -> LayerGraphs:
+    def _graphs_of(self, one: CapturedLayer, m: int) -> EagerGraphs:
         return self._graphs[one.stage, one.number, self._slots[one.stage][m] if self._by_slot else m]
 
     def _end(self, key: tuple[ActionKind, int, int, int]) -> None:
@@ -379,12 +366,6 @@ class Runner:
         for one in self._layers.values():
             one.weights.expire()
 
-    def _place(self, layer: Place | int) -> Place:
-        if isinstance(layer, int):
-            ((stage, _),) = self._plan.chunks
-            return stage, layer
-        return layer
-
 
 @dataclass(frozen=True)
 class Binding:
@@ -405,14 +386,11 @@ class Binding:
 
 
 def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: StaticTensors) -> Binding:
-    """Return the static tensors of a layer and a micro-batch.
+    """Return the static tensors of a layer of the chunk `layers` and a micro-batch."""
 
-    Args:
-        one: the layer.
-        m: the micro-batch.
-        layers: captured layers of its chunk.
-        statics: static tensors of the plan.
-    """
+    def at(content: Content) -> Static:
+        return Static(statics, content)
+
     observed, number = one.observed, one.number
     own = Content(Role.INPUT, one.stage, number, m)
     source = replace(own, role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
@@ -425,17 +403,17 @@ def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: 
     has_gradient = [observed.outputs[at].requires_grad for at in observed.order()]
     found = [replace(own, role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
     wanted = [facts.requires_grad for facts in observed.inputs]
-    given = [statics.at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
-    returned = [statics.at(c) if has else None for c, has in zip(found, wanted, strict=True)]
+    given = [at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
+    returned = [at(c) if has else None for c, has in zip(found, wanted, strict=True)]
     is_first, is_last = number == 0, number == len(layers) - 1
-    inner = [statics.at(c) for c in inputs if c.role is Role.INPUT]
-    inner += [statics.at(c) for c in outputs[1 if is_last else 0 :]]
+    inner = [at(c) for c in inputs if c.role is Role.INPUT]
+    inner += [at(c) for c in outputs[1 if is_last else 0 :]]
     inner += [static for static in (*given, *returned[1 if is_first else 0 :]) if static is not None]
     leaving = [replace(own, role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
     copies = [content if statics.has(content) else None for content in leaving]
     return Binding(
-        tuple(map(statics.at, inputs)),
-        tuple(map(statics.at, outputs)),
+        tuple(map(at, inputs)),
+        tuple(map(at, outputs)),
         tuple(given),
         tuple(returned),
         leaving_output=copies[0],
@@ -444,23 +422,9 @@ def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: 
     )
 
 
-class Replays(Protocol):
-    """Interface of whatever replays graphs."""
-
-    def forward(self, one: CapturedLayer, m: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Replay a layer's forward; returns static tensors."""
-
-    def backward(
-        self, one: CapturedLayer, m: int, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]
-    ) -> tuple[list[Tensor | None], Collection[int]]:
-        """Replay a layer's backward; returns static gradients, and the positions of weights that have got one."""
-
-
 @dataclass(frozen=True)
 class LayerReplay:
-    """A layer and a micro-batch."""
-
-    runner: Replays
+    runner: Runner
     layer: CapturedLayer
     microbatch: int
     parameters: list[nn.Parameter]

@@ -6,17 +6,16 @@ gradients, or NaN, here as on a device; a right one computes bitwise those of ea
 
 Not simulated are tensors that a recomputed block keeps by itself: they lie in memory of their own.
 
-Memory pools of simulated CUDA graphs: an arena per pool, with the addresses that tensors would have on a device.
-
-While graphs are captured, a pool hands out blocks first fit, and takes back what a graph frees. From then on each
-replay writes to the same addresses. A block that an earlier graph had freed may thus be given to a later graph: on
-replay, the earlier graph overwrites it. That is right if the later graph always runs after the earlier one and before
-its next replay, and silent corruption if not. The simulation fills temporary memory with NaN, so that corruption shows.
+A memory pool is an arena with the addresses that tensors would have on a device. While graphs are captured, it hands
+out blocks first fit, and takes back what a graph frees. From then on each replay writes to the same addresses. A block
+that an earlier graph had freed may thus be given to a later graph: on replay, the earlier graph overwrites it. That is
+right if the later graph always runs after the earlier one and before its next replay, and silent corruption if not. The
+simulation fills temporary memory with NaN, so that corruption shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.capture.run.backend import CapturedLayer, LayerGraphs, contributing, deferring, reached, store_sums
+from meshwright.capture.run.backend import CapturedLayer, EagerGraphs, contributing, deferring
 from meshwright.capture.run.observe import flatten
-from meshwright.capture.run.private import TorchDispatchMode, using_parameters
+from meshwright.capture.run.private import TorchDispatchMode
 from meshwright.capture.run.static_tensors import Static
 from meshwright.errors import CaptureError
 from meshwright.nn.deferred_weight_gradients import DeferredGradient
-from meshwright.nn.step_handles import StepHandle
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class _Region:
     blocks: list[Block] = field(default_factory=list)
 
 
-class SimulatedGraphs(LayerGraphs):
+class SimulatedGraphs(EagerGraphs):
     """Graphs of one layer and instance.
 
     Args:
@@ -64,103 +62,67 @@ class SimulatedGraphs(LayerGraphs):
     """
 
     def __init__(self, layer: CapturedLayer, pool: MemoryPool, *, frees: bool, backwards: int) -> None:
-        self._layer, self._pool, self._frees, self._to_capture = layer, pool, frees, backwards
-        self._weights, self._replacements = layer.weights.trained(), layer.weights.replacements()
-        self._position = {id(weight): at for at, weight in enumerate(self._weights)}
-        owned = (*self._replacements.values(), *layer.module.buffers())
-        self._kept = set(map(_address, owned))
+        super().__init__(layer, backwards=backwards)
+        self._pool, self._frees = pool, frees
+        self._kept = set(map(_address, (*self._replacements.values(), *layer.module.buffers())))
         """Storages that outlive the micro-batch."""
         self._regions: dict[str, _Region] = {}
         self._addresses: dict[str, tuple[int, ...]] = {}
-        self._roots: list[Tensor] = []
-        self._leaves: list[Tensor] = []
         self._statics: dict[int, Static] = {}
         """Static tensors that this micro-batch uses, by address."""
-        self._deferred: list[tuple[int, Callable[..., Tensor | None], list[_Reference | Tensor]]] = []
-        self.contributions: dict[StepHandle, Tensor] = {}
-        self.reaches: list[frozenset[int]] = []
 
     def forward(self, inputs: Sequence[Static], outputs: Sequence[Static]) -> None:
         """Run the forward on the static inputs, and write the static outputs."""
-        self._check("forward", [one.read() for one in inputs])
-        facts, order = self._layer.observed.inputs, self._layer.observed.order()
-        self._statics = {_address(one.read()): one for one in inputs}
+        sources = [one.read() for one in inputs]
+        self._check("forward", sources)
+        self._statics = dict(zip(map(_address, sources), inputs, strict=True))
         packed: list[tuple[Tensor, list[Any]]] = []
 
         def pack(t: Tensor) -> list[Any]:
-            cell: list[Any] = [t]
-            packed.append((t, cell))
-            return cell
+            packed.append((t, [t]))
+            return packed[-1][1]
 
-        self._leaves = [
-            one.read().detach().requires_grad_(f.requires_grad) for one, f in zip(inputs, facts, strict=True)
-        ]
-        saving = torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
-        with self._graph("forward"), torch.enable_grad(), saving, contributing(self._layer.handles) as contributions:
-            results = flatten(self._layer.run(self._leaves))[1]
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda cell: self._unpack(cell[0]))
+        with self._graph("forward"), saving, contributing(self._layer.handles) as contributions:
+            results = self._results(sources)
         for handle, value in contributions.items():
             self.contributions.setdefault(handle, torch.empty_like(value)).copy_(value)
-        results = [results[at] for at in order]
         produced = {_address(one): static for one, static in zip(results, outputs, strict=True) if one.is_contiguous()}
-        region, number = self._regions["forward"], 0
         with torch.no_grad():
             for one, static in zip(results, outputs, strict=True):
                 static.hold().copy_(one)
+        region, number = self._regions["forward"], 0
         for saved, cell in packed:
             address = _address(saved)
-            if address in self._statics:
-                cell[0] = self._static_reference(self._statics[address], saved)
-            elif address in produced:
-                cell[0] = self._static_reference(produced[address], saved)
+            if static_of := self._statics.get(address, produced.get(address)):
+                cell[0] = _static_reference(static_of, saved)
             elif address not in self._kept:
-                cell[0] = self._store(region, number, saved)
+                cell[0] = self._keep(region, number, saved)
                 number += 1
         self._statics |= {_address(one.read()): one for one in outputs}
-        self._roots = [one for one in results if one.requires_grad]
-        self.reaches = reached(self._roots, [*(leaf for leaf in self._leaves if leaf.requires_grad), *self._weights])
+        self._keep_roots(results)
 
     def backward(
         self, gradients: Sequence[Static | None], found: Sequence[Static | None], *, defers: bool
     ) -> Sequence[int]:
         """Run the backward on the static gradients of the outputs, and write those of the inputs."""
-        given = [one for one in gradients if one is not None]
-        self._check("backward", [one.read() for one in given])
-        self._statics |= {_address(one.read()): one for one in given}
-        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+        statics = [one for one in gradients if one is not None]
+        given = [one.read() for one in statics]
+        self._check("backward", given)
+        self._statics |= zip(map(_address, given), statics, strict=True)
         name = "split backward" if defers else "backward"
         with deferring(self._layer.store, defers) as entries, self._graph(name):
-            all_found = torch.autograd.grad(
-                self._roots,
-                [*wanted, *self._weights],
-                [one.read() for one in given],
-                allow_unused=True,
-                retain_graph=self._to_capture > 1,
-            )
+            of_inputs, of_weights = self._gradients(given)
         self._defer(entries)
-        of_weights = {at: one for at, one in enumerate(all_found[len(wanted) :]) if one is not None}
-        for at, gradient in of_weights.items():
-            self._layer.gradients.store(at, gradient)
+        self._store(name, of_weights)
         with torch.no_grad():
-            for static, gradient in zip([one for one in found if one is not None], all_found, strict=False):
+            for static, gradient in zip([one for one in found if one is not None], of_inputs, strict=True):
                 static.hold().zero_() if gradient is None else static.hold().copy_(gradient)
-        self._to_capture -= 1
-        if self._to_capture <= 0:
-            self._roots, self._leaves = [], []
-        return list(of_weights)
-
-    def deferred(self) -> list[int]:
-        """Return the positions of the deferred weights."""
-        return [position for position, _, _ in self._deferred]
-
-    def weights(self) -> None:
-        """Compute the weight gradients that the backward has deferred."""
-        computed = ((at, compute(*(self._unpack([t]) for t in tensors))) for at, compute, tensors in self._deferred)
-        store_sums(self._layer.gradients, computed)
-        self._deferred = []
+        return self._stored[name]
 
     def finish(self) -> None:
         """Poison what the micro-batch has left, unless another backward of it is still to be captured."""
-        if self._to_capture > 0:
+        if self._remaining > 0:
             return
         for name in ("forward", "deferred"):
             region = self._regions.get(name, _Region())
@@ -180,58 +142,49 @@ class SimulatedGraphs(LayerGraphs):
                 rule="a graph reads and writes fixed addresses",
             )
 
-    def times(self) -> None:
-        """Return None: replays run eagerly."""
-
     def _defer(self, entries: Sequence[DeferredGradient]) -> None:
+        super()._defer(entries)
         region, number = self._regions.setdefault("deferred", _Region()), 0
-        for parameter, compute, tensors in entries:
+        for at, (position, compute, tensors) in enumerate(self._deferred):
             references: list[_Reference | Tensor] = []
             for t in tensors:
                 address = _address(t)
                 if address in self._kept:
                     references.append(t)
                 elif address in self._statics:
-                    references.append(self._static_reference(self._statics[address], t))
+                    references.append(_static_reference(self._statics[address], t))
                 else:
-                    references.append(self._store(region, number, t))
+                    references.append(self._keep(region, number, t))
                     number += 1
-            self._deferred.append((self._position[id(parameter)], compute, references))
+            self._deferred[at] = position, compute, references
 
-    def _static_reference(self, static: Static, t: Tensor) -> _Reference:
-        return _Reference(static, _without_memory(t), int(t.storage_offset()))
-
-    def _store(self, region: _Region, number: int, t: Tensor) -> _Reference:
+    def _keep(self, region: _Region, number: int, t: Tensor) -> _Reference:
         """Copy a tensor to the region's block of this number, which the first call allocates."""
         if number == len(region.blocks):
             region.blocks.append(self._pool.allocate(_extent_bytes(t)))
-        reference = _Reference(region.blocks[number], _without_memory(t))
         self._pool.view(region.blocks[number], t).copy_(t.detach())
-        return reference
+        return _Reference(region.blocks[number], _without_memory(t))
 
-    def _unpack(self, cell: list[Any]) -> Tensor:
-        (reference,) = cell
-        if not isinstance(reference, _Reference):
-            assert isinstance(reference, Tensor)
-            return reference
-        if isinstance(reference.place, Block):
-            return self._pool.view(reference.place, reference.like)
-        like = reference.like
-        return reference.place.read().detach().as_strided(like.shape, like.stride(), reference.offset)
+    def _unpack(self, tensor: _Reference | Tensor) -> Tensor:
+        if not isinstance(tensor, _Reference):
+            return tensor
+        if isinstance(tensor.place, Block):
+            return self._pool.view(tensor.place, tensor.like)
+        like = tensor.like
+        return tensor.place.read().detach().as_strided(like.shape, like.stride(), tensor.offset)
 
     @contextmanager
     def _graph(self, name: str) -> Iterator[None]:
         """Context of the operations of a graph."""
         region = self._regions.setdefault(name, _Region())
-        with using_parameters(self._layer.module, self._replacements):
-            if region.temporary is not None:
+        if region.temporary is not None:
+            yield
+        else:
+            with _Results() as results:
                 yield
-            else:
-                with _Results() as results:
-                    yield
-                # A block as large as all results: at once is the worst case.
-                region.temporary = self._pool.allocate(results.num_bytes)
-                self._pool.free(region.temporary)
+            # A block as large as all results: at once is the worst case.
+            region.temporary = self._pool.allocate(results.num_bytes)
+            self._pool.free(region.temporary)
         self._pool.poison(region.temporary)
 
 
@@ -252,12 +205,16 @@ def _address(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
+def _static_reference(static: Static, t: Tensor) -> _Reference:
+    return _Reference(static, _without_memory(t), int(t.storage_offset()))
+
+
 def _without_memory(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def _extent_bytes(t: Tensor) -> int:
-    return extent(t) * t.element_size()
+    return _extent(t) * t.element_size()
 
 
 ALIGNMENT = 64
@@ -313,7 +270,7 @@ class MemoryPool:
 
     def view(self, block: Block, like: Tensor) -> Tensor:
         """Return a block as a tensor with the shape, strides and dtype of another one."""
-        length = extent(like)
+        length = _extent(like)
         flat = self._arena[block.start : block.start + length * like.element_size()].view(like.dtype)
         return flat.as_strided(like.shape, like.stride())
 
@@ -322,7 +279,7 @@ class MemoryPool:
         self._arena[block.start : block.start + block.num_bytes].fill_(0xFF)
 
 
-def extent(x: Tensor) -> int:
+def _extent(x: Tensor) -> int:
     """Return the number of elements from the first to the last of a tensor in its storage."""
     if x.numel() == 0:
         return 0

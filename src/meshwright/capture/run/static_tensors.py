@@ -1,14 +1,10 @@
-"""Static tensors of a plan, and which tensor of which micro-batch each buffer holds at the moment.
-
-Weights that a layer's graphs read, at addresses that never change.
+"""Memory at addresses that a layer's graphs read and write: static tensors of a plan, weights, and weight gradients.
 
 A parameter whose storage stays where it is is read there. FSDP2 allocates gathered weights again in each step, also on
 one rank in mixed precision, so graphs read a copy in the compute dtype, which the first micro-batch of a step refreshes
 in place.
 
-Gradients of captured layers' parameters, at addresses that graphs write to.
-
-Graphs of parameters that nobody watches add to a buffer that is the parameter's `.grad` itself. With
+Graphs of parameters whose gradients nobody watches add to a buffer that is the parameter's `.grad` itself. With
 `zero_grad(set_to_none=True)` the parameter loses the buffer, but the buffer stays where it is, and is zeroed and set as
 `.grad` again before the next replay. (`torch.cuda.make_graphed_callables` returns aliases of one static gradient
 instead, which autograd may take as `.grad`: with several micro-batches, the last one's gradient is then counted twice
@@ -23,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,22 +43,14 @@ class Static:
     content: Content
 
     def read(self) -> Tensor:
-        """Return its memory, which must hold it; see `StaticTensors.read`."""
         return self.memory.read(self.content)
 
     def hold(self) -> Tensor:
-        """Return its memory, which is about to be written."""
         return self.memory.hold(self.content)
 
 
 class StaticTensors:
-    """The buffers of a plan, allocated once.
-
-    Args:
-        plan: the plan.
-        device: device of the buffers.
-        poisons: whether to fill what is released with NaN.
-    """
+    """The buffers of a plan, allocated once; if it `poisons`, what is released is filled with NaN."""
 
     def __init__(self, plan: CapturePlan, *, device: torch.device, poisons: bool) -> None:
         self._poisons = poisons
@@ -92,10 +79,6 @@ class StaticTensors:
         with torch.no_grad():
             buffer.copy_(value)
         return buffer
-
-    def at(self, content: Content) -> Static:
-        """Return a tensor by what it is."""
-        return Static(self, content)
 
     def hold(self, content: Content) -> Tensor:
         """Return the buffer of `content`, which a graph is about to write."""
@@ -133,11 +116,9 @@ class StaticTensors:
                     self._buffers[index].fill_(float("nan"))
 
     def clear(self) -> None:
-        """Forget what the buffers hold."""
         self._held = [None] * len(self._buffers)
 
     def addresses(self) -> tuple[int, ...]:
-        """Return the addresses of the buffers."""
         return tuple(buffer.data_ptr() for buffer in self._buffers)
 
     def _owner(self, content: Content) -> tuple[Role, int, int, int, int]:
@@ -171,12 +152,11 @@ class TensorFacts:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorFacts:
-        """Return the facts of a tensor."""
         return TensorFacts(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 class StaticWeights:
-    """Weights of one layer.
+    """Weights of one layer, or copies of them.
 
     Args:
         module: the layer.
@@ -247,50 +227,49 @@ class StaticWeights:
         self._is_fresh = True
 
     def addresses(self) -> tuple[int, ...]:
-        """Return the addresses that graphs read."""
         return tuple(p.data_ptr() for p in self._leaves.values())
 
     def _own(self) -> dict[str, nn.Parameter]:
         return {name: getattr(owner, last) for name, (owner, last) in self._owners.items()}
 
 
-class WeightGradients(Protocol):
-    """Gradients of one layer's parameters, by position."""
+class WeightGradients:
+    """Gradients of one layer's parameters, by position, in memory that graphs write to."""
 
     returns: bool
     """Whether autograd accumulates them."""
+
+    def __init__(self, memory: Sequence[Tensor]) -> None:
+        self._memory = memory
 
     def prepare(self, positions: Collection[int]) -> None:
         """Get ready for a replay that computes these gradients; the others stay None, as in eager execution."""
 
     def store(self, position: int, gradient: Tensor) -> None:
         """Store a gradient; a part of the graph."""
+        raise NotImplementedError
 
     def result(self, position: int) -> Tensor | None:
         """Return what autograd should accumulate after a replay; None if the graph has done so."""
 
     def addresses(self) -> tuple[int, ...]:
-        """Return the addresses that graphs write to."""
+        return tuple(one.data_ptr() for one in self._memory)
 
 
 class AccumulatedGradients(WeightGradients):
-    """Gradients that graphs accumulate.
-
-    Args:
-        parameters: parameters of the layer.
-    """
+    """Gradients that graphs accumulate in buffers, which become those of the layer's parameters."""
 
     returns = False
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._buffers = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+        super().__init__([torch.zeros_like(parameter, requires_grad=False) for parameter in parameters])
+        self._parameters = parameters
 
     @torch.no_grad()
     def prepare(self, positions: Collection[int]) -> None:
         """Make the buffers the parameters' gradients, with the values that those have."""
         for position in positions:
-            parameter, buffer = self._parameters[position], self._buffers[position]
+            parameter, buffer = self._parameters[position], self._memory[position]
             if parameter.grad is buffer:
                 continue
             if parameter.grad is None:
@@ -301,62 +280,33 @@ class AccumulatedGradients(WeightGradients):
 
     @torch.no_grad()
     def store(self, position: int, gradient: Tensor) -> None:
-        """Add a gradient to the parameter's."""
-        self._buffers[position].add_(gradient)
-
-    def result(self, position: int) -> None:
-        """Return None: the parameter has its gradient."""
-
-    def addresses(self) -> tuple[int, ...]:
-        """Return the addresses of the buffers."""
-        return tuple(buffer.data_ptr() for buffer in self._buffers)
+        self._memory[position].add_(gradient)
 
 
-class SharedOutputs:
-    """Memory for the gradients of one layer at a time, shared by all layers."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[tuple[torch.Size, torch.dtype, int], Tensor] = {}
-
-    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return memory for the gradients of a layer's parameters."""
-        seen: Counter[tuple[torch.Size, torch.dtype]] = Counter()
-        found = []
-        for one in parameters:
-            kind = (one.shape, one.dtype)
-            key = (*kind, seen[kind])
-            seen[kind] += 1
-            if key not in self._outputs:
-                self._outputs[key] = torch.zeros_like(one, requires_grad=False)
-            found.append(self._outputs[key])
-        return found
+SharedOutputs = dict[tuple[torch.Size, torch.dtype, int], Tensor]
+"""Memory for the gradients of one layer at a time, by shape, dtype and number among those of the layer."""
 
 
 class ReturnedGradients(WeightGradients):
-    """Gradients that autograd accumulates.
-
-    Args:
-        parameters: parameters of the layer, or the copies that its graphs read.
-        outputs: memory shared by all layers.
-    """
+    """Gradients of parameters, or of the copies that graphs read, in `outputs` until autograd accumulates them."""
 
     returns = True
 
     def __init__(self, parameters: Sequence[Tensor], outputs: SharedOutputs) -> None:
-        self._outputs = outputs.of(parameters)
-
-    def prepare(self, positions: Collection[int]) -> None:
-        """Do nothing."""
+        seen: Counter[tuple[torch.Size, torch.dtype]] = Counter()
+        memory = []
+        for one in parameters:
+            key = (one.shape, one.dtype, seen[one.shape, one.dtype])
+            seen[one.shape, one.dtype] += 1
+            if key not in outputs:
+                outputs[key] = torch.zeros_like(one, requires_grad=False)
+            memory.append(outputs[key])
+        super().__init__(memory)
 
     @torch.no_grad()
     def store(self, position: int, gradient: Tensor) -> None:
-        """Keep a gradient until autograd gets it."""
-        self._outputs[position].copy_(gradient)
+        self._memory[position].copy_(gradient)
 
     def result(self, position: int) -> Tensor:
         """Return a clone of the gradient: autograd may keep it as `.grad`, and the next replay overwrites it."""
-        return self._outputs[position].clone()
-
-    def addresses(self) -> tuple[int, ...]:
-        """Return the addresses of the memory."""
-        return tuple(output.data_ptr() for output in self._outputs)
+        return self._memory[position].clone()

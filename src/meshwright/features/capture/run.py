@@ -31,14 +31,14 @@ class CaptureOnRank(OnRank):
         self.session = capture_session(self._job, pipeline)
 
     def is_steady(self) -> bool:
-        return self.session.is_done  # graphs are captured without interference
+        return self.session.plan is not None  # graphs are captured without interference
 
     def running(self) -> AbstractContextManager[None]:
         return self.session.step()
 
     def notes(self) -> Iterator[str]:
         """Yield what was captured, once, and what has run eagerly nevertheless."""
-        if self.session.is_done:
+        if self.session.plan is not None:
             yield from () if self._has_noted else self.session.notes()
             yield from self.session.fallbacks()
             self._has_noted = True
