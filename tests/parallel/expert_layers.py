@@ -135,7 +135,7 @@ def _counts() -> tuple[int, int, int]:
     if not dist.is_initialized():
         return 0, 0, 0
     record = group_record(None)
-    return record.count, record.split_reads, record.all_to_all_bytes
+    return record.count, record.split_reads, record.sent["all_to_all"]
 
 
 def on_rank(rank: int, world_size: int, case: Case, options: Sequence[dict[str, Any]]) -> list[Result]:

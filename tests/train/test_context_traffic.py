@@ -56,10 +56,10 @@ def sent_in_a_step(rank, world_size, words):
     groups = {core.group for core in cores if isinstance(core, RingAttention | HeadsAttention)}
     traffic = job.features["all_to_alls"]
     step(1)
-    before = sum(group_record(group).all_to_all_bytes for group in groups)
+    before = sum(group_record(group).sent["all_to_all"] for group in groups)
     with traffic.counting():
         step(2)
-    sent = sum(group_record(group).all_to_all_bytes for group in groups) - before
+    sent = sum(group_record(group).sent["all_to_all"] for group in groups) - before
     batches = [step._task.batch(samples) for samples in step.samples(2)]
     return sent, [batch.conditions[0].documents for batch in batches], traffic.all_to_alls()
 

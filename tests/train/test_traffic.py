@@ -138,7 +138,7 @@ def all_leaving(rank, world_size, words):
 
 
 def bytes_of_all_to_alls():
-    return sum(record.all_to_all_bytes for record in group_records().values())
+    return sum(record.sent["all_to_all"] for record in group_records().values())
 
 
 DIT = ["dit-digits", "model.num_layers=4", "data.source=digits", "model.num_classes=11"]  # 12 rows with the null class

@@ -94,14 +94,14 @@ def sent_bytes(task: DispatchTask, routing: Routing, dim: int) -> SentBytes:
     assert dist.group.WORLD is not None, "a process group"
     record = group_record(dist.group.WORLD)
     x_nd = torch.randn(task.num_tokens, dim, dtype=DTYPE)
-    start = record.all_to_all_bytes
+    start = record.sent["all_to_all"]
     dispatch = AllToAllDispatcher(task.num_experts, dist.group.WORLD).start(x_nd, routing, ForwardCache())
     dispatch.send()
     rows = dispatch.receive()
-    sent = record.all_to_all_bytes
+    sent = record.sent["all_to_all"]
     dispatch.combine(rows, (rows.rows_rd * rows.weights_r[:, None]).to(DTYPE))
     _check_returned(dispatch.finish(), x_nd)
-    return SentBytes(sent - start, record.all_to_all_bytes - sent)
+    return SentBytes(sent - start, record.sent["all_to_all"] - sent)
 
 
 def _check_returned(out_nd: Tensor, x_nd: Tensor) -> None:

@@ -22,8 +22,6 @@ def draw_capture(plan: CapturePlan, path: Path, *, title: str) -> None:
     """Write a figure of the plan's slots over time, as .svg or .png.
 
     Args:
-        plan: the plan.
-        path: path of the figure.
         title: headline on the first line, subtitle on any further lines.
 
     Raises:
@@ -59,7 +57,6 @@ def _rows(plan: CapturePlan) -> list[tuple[int, int]]:
 
 
 def _held(timeline: Timeline) -> Iterator[tuple[int, float, float]]:
-    """Yield the row and times of each micro-batch in its slot."""
     times: dict[tuple[int, int], list[float]] = {}
     for span in timeline.spans:
         times.setdefault((span.rank, span.action.microbatch), []).extend((span.start, span.end))

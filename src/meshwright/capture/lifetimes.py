@@ -1,4 +1,4 @@
-"""Lifetimes of the static tensors of a rank's captured layers.
+"""Lifetimes of the static tensors of a rank's captured layers, in events of its row, and which may share memory.
 
 [Note: lifetimes] A layer's input and the gradient of its output are read by its backward and, if that is split, by its
 deferred weight gradients, whichever comes last. The input of a layer that follows another one is that layer's output,
@@ -7,16 +7,10 @@ and its gradient that layer's gradient of the output, without copies. Everything
 and weight gradients: it lives until the micro-batch is done in the chunk, and until it has been sent. So do further
 arguments and results of a layer, and their gradients. An argument that several layers take is one tensor.
 
-Assign numbers to intervals so that those that overlap have different ones.
-
-Intervals are closed: one that ends where another begins overlaps it, because a layer writes its output while it still
-reads its input.
-
-A rank's row of a lowered table as events of captured layers.
-
 The layers of a chunk run in order in a forward, and in reverse in a backward and in the deferred weight gradients. Both
 computations of an overlapped pair take turns in an order that the table does not say: their events count as
-simultaneous.
+simultaneous. Intervals are closed: one that ends where another begins overlaps it, because a layer writes its output
+while it still reads its input.
 """
 
 from __future__ import annotations
@@ -89,13 +83,7 @@ class Lifetime:
 
 
 class Lifetimes:
-    """Times of a rank's events, and what follows from them.
-
-    Args:
-        schedule: the lowered table of the events.
-        events: events of the rank.
-        chunks: captured layers of each stage on the rank.
-    """
+    """Times of a rank's events, and what follows from them."""
 
     def __init__(self, schedule: Schedule, events: Sequence[Event], chunks: Chunks) -> None:
         self._schedule, self._chunks = schedule, chunks
@@ -115,7 +103,6 @@ class Lifetimes:
         return {key: (begin, self._done[key]) for key, begin in self._starts.items()}
 
     def tensors(self) -> Iterator[Lifetime]:
-        """Yield the static tensors of all layers and micro-batches."""
         for stage, microbatch in self._starts:
             for layer, signature in enumerate(self._chunks[stage]):
                 yield from self._of_layer(stage, microbatch, layer, signature)
@@ -231,7 +218,6 @@ def color_groups(groups: Sequence[Sequence[Interval]]) -> list[int]:
 
 
 def overlaps_itself(group: Sequence[Interval]) -> bool:
-    """Return whether any two intervals of a group overlap."""
     ordered = sorted(group)
     return any(later[0] <= earlier[1] for earlier, later in zip(ordered, ordered[1:], strict=False))
 
@@ -272,28 +258,17 @@ def row_events(schedule: Schedule, rank: int, num_layers: Mapping[int, int]) -> 
 
     A computation of a chunk without captured layers is one event without a layer.
 
-    Args:
-        schedule: a lowered table.
-        rank: rank in the pipeline.
-        num_layers: number of captured layers of each stage on the rank.
-
     Raises:
         ScheduleError: the table isn't lowered, or has no such rank.
     """
     if not 0 <= rank < schedule.num_ranks:
-        raise ScheduleError(
-            f"rank {rank} of a table with {counted(schedule.num_ranks, 'row')}",
-            where="plan_capture, rank",
-            rule="a plan is made for a rank of the table",
-            fix=f"use a rank from 0 to {schedule.num_ranks - 1}",
-        )
+        what = f"rank {rank} of a table with {counted(schedule.num_ranks, 'row')}"
+        rule, fix = "a plan is made for a rank of the table", f"use a rank from 0 to {schedule.num_ranks - 1}"
+        raise ScheduleError(what, where="plan_capture, rank", rule=rule, fix=fix)
     if schedule.num_ranks > 1 and not schedule.is_lowered:
-        raise ScheduleError(
-            "the table is not lowered",
-            where="plan_capture, schedule",
-            rule="lifetimes end where a lowered table frees tensors",
-            fix="meshwright.pipeline.lower(schedule)",
-        )
+        what = "the table is not lowered"
+        rule, fix = "lifetimes end where a lowered table frees tensors", "meshwright.pipeline.lower(schedule)"
+        raise ScheduleError(what, where="plan_capture, schedule", rule=rule, fix=fix)
     events: list[Event] = []
     for action in schedule.actions[rank]:
         parts = [list(_part_events(part, num_layers)) for part in action.parts()]

@@ -31,7 +31,7 @@ from meshwright.capture.lifetimes import (
     overlaps_itself,
     row_events,
 )
-from meshwright.capture.signature import Chunks, LayerSignature, TensorSignature, chunks_of
+from meshwright.capture.signature import LayerSignature, TensorSignature, chunks_of
 from meshwright.errors import InputError
 from meshwright.pipeline.actions import COMPUTE, ActionKind
 from meshwright.pipeline.schedule_table import Schedule
@@ -102,17 +102,14 @@ class CapturePlan:
     """In the order in which they are captured: that of the table."""
 
     def num_slots(self, stage: int) -> int:
-        """Return the number of slots of a stage's chunk."""
         return max(dict(self.slots)[stage], default=-1) + 1
 
     @property
     def num_pools(self) -> int:
-        """Number of memory pools."""
         return len({graph.pool for graph in self.graphs})
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of static memory."""
         return sum(signature.num_bytes for signature in self.buffers)
 
     @property
@@ -132,7 +129,6 @@ class CapturePlan:
         return {0: self._shared_pool_bytes()} if self.graphs else {}
 
     def _shared_pool_bytes(self) -> int:
-        """Return the peak of a pool that serves all graphs, captured in the order of the table."""
         chunks, peak, saved = dict(self.chunks), 0, 0
         last = {(e.stage, e.microbatch, e.layer): i for i, e in enumerate(self.events) if e.kind in COMPUTE}
         for index, event in enumerate(self.events):
@@ -145,11 +141,9 @@ class CapturePlan:
         return peak
 
     def fingerprint(self) -> str:
-        """Return a hash of the whole plan, for comparison between ranks."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
-        """Serialize the plan."""
         return json.dumps({"format": FORMAT, **asdict(self)}, default=lambda value: value.value)
 
 
@@ -166,8 +160,6 @@ def plan_capture(
     """Plan the CUDA graphs of a rank's captured layers.
 
     Args:
-        schedule: the lowered table of the step.
-        rank: this rank in the pipeline.
         layers_per_chunk: number of captured layers (or regions of layers) of each stage on the rank, or of every one.
         signatures: signature of all of these layers, or those of each stage's layers.
         reuse_io: let inputs and outputs that are not alive at the same time share memory.
@@ -178,18 +170,22 @@ def plan_capture(
         ScheduleError: the table is not lowered, or has no such rank.
         InputError: the numbers of layers don't agree, or the mode is unknown.
     """
-    chosen = _mode(mode)
+    if mode not in set(CaptureMode):
+        rule = f"the modes are {', '.join(CaptureMode)}"
+        raise InputError(f"{mode} is not a mode", where="plan_capture, mode", rule=rule, fix=CaptureMode.SLOT)
     chunks = chunks_of(schedule.stages_of(rank) if 0 <= rank < schedule.num_ranks else (), layers_per_chunk, signatures)
     events = row_events(schedule, rank, {stage: len(layers) for stage, layers in chunks.items()})
     lifetimes = Lifetimes(schedule, events, chunks)
-    slots = _slots(lifetimes, chunks, schedule.num_microbatches)
-    by_slot = chosen is CaptureMode.SLOT
-    instances = slots if by_slot else dict.fromkeys(chunks, tuple(range(schedule.num_microbatches)))
+    times, microbatches = lifetimes.microbatches(), range(schedule.num_microbatches)
+    # Each micro-batch gets a slot of its chunk, as few as possible.
+    slots = {stage: tuple(color_intervals([times[stage, m] for m in microbatches])) for stage in chunks}
+    by_slot = mode == CaptureMode.SLOT
+    instances = slots if by_slot else dict.fromkeys(chunks, tuple(microbatches))
     buffers, tensors = _place(
         _owned(lifetimes.tensors(), instances), reuse_io=reuse_io, reuse_grad_outputs=reuse_grad_outputs
     )
     return CapturePlan(
-        chosen,
+        CaptureMode(mode),
         rank,
         schedule.num_microbatches,
         events,
@@ -201,27 +197,10 @@ def plan_capture(
     )
 
 
-def _mode(name: str) -> CaptureMode:
-    if name not in set(CaptureMode):
-        raise InputError(
-            f"{name} is not a mode",
-            where="plan_capture, mode",
-            rule=f"the modes are {', '.join(CaptureMode)}",
-            fix=CaptureMode.SLOT,
-        )
-    return CaptureMode(name)
-
-
 Instances = dict[int, tuple[int, ...]]
 """Instance of the graphs that each micro-batch replays, by stage."""
 Owner = tuple[Role, int, int, int, int]
 """Role, stage, layer, index and instance of a static tensor."""
-
-
-def _slots(lifetimes: Lifetimes, chunks: Chunks, num_microbatches: int) -> Instances:
-    """Assign each micro-batch a slot of its chunk, as few as possible."""
-    intervals = lifetimes.microbatches()
-    return {stage: tuple(color_intervals([intervals[stage, m] for m in range(num_microbatches)])) for stage in chunks}
 
 
 def _owned(tensors: Iterable[Lifetime], instances: Instances) -> dict[Owner, list[Lifetime]]:

@@ -30,12 +30,7 @@ class CaptureEstimate:
 
 
 def predict_capture(plan: RunPlan, *, mode: str = "slot") -> CaptureEstimate:
-    """Return the graphs and memory of the pipeline rank with the most static memory, if all blocks are captured.
-
-    Args:
-        plan: the run's plan.
-        mode: a `CaptureMode`.
-    """
+    """Return the graphs and memory of the pipeline rank with the most static memory, if all blocks are captured."""
     estimates = [_on_rank(plan, rank, mode) for rank in range(plan.mesh.size("pp"))]
     return max(estimates, key=lambda one: one.static + one.weights)
 

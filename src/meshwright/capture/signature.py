@@ -29,16 +29,12 @@ class TensorSignature:
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
-            raise InputError(
-                f"unknown dtype {self.dtype!r}",
-                where="TensorSignature.dtype",
-                rule=f"dtypes are {', '.join(ITEM_BYTES)}",
-                fix="bfloat16",
-            )
+            what = f"unknown dtype {self.dtype!r}"
+            rule, fix = f"dtypes are {', '.join(ITEM_BYTES)}", "bfloat16"
+            raise InputError(what, where="TensorSignature.dtype", rule=rule, fix=fix)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -94,7 +90,6 @@ def chunks_of(
     """Return the captured layers of a rank's stages.
 
     Args:
-        stages: stages of the rank, in model order.
         layers_per_chunk: number of captured layers of each of these stages, or of each if it is one number.
         signatures: signature of all layers, or those of each stage's layers.
 
@@ -103,20 +98,15 @@ def chunks_of(
     """
     counts = [layers_per_chunk] * len(stages) if isinstance(layers_per_chunk, int) else list(layers_per_chunk)
     if len(counts) != len(stages) or min(counts, default=0) < 0:
-        raise InputError(
-            f"layers_per_chunk = {tuple(counts)} for a rank with {counted(len(stages), 'stage')}",
-            where="plan_capture, layers_per_chunk",
-            rule="one number of layers, at least 0, for each stage of the rank",
-            fix=f"layers_per_chunk={(1,) * len(stages)}",
-        )
+        what = f"layers_per_chunk = {tuple(counts)} for a rank with {counted(len(stages), 'stage')}"
+        rule = "one number of layers, at least 0, for each stage of the rank"
+        fix = f"layers_per_chunk={(1,) * len(stages)}"
+        raise InputError(what, where="plan_capture, layers_per_chunk", rule=rule, fix=fix)
     if isinstance(signatures, LayerSignature):
         return {stage: (signatures,) * count for stage, count in zip(stages, counts, strict=True)}
     given = [len(own) for own in signatures]
     if given != counts:
-        raise InputError(
-            f"signatures for {given} layers, where the stages have {counts}",
-            where="plan_capture, signatures",
-            rule="one signature per captured layer of each stage",
-            fix=f"layers_per_chunk={tuple(given)}",
-        )
+        what = f"signatures for {given} layers, where the stages have {counts}"
+        rule, fix = "one signature per captured layer of each stage", f"layers_per_chunk={tuple(given)}"
+        raise InputError(what, where="plan_capture, signatures", rule=rule, fix=fix)
     return {stage: tuple(own) for stage, own in zip(stages, signatures, strict=True)}

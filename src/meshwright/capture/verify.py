@@ -64,7 +64,10 @@ class _Paper:
             for event in together:
                 self._occupy(event)
                 for access in self._accesses(event):
-                    (self._write if access.writes else self._read)(event, access.tensor)
+                    if access.writes:
+                        self._held[self._place(event, access.tensor)] = (access.tensor, event)
+                    else:
+                        self._read(event, access.tensor)
                 self._release(event)
 
     def _instance(self, stage: int, microbatch: int) -> int:
@@ -76,9 +79,6 @@ class _Paper:
         if buffer is None:
             raise _error(f"{tensor} has no memory", event, "every static tensor has a buffer")
         return buffer
-
-    def _write(self, event: Event, tensor: Content) -> None:
-        self._held[self._place(event, tensor)] = (tensor, event)
 
     def _read(self, event: Event, tensor: Content) -> None:
         buffer = self._place(event, tensor)

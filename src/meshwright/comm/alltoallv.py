@@ -1,10 +1,8 @@
-"""All-to-all with uneven splits along dim 0.
+"""All-to-all with uneven splits along dim 0, which may be in flight: start now, wait later, and compute in between.
 
 `torch.distributed.all_to_all_single` is easy to misuse: if output and input are swapped, gloo raises nothing and never
 writes the output; a non-contiguous output is silently wrong; and wrong splits on one rank surface on another as a
 closed connection. Here the output is allocated internally, splits are keyword arguments, and inputs are checked first.
-
-All-to-all in flight: start now, wait later, and compute in between.
 
 `meshwright::all_to_all_start` is a functional custom operator. Selective recomputation can therefore save its output;
 an in-place collective inside an autograd Function would be replayed into a fresh output that nothing fills. Splits can
@@ -20,14 +18,21 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from meshwright.comm.collective_log import TrackedOperation, compare_ranks, format_dtype, group_record, track_collective
+from meshwright.comm.collective_log import (
+    ALL_TO_ALL,
+    TrackedOperation,
+    compare_ranks,
+    format_dtype,
+    group_record,
+    track_collective,
+)  # fmt: skip
 from meshwright.comm.collectives import NATIVE_DTYPES, rank, send_recv_all, world_size
 from meshwright.comm.overlap import switch_task
 from meshwright.comm.private import group_name, group_of_name
@@ -110,7 +115,9 @@ def _checked_splits(
         if debug or record.debug:
             _check_all_ranks(x, send, recv, group, fault, record.ranks)
     if fault:
-        raise _error(fault, "this rank", RULE, _fix(x, send))
+        rows = x.shape[0] if x.dim() else 1
+        fix = f"pass send_splits that sum to {rows}, and recv_splits that match what the other ranks send to this one"
+        raise _error(fault, "this rank", RULE, fix)
     return send, recv
 
 
@@ -125,31 +132,24 @@ def all_to_all_into(
 ) -> None:
     """Send rows of `x` and receive into `out`, without checks and without autograd.
 
-    Both tensors must be contiguous, and the group must have several ranks.
-
-    Args:
-        permutes: True if each rank sends to at most one rank and receives from at most one; avoids gloo's empty
-            messages to the other ranks. Must be the same on all ranks.
+    Both tensors must be contiguous, and the group must have several ranks. If it `permutes`, on all ranks, each rank
+    sends to at most one rank and receives from at most one; this avoids gloo's empty messages to the other ranks.
     """
     out, x = sendable(out), sendable(x)
     with track_collective("all_to_all", x, group, same_shape=False):
-        if permutes and x.device.type == "cpu":
-            _permute(out, x, send_splits, recv_splits, group)
-        else:
+        if not permutes or x.device.type != "cpu":
             dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group)
-
-
-def _permute(out: Tensor, x: Tensor, send: Sequence[int], recv: Sequence[int], group: ProcessGroup | None) -> None:
-    targets = [other for other, rows in enumerate(send) if rows]
-    sources = [other for other, rows in enumerate(recv) if rows]
-    if targets == sources == [rank(group)]:
-        out.copy_(x)
-    else:
-        send_recv_all(((other, x) for other in targets), ((other, out) for other in sources), group=group)
+            return
+        targets = [other for other, rows in enumerate(send_splits) if rows]
+        sources = [other for other, rows in enumerate(recv_splits) if rows]
+        if targets == sources == [rank(group)]:
+            out.copy_(x)
+        else:
+            send_recv_all(((other, x) for other in targets), ((other, out) for other in sources), group=group)
 
 
 def _local_problem(x: Tensor, send: list[int], recv: list[int], num_ranks: int) -> str:
-    """Describe the first error in this rank's splits; return an empty string if they are valid."""
+    """Describe the first error in this rank's splits; an empty string if they are valid."""
     if x.dim() == 0:
         return "x is a 0-dim tensor and has no rows"
     for name, splits in (("send_splits", send), ("recv_splits", recv)):
@@ -201,11 +201,6 @@ def _check_all_ranks(
 
 def _error(what: str, where: str, rule: str, fix: str) -> LayoutError:
     return LayoutError(what, where=f"all_to_all, {where}", rule=rule, fix=fix)
-
-
-def _fix(x: Tensor, send: list[int]) -> str:
-    rows = x.shape[0] if x.dim() else 1
-    return f"pass send_splits that sum to {rows}, and recv_splits that match what the other ranks send to this one"
 
 
 class AllToAllHandle:
@@ -283,14 +278,12 @@ class _Wait(torch.autograd.Function):
         return gradient, None  # only its shape matters: `_Start` takes the gradient from the route
 
 
-class _Transfer:
+class _Transfer(NamedTuple):
     """Work, input and log entry of a transfer, kept until it completes."""
 
-    __slots__ = ("passage", "work", "x")
-
-    def __init__(self, work: Work | None, x: Tensor, passage: TrackedOperation) -> None:
-        assert work is not None, "this rank is in the group"
-        self.work, self.x, self.passage = work, x, passage
+    work: Work
+    x: Tensor
+    passage: TrackedOperation
 
 
 @cache
@@ -339,12 +332,13 @@ def start_into(
 ) -> None:
     """Start an all-to-all into `out`, to be completed by `wait_rows(out)`; both tensors are contiguous."""
     record = group_record(group)
-    record.all_to_all_bytes += (sum(send_splits) - send_splits[rank(group)]) * row_bytes(x)
+    record.sent[ALL_TO_ALL] += (sum(send_splits) - send_splits[rank(group)]) * row_bytes(x)
     passage = track_collective("all_to_all", x, group, same_shape=False)
     with passage:
         work = dist.all_to_all_single(
             sendable(out), sendable(x), list(recv_splits), list(send_splits), group=group, async_op=True
         )
+    assert work is not None, "this rank is in the group"
     _in_flight()[out.untyped_storage().data_ptr()] = _Transfer(work, x, passage)
 
 
@@ -361,7 +355,6 @@ def wait_rows(out: Tensor) -> None:
 
 
 def row_bytes(x: Tensor) -> int:
-    """Return the size of a row in bytes."""
     return x.element_size() * x[:1].numel() if x.shape[0] else 0
 
 
@@ -376,12 +369,7 @@ class SplitExchange:
     """Counts exchanged on the device, for the splits of later all-to-alls."""
 
     def __init__(self, sent: Tensor, group: ProcessGroup | None) -> None:
-        """Start the exchange.
-
-        Args:
-            sent: integers [ranks, n], row r for rank r of the group; on its device.
-            group: the process group; the default group if None.
-        """
+        """Start the exchange of the integers `sent` [ranks, n], row r for rank r of the group; on its device."""
         self._group, self._sent = group, sent.contiguous()
         self._received = torch.empty_like(self._sent)
         self._stream: torch.cuda.Stream | None = None
@@ -426,5 +414,4 @@ class SplitExchange:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return this process's stream for reading splits, one per device."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

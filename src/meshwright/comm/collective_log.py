@@ -1,4 +1,4 @@
-"""Per-group sequence numbers of collectives, and errors that identify a collective that hung.
+"""What collectives and messages a rank enters, by group: numbers, bytes, and errors that identify one that hung.
 
 A hang is usually reported by a rank that did not cause it, and gloo's "timed out" names neither the collective nor the
 group. Collectives are therefore numbered within their group. When one fails because another rank did not enter it, the
@@ -9,15 +9,6 @@ weak references to the groups, so a record disappears with its group, and they h
 
 With NCCL, a collective is only enqueued here and runs later; PyTorch's watchdog detects a hang and aborts the process
 with its own message.
-
-Errors for collectives that timed out or lost a rank, with the call site and the state of the other ranks.
-
-Format dtypes, tensors and ranks for messages.
-
-Count what this rank hands to collectives and pipeline channels in a step, by group.
-
-Collectives of FSDP2 and DTensor are counted where they are called, so those in compiled code are not seen. Compressed
-collectives are not either: they keep a count of their own (`compression`).
 """
 
 from __future__ import annotations
@@ -45,6 +36,7 @@ from torch.distributed import ProcessGroup
 from meshwright.comm.private import group_of, last_collective, replaced_collectives
 from meshwright.errors import CONTINUE, RunError
 
+SEND, ALL_TO_ALL, EXCHANGE = "send", "all_to_all", "exchange"
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
 """Environment variable; set to 1 on all ranks to compare ranks before each collective. Read once per group."""
 
@@ -52,23 +44,18 @@ DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
 class GroupRecord:
     """Ranks of a process group, and what it has run."""
 
-    __slots__ = ("all_to_all_bytes", "channel_bytes", "count", "debug", "exchange_bytes", "ranks", "split_reads")
+    __slots__ = ("count", "debug", "ranks", "sent", "split_reads")
 
     def __init__(self, group: ProcessGroup) -> None:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.count = 0
-        self.all_to_all_bytes = 0
-        """Bytes that this rank has sent to others in all-to-alls."""
-        self.channel_bytes = 0
-        """Bytes that this rank has sent on a pipeline channel."""
-        self.exchange_bytes = 0
-        """Bytes that this rank has sent to others in exchanges."""
+        self.sent: Counter[str] = Counter()
+        """Bytes that this rank has sent to others: in all-to-alls, in exchanges, on a pipeline channel."""
         self.split_reads = 0
         """Number of times that the host has read exchanged splits."""
         self.debug = os.environ.get(DEBUG_VARIABLE) == "1"
 
     def describe(self) -> str:
-        """Return the group's name for messages."""
         return f"the group of {format_ranks(self.ranks)}"
 
 
@@ -117,7 +104,6 @@ class TrackedOperation:
             raise collective_error(self.describe() + of, error, waited_s=time.monotonic() - self._since) from error
 
     def describe(self) -> str:
-        """Return the operation's name, number and group for messages."""
         number = "" if self.number is None else f", number {self.number}"
         return f"{self.name}{number} in {self.record.describe()}"
 
@@ -128,9 +114,6 @@ def track_collective(
     """Track a collective that all ranks of a group enter; in debug mode, first compare it across ranks.
 
     Args:
-        name: name of the collective.
-        x: input tensor, if any.
-        group: the process group.
         same_shape: True if `x` has the same shape on all ranks.
 
     Raises:
@@ -158,12 +141,10 @@ def compare_ranks(operation: TrackedOperation, facts: str, extra: Any = None) ->
         entered = "; ".join(
             f"rank {rank}: {' of '.join(filter(None, call))}" for rank, call in zip(record.ranks, calls, strict=True)
         )
-        raise RunError(
-            f"ranks enter different collectives in {record.describe()}: {entered}",
-            where=f"{record.describe()}, before the collective started",
-            rule="all ranks of a group enter the same collectives, in the same order and with equal shapes",
-            fix="make the same sequence of calls on every rank, even where a rank has nothing to send",
-        )
+        what = f"ranks enter different collectives in {record.describe()}: {entered}"
+        rule = "all ranks of a group enter the same collectives, in the same order and with equal shapes"
+        fix = "make the same sequence of calls on every rank, even where a rank has nothing to send"
+        raise RunError(what, where=f"{record.describe()}, before the collective started", rule=rule, fix=fix)
     return [extra for _, extra in gathered]
 
 
@@ -211,11 +192,7 @@ def collective_error(
 ) -> CollectiveError:
     """Build the error for a collective that failed with `error`.
 
-    Args:
-        name: description of the collective for the message.
-        error: the backend's exception.
-        waited_s: seconds that the collective waited, if known.
-        frames: the stack of its call site; the current stack if None.
+    `frames` is the stack of its call site; the current stack if None.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     reason = str(error).splitlines()[0].rpartition("] ")[2]
@@ -298,7 +275,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return "ranks " + ", ".join(map(str, ranks))
 
 
-SEND, ALL_TO_ALL, EXCHANGE = "send", "all_to_all", "exchange"
 TENSORS = ("input", "input_tensor", "tensor", "self")
 """Names of the argument that holds a collective's input."""
 
@@ -319,7 +295,9 @@ def count_collectives() -> Iterator[CollectiveBytes]:
     exchanges, where peers get different amounts, to all of them.
 
     An all-reduce counts as a reduce-scatter and an all-gather. Each collective counts as what it must send, whatever
-    a backend does: gloo's reduce-scatter, for example, is an all-reduce.
+    a backend does: gloo's reduce-scatter, for example, is an all-reduce. Collectives of FSDP2 and DTensor are counted
+    where they are called, so those in compiled code are not seen. Compressed collectives are not either: they keep a
+    count of their own (`compression`).
     """
     found = CollectiveBytes()
     depth = 0
@@ -348,17 +326,14 @@ def count_collectives() -> Iterator[CollectiveBytes]:
 
         return call
 
-    before = _own_counts()
+    def own_counts() -> Counter[Sent]:
+        found: Counter[Sent] = Counter()
+        for record in group_records().values():
+            for operation, num_bytes in record.sent.items():
+                found[operation, record.ranks] += num_bytes
+        return found
+
+    before = own_counts()
     with replaced_collectives(counting):
         yield found
-    found.update(_own_counts() - before)
-
-
-def _own_counts() -> Counter[Sent]:
-    """Return the bytes that our channels, all-to-alls and exchanges have sent so far."""
-    found: Counter[Sent] = Counter()
-    for record in group_records().values():
-        found[SEND, record.ranks] += record.channel_bytes
-        found[ALL_TO_ALL, record.ranks] += record.all_to_all_bytes
-        found[EXCHANGE, record.ranks] += record.exchange_bytes
-    return found
+    found.update(own_counts() - before)

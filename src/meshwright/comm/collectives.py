@@ -1,9 +1,7 @@
-"""Wrappers around the collectives of `torch.distributed`, used by the rest of Meshwright.
+"""Collectives, channels between pipeline stages, and exchanges between any ranks of a group.
 
-Without an initialised process group, each behaves as if the world size were 1, so callers need no special case.
-`collective_log` tracks each call, so that a hang can be identified.
-
-Point-to-point communication: channels between pipeline stages, and exchanges between any ranks of a group.
+Without an initialised process group, each collective behaves as if the world size were 1, so callers need no special
+case. `collective_log` tracks each call, so that a hang can be identified.
 
 There is one channel, a communicator, per direction, pair of ranks and kind of traffic. All channels are created at
 startup in the same order. Traffic on a channel follows the schedule table, so channels cannot block each other, and a
@@ -25,7 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from meshwright.comm.collective_log import CollectiveError, TrackedOperation, format_ranks, track_collective
+from meshwright.comm.collective_log import (
+    EXCHANGE,
+    SEND,
+    CollectiveError,
+    TrackedOperation,
+    format_ranks,
+    track_collective,
+)
 from meshwright.comm.private import message_timeout
 from meshwright.errors import LayoutError
 from meshwright.mesh.process_groups import new_group
@@ -48,7 +53,6 @@ NATIVE_DTYPES = frozenset({
 
 
 def is_distributed() -> bool:
-    """Return whether the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -63,7 +67,6 @@ def world_size(group: ProcessGroup | None = None) -> int:
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait until all ranks of `group` have entered the barrier."""
     if world_size(group) > 1:
         with track_collective("barrier", None, group):
             dist.barrier(group)
@@ -132,9 +135,7 @@ def all_gather_rows_into(out: Tensor, x: Tensor | None = None, *, group: Process
     """Fill `out` [ranks · n, …] with every rank's rows in rank order. Any dtype; not differentiable.
 
     Args:
-        out: contiguous output.
         x: this rank's rows, contiguous; None if they are already in place in `out`.
-        group: a group of several ranks.
     """
     flat = _flat_native(out)
     local = flat.view(world_size(group), -1)[rank(group)] if x is None else _flat_native(x)
@@ -178,12 +179,10 @@ def reduce_scatter_sum(x: Tensor, *, group: ProcessGroup | None = None) -> Tenso
     x = x.detach().contiguous()
     num_ranks = world_size(group)
     if x.shape[0] % num_ranks:
-        raise LayoutError(
-            f"the number of rows, {x.shape[0]}, is not divisible by {counted(num_ranks, 'rank')}",
-            where="reduce_scatter_sum",
-            rule="every rank gets the same number of rows",
-            fix=f"pad x to {counted(-(-x.shape[0] // num_ranks) * num_ranks, 'row')}",
-        )
+        what = f"the number of rows, {x.shape[0]}, is not divisible by {counted(num_ranks, 'rank')}"
+        rule = "every rank gets the same number of rows"
+        fix = f"pad x to {counted(-(-x.shape[0] // num_ranks) * num_ranks, 'row')}"
+        raise LayoutError(what, where="reduce_scatter_sum", rule=rule, fix=fix)
     out = x.new_empty((x.shape[0] // num_ranks, *x.shape[1:]))
     if num_ranks == 1:
         return out.copy_(x)
@@ -223,9 +222,7 @@ class Transfer:
 
     def __init__(self, work: Work | None, passage: TrackedOperation, timeout: timedelta | None) -> None:
         assert work is not None, "this rank is not an end of the channel"
-        self._work = work
-        self._passage = passage
-        self._timeout = timeout
+        self._work, self._passage, self._timeout = work, passage, timeout
 
     def wait(self) -> None:
         """Wait for completion; with NCCL, make the current stream wait.
@@ -248,7 +245,7 @@ class Channel:
     def send(self, x: Tensor) -> Transfer:
         """Start sending a contiguous tensor, which must not change until the transfer completes."""
         with TrackedOperation("send", x, self.group) as passage:
-            passage.record.channel_bytes += x.nbytes
+            passage.record.sent[SEND] += x.nbytes
             return Transfer(dist.isend(x, self.peer, group=self.group), passage, message_timeout(x.device, self.group))
 
     def receive(self, x: Tensor) -> Transfer:
@@ -279,7 +276,6 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, gro
     Args:
         sends: global rank → non-empty contiguous tensor of any dtype.
         receives: global rank → non-empty contiguous tensor to overwrite, with as many bytes as the message.
-        group: group of all these ranks; the default group if None.
 
     Raises:
         CollectiveError: the exchange timed out or another rank was lost.
@@ -289,7 +285,7 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, gro
     if operations:
         peers = format_ranks(sorted({*sends, *receives}))
         with TrackedOperation(f"exchange with {peers}", None, group, counted=False) as passage:
-            passage.record.exchange_bytes += sum(x.nbytes for x in sends.values())
+            passage.record.sent[EXCHANGE] += sum(x.nbytes for x in sends.values())
             timeout = message_timeout(operations[0].tensor.device, group)
             for work in dist.batch_isend_irecv(operations):
                 _wait(work, timeout)
@@ -298,13 +294,7 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, gro
 def send_recv_all(
     sends: Iterable[tuple[int, Tensor]], receives: Iterable[tuple[int, Tensor]], *, group: ProcessGroup | None
 ) -> None:
-    """Send and receive contiguous CPU tensors concurrently, as part of a tracked collective.
-
-    Args:
-        sends: pairs of group rank and tensor to send.
-        receives: pairs of group rank and tensor to overwrite.
-        group: the default group if None.
-    """
+    """Send and receive contiguous CPU tensors by group rank concurrently, as part of a tracked collective."""
     in_flight = [dist.irecv(x, group=group, group_src=source, tag=COLLECTIVE_TAG) for source, x in receives]
     in_flight += [dist.isend(x, group=group, group_dst=target, tag=COLLECTIVE_TAG) for target, x in sends]
     timeout = message_timeout(torch.device("cpu"), group)

@@ -1,17 +1,12 @@
-"""Node detection and process groups for two-stage reductions, created collectively at startup.
-
-All ranks must create process groups in the same order, including ranks that belong to none of them or hold more model
-parts than others. So the ranks first exchange the groups that their parts are sharded over, and then all create the
-same groups, each only once. Later calls involve no other rank.
-
-Node topology of a group of ranks: intra-node and inter-node peers, and the plan of a two-stage reduction.
+"""Node topology of a group of ranks, and the process groups of two-stage reductions, created collectively at startup.
 
 Links between nodes are many times slower than links inside a node. So a group of N · L ranks, L on each of N nodes,
 reduces inside the nodes first and sends only the sums between nodes: 1/L of the bytes of an all-to-all over the full
 group (qgZ of ZeRO++; Wang et al. 2023, section 3.3). A node is a host as NCCL identifies it, never a device count.
 
-This file computes plans over global ranks only; `node_groups` detects the hosts and creates the process groups, and
-`two_stage_reduce_scatter` communicates.
+All ranks must create process groups in the same order, including ranks that belong to none of them or hold more model
+parts than others. So the ranks first exchange the groups that their parts are sharded over, and then all create the
+same groups, each only once. Later calls involve no other rank.
 """
 
 from __future__ import annotations
@@ -67,12 +62,10 @@ class Placement:
         """
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self.by_ranks:
-            raise LayoutError(
-                f"the placement has no model part sharded over {format_ranks(ranks)}",
-                where="meshwright.comm.compress, placement",
-                rule="process groups are created once at startup, for all model parts on all ranks",
-                fix="call place(parts) on all ranks, each with all its parts, after fully_shard",
-            )
+            what = f"the placement has no model part sharded over {format_ranks(ranks)}"
+            rule = "process groups are created once at startup, for all model parts on all ranks"
+            fix = "call place(parts) on all ranks, each with all its parts, after fully_shard"
+            raise LayoutError(what, where="meshwright.comm.compress, placement", rule=rule, fix=fix)
         return self.by_ranks[ranks]
 
 
@@ -160,7 +153,6 @@ class Links:
 
     @property
     def num_ranks(self) -> int:
-        """Size of the group, including this rank."""
         return 1 + self.inside + self.between
 
     def crossing(self, num_bytes: int) -> int:
@@ -219,10 +211,6 @@ def plan_two_stages(ranks: Sequence[int], nodes: Sequence[int]) -> TwoStagePlan 
     """Plan a two-stage reduction over `ranks`, or return None if only one stage is possible or useful.
 
     One stage is used for a single node, for one rank per node, and for nodes with different numbers of ranks.
-
-    Args:
-        ranks: global ranks, in group order.
-        nodes: the node of each global rank.
     """
     by_node = _by_node(ranks, nodes)
     sizes = {len(node_ranks) for node_ranks in by_node}

@@ -70,8 +70,6 @@ def run_overlapped(first: Task, second: Task, *, helper: ThreadPoolExecutor | No
     Within a task of another pair, the two tasks run one after the other, and their switches are those of that pair.
 
     Args:
-        first: runs on this thread.
-        second: runs on the helper thread.
         helper: an idle thread of `helper_thread`; a new one if None.
 
     Returns:
@@ -158,7 +156,6 @@ class _Pair:
             self.end(index)
 
     def end(self, index: int) -> None:
-        """Mark a task as ended, and let the other task run."""
         with self._changed:
             self._ended[index] = True
             if self._running == index:  # a task that was interrupted while waiting has no turn to pass on

@@ -61,7 +61,6 @@ def group_name(group: ProcessGroup | None) -> str:
 
 
 def group_of_name(name: str) -> ProcessGroup:
-    """Return the group with this name."""
     return c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
@@ -140,7 +139,6 @@ def _stash(key: str, item: object) -> None:
 
 
 def clear_current_task() -> None:
-    """Remove the current task of this thread."""
     remove = getattr(torch._C, "_remove_obj_from_tls", None)
     if remove is not None:
         remove(TASK_KEY)

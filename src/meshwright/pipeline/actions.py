@@ -97,11 +97,9 @@ class Action:
         return f"{self}: {DESCRIPTIONS[self.kind]}{microbatch} on stage {self.stage}"
 
     def parts(self) -> tuple[Action, ...]:
-        """Return the action itself as its only part."""
         return (self,)
 
     def peer(self) -> Action:
-        """Return the other end of a transfer."""
         kind, step = PEERS[self.kind]
         return Action(kind, self.stage + step, self.microbatch)
 
@@ -117,5 +115,4 @@ class Overlap:
         return f"{self.first}+{self.second}"
 
     def parts(self) -> tuple[Action, ...]:
-        """Return the two actions in the order in which they start."""
         return (self.first, self.second)

@@ -2,8 +2,6 @@
 
 Simulated and measured timelines are drawn in the same style for easy comparison. With the same matplotlib version,
 figures of the same timeline are byte-identical, so that tests can check the figures in the docs.
-
-Timelines may be simulated or measured. Only computations are drawn; the rest is idle time.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ def draw(
     """Write a figure of a timeline, as .svg or .png.
 
     Args:
-        result: a simulation or a timeline.
-        path: path of the figure.
         title: headline on the first line, subtitle on any further lines.
         schedule: the table of the timeline, to frame overlapped pairs.
         rows: names of the rows, if they aren't ranks.
@@ -93,10 +89,7 @@ def draw_comparison(
 
     Args:
         predicted: predicted timeline, in the same unit as `measured`.
-        measured: measured timeline of the same table.
-        path: path of the figure.
         title: headline on the first line, subtitle on any further lines.
-        unit: unit of the times, for the axis.
         schedule: the table of the timelines, to frame overlapped pairs.
 
     Raises:
@@ -167,7 +160,6 @@ class _TimelineFigure:
                     yield by_action[first], by_action[second]
 
     def notes(self) -> str:
-        """Return the line below the legend."""
         notes = [f"chunks 0 to {self.num_chunks - 1} from dark to light"] if self.num_chunks > 1 else []
         for where, strip in zip(("upper", "lower"), self.strips, strict=False):
             if strip.name:
@@ -177,7 +169,6 @@ class _TimelineFigure:
         return " · ".join(notes)
 
     def write(self, path: Path) -> None:
-        """Draw the figure and save it."""
         save_figure(lambda: _render(self), path)
 
 
@@ -211,7 +202,6 @@ def _render(content: _TimelineFigure) -> Figure:
 
 
 def _add_rows(axes: Axes, content: _TimelineFigure) -> None:
-    """Draw the idle background of each row, and frames around overlapped pairs."""
     from matplotlib.patches import Rectangle
 
     for strip in content.strips:
@@ -247,7 +237,6 @@ def _add_boxes(axes: Axes, content: _TimelineFigure, *, inches: float) -> None:
 
 
 def _shade(kind: ActionKind, chunk: int, num_chunks: int) -> tuple[float, float, float]:
-    """Return the color of an action kind, lighter for later chunks."""
     white = 0.62 * chunk / max(1, num_chunks - 1)
     red, green, blue = COLORS[kind]
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
@@ -296,7 +285,6 @@ def place_boxes(timeline: Timeline, *, top: float = -ROW_HEIGHT / 2, height: flo
     """Return a box for each computation, with time 0 at the start of the first.
 
     Args:
-        timeline: a simulated or measured timeline.
         top: top of a rank's boxes, relative to the middle of its row.
         height: height of a box; concurrent computations share it.
     """

@@ -93,9 +93,6 @@ class Executor:
 
         Args:
             schedule: a lowered table; a table without backwards runs under no_grad.
-            rank: this rank in the pipeline.
-            stages: stages on this rank, by index.
-            channels: channels of this rank, by key.
             buffers: receive buffers; None if nothing is received.
             post: callback with each action's position before the action runs.
         """
@@ -142,7 +139,6 @@ class Executor:
         return timed
 
     def buffer_bytes(self) -> int:
-        """Return the size of the receive buffers in bytes."""
         return 0 if self._buffers is None else self._buffers.num_bytes()
 
     def _bind_row(self) -> Iterator[_Step]:
@@ -352,7 +348,6 @@ class _StepState:
             work.wait()
 
     def free_sent(self, key: tuple[ActionKind, int, int]) -> None:
-        """Wait until a tensor has been sent, and release it."""
         _, work = self.outgoing.pop(key)
         work.wait()
 

@@ -139,7 +139,6 @@ V_SHAPED = frozenset({ScheduleKind.ZB_V, ScheduleKind.DUALPIPE_V, ScheduleKind.V
 
 
 def default_chunks(kind: ScheduleKind) -> int:
-    """Return the default number of chunks per rank."""
     return 2 if kind in V_SHAPED or kind is ScheduleKind.INTERLEAVED else 1
 
 
@@ -149,9 +148,7 @@ def generate(
     """Generate the table of a schedule.
 
     Args:
-        kind: name of the schedule; see `ScheduleKind`.
         num_stages: number of pipeline ranks p.
-        num_microbatches: micro-batches m per step.
         num_chunks: chunks v of consecutive layers per rank, each a stage of the table. One for f-then-b, 1f1b and
             zb-h1, any number for interleaved, two for the V-shaped schedules (zb-v, dualpipe-v, v-half, v-min). None
             means two if the schedule supports two, else one.

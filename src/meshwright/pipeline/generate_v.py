@@ -132,9 +132,6 @@ def _repeat(kind: str, block: _BuildingBlock, num_microbatches: int, *, peak: in
     """Repeat a block, close the gaps, and insert W where the rank would idle or its memory is full.
 
     Args:
-        kind: name of the schedule.
-        block: building block that determines the order of F and I on each rank.
-        num_microbatches: number of repetitions.
         peak: maximum number of micro-batches held by a rank, counting the activations of both chunks.
     """
     num_ranks = block.num_ranks

@@ -30,21 +30,13 @@ class OverlappedPair:
     def __init__(
         self, operations: tuple[Operation, Operation], *, position: int, post: Post | None, helper: ThreadPoolExecutor
     ) -> None:
-        """Bind the pair.
-
-        Args:
-            operations: the two computations.
-            position: position of the first; that of the second follows.
-            post: callback with the second's position before it starts; the caller posts the first.
-            helper: thread of the second.
-        """
-        self._operations, self._position, self._post, self._helper = operations, position, post, helper
+        """Bind the pair; `post` gets the position of the second before it starts, and the caller posts the first."""
+        self._operations, self._position, self._helper = operations, position, helper
+        self._post: Post = (lambda position: None) if post is None else post
         self._seconds = Seconds(0.0, 0.0)
 
     def __call__(self) -> None:
-        """Run the pair."""
-        first, second = self._operations if self._post is None else (self._first, self._second)
-        self._seconds = run_overlapped(first, second, helper=self._helper)
+        self._seconds = run_overlapped(self._first, self._second, helper=self._helper)
 
     def split(self, start: float, end: float) -> float:
         """Return the time between `start` and `end` that divides the pair's time by the turns of its last run."""
@@ -52,7 +44,6 @@ class OverlappedPair:
         return start + (end - start) * first / (first + second)
 
     def _first(self) -> None:
-        assert self._post is not None, "without a callback nothing is posted"
         try:
             self._operations[0]()
         except Exception:
@@ -60,6 +51,5 @@ class OverlappedPair:
             raise
 
     def _second(self) -> None:
-        assert self._post is not None, "without a callback nothing is posted"
         self._post(self._position + 1)
         self._operations[1]()

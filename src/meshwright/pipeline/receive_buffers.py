@@ -27,7 +27,6 @@ class TensorSpec:
     dtype: torch.dtype
 
     def num_bytes(self) -> int:
-        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -43,17 +42,13 @@ class ReceiveBuffers:
         device: torch.device,
         poison: bool = False,
     ) -> None:
-        """Allocate the slots.
+        """Allocate the slots of a rank of a lowered table.
 
         Args:
-            schedule: a lowered table.
-            rank: receiving pipeline rank.
             edges: spec of the tensor sent from stage s to s+1, by s.
-            device: device of the buffers.
             poison: fill freed slots with NaN to expose use after free.
         """
-        self._edges = edges
-        self._poison = poison
+        self._edges, self._poison = edges, poison
         self._slots: dict[tuple[ActionKind, int], Tensor] = {}
         largest = dict.fromkeys(RECVS, 0)
         for action in schedule.actions[rank]:
@@ -66,7 +61,6 @@ class ReceiveBuffers:
         self._addresses = {slot.untyped_storage().data_ptr() for slot in self._slots.values() if slot.numel()}
 
     def view(self, receive: Action) -> Tensor:
-        """Return the tensor that a receive writes to."""
         spec = self._spec(receive)
         assert receive.slot is not None, "receives in a lowered table have a slot"
         return self._slots[receive.kind, receive.slot][: spec.num_bytes()].view(spec.dtype).view(spec.shape)
@@ -79,12 +73,10 @@ class ReceiveBuffers:
         """
         expected, actual = self._edges[stage], TensorSpec(tuple(y.shape), y.dtype)
         if actual != expected:
-            raise ScheduleError(
-                f"stage {stage} outputs {_describe(actual)}, but stage {stage + 1} expects {_describe(expected)}",
-                where=f"edge from stage {stage} to stage {stage + 1}",
-                rule="a stage's output has the shape and dtype of the next stage's input, for every micro-batch",
-                fix=f"make stage {stage} return {_describe(expected)}",
-            )
+            what = f"stage {stage} outputs {_describe(actual)}, but stage {stage + 1} expects {_describe(expected)}"
+            rule = "a stage's output has the shape and dtype of the next stage's input, for every micro-batch"
+            fix = f"make stage {stage} return {_describe(expected)}"
+            raise ScheduleError(what, where=f"edge from stage {stage} to stage {stage + 1}", rule=rule, fix=fix)
 
     def copy_if_slot(self, x: Tensor) -> Tensor:
         """Return `x`, or a clone if it is a view of a slot.
@@ -101,7 +93,6 @@ class ReceiveBuffers:
             view.fill_(math.nan)
 
     def num_bytes(self) -> int:
-        """Return the size of all slots in bytes."""
         return sum(slot.numel() for slot in self._slots.values())
 
     def _spec(self, receive: Action) -> TensorSpec:

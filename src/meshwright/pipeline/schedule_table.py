@@ -1,14 +1,13 @@
-"""Pipeline schedule as a table of actions per rank.
+"""Pipeline schedule as a table of actions per rank, and its serialization as JSON and CSV.
 
-Generators (`generate/`) emit compute only; `lower` adds communication, frees, sharding and buffer slots; `verify`,
-`simulate` and `draw` accept both; `execute` runs a lowered table and contains no policy. A single stage on one rank is
-plain gradient accumulation, `F0 B0 F1 B1 …`, so every step takes the same path, and the verified table is what runs.
+Generators emit compute only; `lower` adds communication, frees, sharding and buffer slots; `verify`, `simulate` and
+`draw` accept both; `execute` runs a lowered table and contains no policy. A single stage on one rank is plain gradient
+accumulation, `F0 B0 F1 B1 …`, so every step takes the same path, and the verified table is what runs.
 
-Serialization of tables: JSON for the full table, and CSV, which can be written by hand, for the compute actions.
-
-A CSV has one line per rank and one action per cell, `0F0,0F1,0B0,0B1`. Empty cells and lines starting with `#` are
-ignored, and so is PyTorch's `0REDUCE_GRAD`, since `lower` adds reductions. Compute-only tables written by
-`torch.distributed.pipelining` can be read, with its overlaps, `(0F3;3B1)OVERLAP_F_B`.
+JSON holds the full table, and CSV, which can be written by hand, the compute actions. A CSV has one line per rank and
+one action per cell, `0F0,0F1,0B0,0B1`. Empty cells and lines starting with `#` are ignored, and so is PyTorch's
+`0REDUCE_GRAD`, since `lower` adds reductions. Compute-only tables written by `torch.distributed.pipelining` can be
+read, with its overlaps, `(0F3;3B1)OVERLAP_F_B`.
 """
 
 from __future__ import annotations
@@ -24,6 +23,17 @@ from itertools import count
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import COMPUTE, NO_MICROBATCH, RECVS, STAGE_LEVEL, Action, ActionKind, K, Overlap
 
+FORMAT = "meshwright pipeline table 1"
+CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
+TORCH_REDUCE = re.compile(r"[0-9]+REDUCE_GRAD")
+TORCH_OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
+ALMOST_A_CELL = re.compile(r"(?<![0-9])([0-9]{1,9})[\s_:]*([FBIW])[\s_:]*([0-9]{1,9})(?![0-9])")
+BY_NAME = {kind.value: kind for kind in ActionKind}
+SOME_CELL = "stage, kind and micro-batch, such as 2F3"
+CELL_RULE = (
+    "a cell is stage, kind and micro-batch, such as 2F3, with kind F, B, I or W; overlapping actions are joined by +"
+)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -38,12 +48,10 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Return the total number of stages."""
         return len(self.stage_ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of pipeline ranks."""
         return len(self.actions)
 
     @property
@@ -77,7 +85,6 @@ class Schedule:
                     yield rank, position, part
 
     def compute_only(self) -> Schedule:
-        """Return the table without the actions added by `lower`."""
         return replace(
             self,
             actions=tuple(
@@ -93,7 +100,9 @@ class Schedule:
 
     def to_json(self) -> str:
         """Serialize the full table; `from_json` is the inverse."""
-        return to_json(self.kind, self.num_microbatches, self.stage_ranks, self.actions)
+        table = {"format": FORMAT, "kind": self.kind, "num_microbatches": self.num_microbatches}
+        rows = [" ".join(map(str, row)) for row in self.actions]
+        return json.dumps({**table, "stage_ranks": list(self.stage_ranks), "actions": rows}, indent=1)
 
     @staticmethod
     def from_json(source: str, *, where: str = "JSON") -> Schedule:
@@ -102,11 +111,25 @@ class Schedule:
         Raises:
             ScheduleError: `source` is not a pipeline table; the message locates the error.
         """
-        return Schedule(*from_json(source, where=where))
+        try:
+            table = json.loads(source)
+            if not isinstance(table, dict) or table.get("format") != FORMAT:
+                raise ScheduleError("not a pipeline table", where=where, rule=f"format must be {FORMAT!r}")
+            actions = tuple(
+                tuple(
+                    _at(parse_action, cell, f"{where}, rank {n}, action {i}") for i, cell in enumerate(row.split(), 1)
+                )
+                for n, row in enumerate(table["actions"])
+            )
+            stage_ranks = tuple(map(int, table["stage_ranks"]))
+            return Schedule(str(table["kind"]), int(table["num_microbatches"]), stage_ranks, actions)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"not a pipeline table: {type(error).__name__}: {error}"
+            raise ScheduleError(what, where=where, rule="written by Schedule.to_json") from error
 
     def to_csv(self) -> str:
         """Serialize the compute actions, one line per rank and one cell per action."""
-        return to_csv(self.compute_only().actions)
+        return "".join(",".join(map(str, row)) + "\n" for row in self.compute_only().actions)
 
     @staticmethod
     def from_csv(source: str, *, where: str = "CSV", kind: str = "csv") -> Schedule:
@@ -115,7 +138,24 @@ class Schedule:
         Raises:
             ScheduleError: a cell is not an action (the message gives line and column), or a stage lacks a unique rank.
         """
-        return Schedule(kind, *from_csv(source, where=where))
+        rows: list[tuple[Action | Overlap, ...]] = []
+        for number, line in enumerate(source.splitlines(), start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            row, column = [], 1
+            for cell in line.split(","):
+                text = cell.strip()
+                if text and not TORCH_REDUCE.fullmatch(text):
+                    place = f"{where}, line {number}, column {column + len(cell) - len(cell.lstrip())}"
+                    row.append(_at(_parse_compute, text, place))
+                column += len(cell) + 1
+            rows.append(tuple(row))
+        if not any(rows):
+            rule = "one line per rank, one cell per action: 0F0,0F1,0B0,0B1"
+            raise ScheduleError("no actions", where=where, rule=rule)
+        parts = [(rank, part) for rank, row in enumerate(rows) for action in row for part in action.parts()]
+        num_microbatches = 1 + max(part.microbatch for _, part in parts)
+        return Schedule(kind, num_microbatches, _stage_ranks(parts, where), tuple(rows))
 
 
 def single_stage(num_microbatches: int) -> Schedule:
@@ -123,21 +163,6 @@ def single_stage(num_microbatches: int) -> Schedule:
     kinds = (K.FORWARD, K.BACKWARD)
     actions = tuple(Action(kind, 0, m) for m in range(num_microbatches) for kind in kinds)
     return Schedule("one stage", num_microbatches, (0,), (actions,))
-
-
-Actions = tuple[tuple[Action | Overlap, ...], ...]
-"""Ordered actions by rank."""
-
-FORMAT = "meshwright pipeline table 1"
-CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
-TORCH_REDUCE = re.compile(r"[0-9]+REDUCE_GRAD")
-TORCH_OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
-ALMOST_A_CELL = re.compile(r"(?<![0-9])([0-9]{1,9})[\s_:]*([FBIW])[\s_:]*([0-9]{1,9})(?![0-9])")
-BY_NAME = {kind.value: kind for kind in ActionKind}
-SOME_CELL = "stage, kind and micro-batch, such as 2F3"
-CELL_RULE = (
-    "a cell is stage, kind and micro-batch, such as 2F3, with kind F, B, I or W; overlapping actions are joined by +"
-)
 
 
 def parse_action(cell: str) -> Action | Overlap:
@@ -151,66 +176,6 @@ def parse_action(cell: str) -> Action | Overlap:
     if plus:
         return Overlap(_parse_single(first, cell), _parse_single(second, cell))
     return _parse_single(first, cell)
-
-
-def to_json(kind: str, num_microbatches: int, stage_ranks: tuple[int, ...], actions: Actions) -> str:
-    """Serialize the full table."""
-    return json.dumps(
-        {
-            "format": FORMAT,
-            "kind": kind,
-            "num_microbatches": num_microbatches,
-            "stage_ranks": list(stage_ranks),
-            "actions": [" ".join(map(str, row)) for row in actions],
-        },
-        indent=1,
-    )
-
-
-def from_json(source: str, *, where: str) -> tuple[str, int, tuple[int, ...], Actions]:
-    """Parse JSON written by `to_json` and return its arguments."""
-    try:
-        table = json.loads(source)
-        if not isinstance(table, dict) or table.get("format") != FORMAT:
-            raise ScheduleError("not a pipeline table", where=where, rule=f"format must be {FORMAT!r}")
-        actions = tuple(
-            tuple(
-                _at(parse_action, cell, f"{where}, rank {rank}, action {i + 1}") for i, cell in enumerate(row.split())
-            )
-            for rank, row in enumerate(table["actions"])
-        )
-        stage_ranks = tuple(map(int, table["stage_ranks"]))
-        return str(table["kind"]), int(table["num_microbatches"]), stage_ranks, actions
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ScheduleError(
-            f"not a pipeline table: {type(error).__name__}: {error}", where=where, rule="written by Schedule.to_json"
-        ) from error
-
-
-def to_csv(actions: Actions) -> str:
-    """Serialize compute actions, one line per rank."""
-    return "".join(",".join(map(str, row)) + "\n" for row in actions)
-
-
-def from_csv(source: str, *, where: str) -> tuple[int, tuple[int, ...], Actions]:
-    """Parse a CSV; return the number of micro-batches, the rank of each stage, and the actions."""
-    rows: list[tuple[Action | Overlap, ...]] = []
-    for number, line in enumerate(source.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        row, column = [], 1
-        for cell in line.split(","):
-            text = cell.strip()
-            if text and not TORCH_REDUCE.fullmatch(text):
-                place = f"{where}, line {number}, column {column + len(cell) - len(cell.lstrip())}"
-                row.append(_at(_parse_compute, text, place))
-            column += len(cell) + 1
-        rows.append(tuple(row))
-    if not any(rows):
-        raise ScheduleError("no actions", where=where, rule="one line per rank, one cell per action: 0F0,0F1,0B0,0B1")
-    parts = [(rank, part) for rank, row in enumerate(rows) for action in row for part in action.parts()]
-    num_microbatches = 1 + max(part.microbatch for _, part in parts)
-    return num_microbatches, _stage_ranks(parts, where), tuple(rows)
 
 
 def _stage_ranks(parts: list[tuple[int, Action]], where: str) -> tuple[int, ...]:

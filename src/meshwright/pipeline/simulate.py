@@ -6,18 +6,15 @@ pair of ranks). Transfers take no time on the ranks; FREE_OUT and FREE_IN_GRAD w
 compute-only table, results are sent immediately and receives count as posted in advance.
 
 An overlapped pair takes as long as its two computations one after the other. Costs don't separate a stage's all-to-alls
-from its computation, so the simulation doesn't count on hiding them.
-
-Time and memory costs of pipeline stages and of the edges between them.
-
-All times share one arbitrary unit, which simulated times inherit. Measured costs are in seconds.
+from its computation, so the simulation doesn't count on hiding them. All times share one arbitrary unit, that of the
+costs; measured costs are in seconds.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, Action, ActionKind, Overlap
@@ -53,7 +50,6 @@ class PeakBytes:
 
     @property
     def total(self) -> int:
-        """Return the sum over all types."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -79,10 +75,6 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Simulate a table.
 
-    Args:
-        schedule: a compute-only or lowered table.
-        costs: costs per stage and edge, or uniform costs.
-
     Raises:
         ScheduleError: the table deadlocks, or `costs` doesn't match its number of stages.
     """
@@ -91,15 +83,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     state.run()
     spans = tuple(sorted(state.spans, key=lambda span: (span.rank, span.start, span.end)))
     makespan = max(span.end for span in spans)
-    busy, idle = [], []
-    for rank in range(schedule.num_ranks):
+    idle = []
+    for rank, work in enumerate(state.busy):
         rank_spans = [span for span in spans if span.rank == rank]
-        work = state.busy[rank]
-        busy.append(work)
         in_span = rank_spans[-1].end - rank_spans[0].start - work if rank_spans else 0.0
         idle.append(IdleTime(in_span, makespan - work))
     peaks = tuple(_peak_bytes(schedule, rank, costs, state.executed[rank]) for rank in range(schedule.num_ranks))
-    return Simulation(makespan, tuple(busy), tuple(idle), peaks, Timeline(schedule.num_ranks, spans))
+    return Simulation(makespan, tuple(state.busy), tuple(idle), peaks, Timeline(schedule.num_ranks, spans))
 
 
 class _SimulationState:
@@ -128,12 +118,9 @@ class _SimulationState:
                     has_progress = True
         for rank, actions in enumerate(self.schedule.actions):
             if self._next[rank] < len(actions):
-                raise ScheduleError(
-                    f"rank {rank} blocks forever before action {self._next[rank] + 1}, {actions[self._next[rank]]}",
-                    where=f"rank {rank}, position {self._next[rank] + 1}",
-                    rule="everything an action depends on can run before it",
-                    fix="call verify(schedule) to see why",
-                )
+                what = f"rank {rank} blocks forever before action {self._next[rank] + 1}, {actions[self._next[rank]]}"
+                rule, fix = "everything an action depends on can run before it", "call verify(schedule) to see why"
+                raise ScheduleError(what, where=f"rank {rank}, position {self._next[rank] + 1}", rule=rule, fix=fix)
 
     def _advance(self, rank: int, action: Action | Overlap) -> bool:
         """Run one action if its inputs are ready; return True if it ran."""
@@ -159,7 +146,7 @@ class _SimulationState:
 
     def _run_non_compute(self, rank: int, action: Action, start: float) -> None:
         if action.kind in SENDS or action.kind in RECVS:
-            self._posted[action if action.kind in SENDS else _without_slot(action)] = start
+            self._posted[replace(action, slot=None)] = start
             send = action if action.kind in SENDS else action.peer()
             if send in self._posted and send.peer() in self._posted:
                 self._transfer(send, max(self._posted[send], self._posted[send.peer()]))
@@ -193,12 +180,8 @@ class _SimulationState:
             ready_times.append(self._done.get(("F", stage, m)))
             if stage < self.schedule.num_stages - 1:
                 ready_times.append(self._input(Action(K.SEND_BACKWARD, stage + 1, m), ("B", stage + 1, m)))
-        elif part.kind is K.BACKWARD_WEIGHT:
-            ready_times.append(self._done.get(("B", stage, m)))
-        elif part.kind is K.SEND_FORWARD:
-            ready_times.append(self._done.get(("F", stage, m)))
-        elif part.kind is K.SEND_BACKWARD:
-            ready_times.append(self._done.get(("B", stage, m)))
+        elif part.kind in (K.BACKWARD_WEIGHT, K.SEND_BACKWARD, K.SEND_FORWARD):
+            ready_times.append(self._done.get(("F" if part.kind is K.SEND_FORWARD else "B", stage, m)))
         elif part.kind is K.FREE_OUTPUT and self.schedule.is_transfer(stage):
             ready_times.append(self._arrived.get(Action(K.SEND_FORWARD, stage, m)))
         elif part.kind is K.FREE_INPUT_GRADIENT and self.schedule.is_transfer(stage - 1):
@@ -222,10 +205,6 @@ class _SimulationState:
             K.BACKWARD_INPUT: stage.recompute + stage.backward_input,
             K.BACKWARD_WEIGHT: stage.backward_weight,
         }[part.kind]
-
-
-def _without_slot(action: Action) -> Action:
-    return Action(action.kind, action.stage, action.microbatch)
 
 
 def _peak_bytes(
@@ -329,18 +308,15 @@ class Costs:
         retained_bytes: int | None = None,
         edge: EdgeCosts = EdgeCosts(),
     ) -> Costs:
-        """Return equal costs for all stages and edges."""
         stage = StageCosts(
             forward, backward_input, backward_weight, activation_bytes=activation_bytes, retained_bytes=retained_bytes
         )
         return Costs((stage,), (edge,))
 
     def stage(self, stage: int) -> StageCosts:
-        """Return the costs of one stage."""
         return self.stages[stage if len(self.stages) > 1 else 0]
 
     def edge(self, stage: int) -> EdgeCosts:
-        """Return the costs of the edge after `stage`."""
         return self.edges[stage if len(self.edges) > 1 else 0]
 
     def check(self, num_stages: int) -> None:

@@ -1,12 +1,8 @@
-"""Assignment of layers to pipeline stages.
+"""Assignment of layers and of shared parameters to pipeline stages.
 
 Stages are balanced by cost, including the embedding and the output head, so the last stage gets fewer layers if the
-vocabulary is large.
-
-Parameters shared between pipeline stages, with the stages that hold a replica and its name on each.
-
-A tied word embedding is on the first and the last stage; the conditioning embedders of a diffusion transformer are on
-all stages. The model declares shared parameters explicitly; they are never inferred from names.
+vocabulary is large. A tied word embedding is on the first and the last stage; the conditioning embedders of a diffusion
+transformer are on all stages. The model declares shared parameters explicitly; they are never inferred from names.
 """
 
 from __future__ import annotations
@@ -25,11 +21,8 @@ def balance_layers(
     """Return the layer counts per stage that minimize the cost of the most expensive stage.
 
     Args:
-        layer_costs: cost of each layer, in any unit.
-        num_stages: number of stages.
         before: additional cost of the first stage (embedding).
         after: additional cost of the last stage (output head).
-        allow_empty: allow stages without layers.
 
     Raises:
         ScheduleError: there are more stages than layers, and `allow_empty` is False.
@@ -74,7 +67,6 @@ def balance_layers(
 
 
 def layer_ranges(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
-    """Return the layer indices of each stage."""
     starts = [sum(layers_per_stage[:stage]) for stage in range(len(layers_per_stage) + 1)]
     return tuple(range(starts[stage], starts[stage + 1]) for stage in range(len(layers_per_stage)))
 
@@ -89,7 +81,6 @@ class SharedParameter:
     """Stages that hold a replica and its qualified name in each stage's module, lowest stage first."""
 
     def stages(self) -> tuple[int, ...]:
-        """Return the stages that hold a replica."""
         return tuple(stage for stage, _ in self.sites)
 
 

@@ -1,6 +1,4 @@
-"""Timelines of executed actions, simulated or measured, in a common format for comparison.
-
-Clocks of a thread, and the times of a step's operations read from them.
+"""Timelines of executed actions, simulated or measured, and the clocks that a step's operations are measured with.
 
 A thread is at any moment on a core, ready but waiting for one, or blocked: in a collective, a message or a queue.
 Linux accounts for all three (`/proc/<pid>/schedstat`, Documentation/scheduler/sched-stats), so what a step on CPU waits
@@ -40,11 +38,9 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first start to the last end."""
         return max((span.end for span in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        """Return the spans of one rank."""
         return tuple(span for span in self.spans if span.rank == rank)
 
 
@@ -52,7 +48,6 @@ def to_chrome_trace(timelines: Mapping[str, Timeline], *, time_us: float) -> str
     """Return a trace for chrome://tracing and Perfetto, with one process per timeline and one thread per rank.
 
     Args:
-        timelines: timelines by name.
         time_us: microseconds per time unit of the timelines.
     """
     events: list[dict[str, object]] = []
@@ -95,7 +90,6 @@ def to_values(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
 
 
 def from_json(source: str) -> dict[str, Timeline]:
-    """Parse timelines written by `to_json`."""
     return from_values(json.loads(source))
 
 
@@ -147,7 +141,6 @@ class ThreadClock:
         return Reading(time.perf_counter(), time.thread_time(), queued)
 
     def close(self) -> None:
-        """Close the file of the clock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -171,7 +164,6 @@ class TimedOperation:
         return self.actions[0].kind in COMPUTE
 
     def spans(self, rank: int) -> list[Span]:
-        """Return the spans of the actions on a rank of the pipeline."""
         start, end = self.start.wall, self.end.wall
         if self.turns is None:
             return [Span(rank, self.actions[0], start, end)]

@@ -36,7 +36,6 @@ def verify(schedule: Schedule, *, trains: bool = True, shared: Sequence[Sequence
     """Check that a compute-only or lowered table performs a complete, correct step without deadlock.
 
     Args:
-        schedule: the table.
         trains: False for an evaluation, which has forwards only.
         shared: groups of stages that share parameters, which the table does not contain. A lowered table must sync each
             group once, in this order on all ranks. None limits the check to what the table alone shows.
@@ -317,12 +316,10 @@ def check_no_deadlock(schedule: Schedule) -> None:
     step = dict(stuck)[rank]
     needed, locations = _name(missing[rank], schedule), _locations_by_name(schedule)
     needed_at = f" ({locations[needed]})" if needed in locations else ""
-    raise ScheduleError(
-        f"{len(stuck)} of {len(rows)} ranks deadlock: {waits}",
-        where=f"{ActionLocation(rank, step.position)}, {step}",
-        rule=RULE_LOWERED if schedule.is_lowered else "everything an action depends on can run before it",
-        fix=f"move {needed}{needed_at} earlier on its rank, or {step} later",
-    )
+    what = f"{len(stuck)} of {len(rows)} ranks deadlock: {waits}"
+    rule = RULE_LOWERED if schedule.is_lowered else "everything an action depends on can run before it"
+    fix = f"move {needed}{needed_at} earlier on its rank, or {step} later"
+    raise ScheduleError(what, where=f"{ActionLocation(rank, step.position)}, {step}", rule=rule, fix=fix)
 
 
 RULE_LOWERED = "a send blocks until its receive is reached and vice versa, except within a batch"

@@ -4,8 +4,6 @@
 gradient occupies its slot from RECV_B to FREE_GRAD and is used by B or I, and W. An output is live from F to FREE_OUT
 and is used by SEND_F; the gradient of an input is live from B or I to FREE_IN_GRAD and is used by SEND_B. The table
 frees only tensors that cross ranks; it omits tensors passed within a rank.
-
-Errors raised by `verify`, with the action, its rank and position, the violated rule, and a fix.
 """
 
 from __future__ import annotations
@@ -296,5 +294,4 @@ def violation(loc: ActionLocation, action: Action | Overlap, what: str, *, rule:
 
 
 def before(position: int | None) -> str:
-    """Return ` before position …`, or an empty string if there is no position."""
     return "" if position is None else f" before position {position + 1}"

@@ -53,7 +53,6 @@ class CapturedLayer:
         return [one for one in self.module.modules() if isinstance(one, StepHandle)]
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
-        """Run the forward on the tensors among its arguments."""
         args, named = rebuild(self.observed.arguments, tensors)
         return self.forward(*args, **named)
 
@@ -147,7 +146,6 @@ class EagerGraphs:
     Capturing is a first call of each, on any values.
 
     Args:
-        layer: the layer.
         backwards: number of the first forward's backwards to capture; each micro-batch runs one of them.
     """
 
@@ -205,7 +203,6 @@ class EagerGraphs:
 
     @torch.no_grad()
     def run(self, name: str, computation: Callable[[], None]) -> None:
-        """Run one of the computations, or its graph."""
         computation()
 
     def run_without_trace(self, sources: Sequence[Tensor]) -> None:
@@ -309,13 +306,11 @@ class CudaPools:
         self._before = torch.cuda.memory_reserved(device)
 
     def handle(self, pool: int) -> Any:
-        """Return the handle of a pool, by its number in the plan."""
         if pool not in self._handles:
             self._handles[pool] = torch.cuda.graph_pool_handle()
         return self._handles[pool]
 
     def num_bytes(self) -> int:
-        """Return the memory reserved since these pools were made."""
         return max(0, torch.cuda.memory_reserved(self.device) - self._before)
 
 
@@ -338,7 +333,6 @@ class CudaGraphs(EagerGraphs):
         super().forward(inputs, outputs)
 
     def run(self, name: str, computation: Callable[[], None]) -> None:
-        """Replay a computation's graph; the first call captures it. Other threads may use the device meanwhile."""
         if name in self._graphs:
             self._graphs[name].replay()
             return

@@ -89,12 +89,10 @@ def observe(modules: Mapping[int, Sequence[nn.Module]], samples: Mapping[int, Se
                 results = flatten(observer.run(module, module.forward, filled, {}))[1]
                 observed, name = observer.found[-1], f"layer {number} of stage {stage}"
                 if observed.reasons:
-                    raise CaptureError(
-                        f"{name} can't be captured: {observed.reasons[0]}",
-                        where="capture, observe",
-                        rule="a graph neither waits for the device nor moves bytes between ranks",
-                        fix="capture a smaller part, or leave the layer eager",
-                    )
+                    what = f"{name} can't be captured: {observed.reasons[0]}"
+                    rule = "a graph neither waits for the device nor moves bytes between ranks"
+                    fix = "capture a smaller part, or leave the layer eager"
+                    raise CaptureError(what, where="capture, observe", rule=rule, fix=fix)
                 last = results[observed.main]
                 layers[stage].append(ObservedLayer(name, module, module.forward, observed))
     return layers
@@ -112,7 +110,6 @@ def capture(
     """Capture all graphs of a plan, and return their runner. Leaves gradients, generators and buffers as they were.
 
     Args:
-        layers: observed layers (see `observe`).
         plan: plan of the rank; it is verified first.
         backend: `cuda`, or on any device `eager` or `simulate`; see `BackendKind`.
         stores: store of deferred weight gradients of each stage whose backward is split.
@@ -181,19 +178,14 @@ def _maker(kind: BackendKind, plan: CapturePlan, device: torch.device) -> MakeGr
 
 def _backend(name: str, device: torch.device) -> BackendKind:
     if name not in set(BackendKind):
-        raise CaptureError(
-            f"{name} is not a backend",
-            where="capture, backend",
-            rule=f"the backends are {', '.join(BackendKind)}",
-            fix="backend='simulate'",
-        )
+        what = f"{name} is not a backend"
+        rule, fix = f"the backends are {', '.join(BackendKind)}", "backend='simulate'"
+        raise CaptureError(what, where="capture, backend", rule=rule, fix=fix)
     if name == BackendKind.CUDA and device.type != "cuda":
-        raise CaptureError(
-            f"the layers are on {device.type}",
-            where="capture, backend",
-            rule="the backend cuda captures layers on a CUDA device",
-            fix="backend='simulate', or layers on a CUDA device",
-        )
+        what = f"the layers are on {device.type}"
+        rule = "the backend cuda captures layers on a CUDA device"
+        fix = "backend='simulate', or layers on a CUDA device"
+        raise CaptureError(what, where="capture, backend", rule=rule, fix=fix)
     return BackendKind(name)
 
 
@@ -256,12 +248,6 @@ class CaptureSession:
     """Graphs of a rank's stages in a run.
 
     Args:
-        chunks: stages on the rank.
-        schedule: lowered table of a step.
-        rank: rank in the pipeline.
-        scopes: what was asked for.
-        backend: backend of `capture`.
-        mode: mode of `plan_capture`.
         strict: raise an error if anything that was asked for stays eager.
         agree: checks that all ranks that should have the same plan do; collective.
         average: averages numbers by name over all ranks; collective.
@@ -342,12 +328,10 @@ class CaptureSession:
         self._agree(plan.fingerprint())
         if self._strict and self.eager:
             name, reason = next(iter(self.eager.items()))
-            raise CaptureError(
-                f"{name} stays eager: {reason}",
-                where="capture.strict",
-                rule="with capture.strict, everything that capture.scope asks for is captured",
-                fix="a smaller capture.scope, or capture.strict=false",
-            )
+            what = f"{name} stays eager: {reason}"
+            rule = "with capture.strict, everything that capture.scope asks for is captured"
+            fix = "a smaller capture.scope, or capture.strict=false"
+            raise CaptureError(what, where="capture.strict", rule=rule, fix=fix)
         self._places = {one.name: (s, at) for s, own in layers.items() for at, one in enumerate(own)}
         self.runner = runner
         for chunk in self._chunks.values():

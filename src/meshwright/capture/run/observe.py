@@ -3,12 +3,9 @@
 An observed forward runs eagerly and as usual. What a graph can't do is a reason to leave the layer eager: wait for the
 device to read a tensor on the host, move bytes between ranks, hold parameters that are gathered while it runs.
 
-Arguments and results of a layer as a list of tensors and a template of everything else.
-
-Tensors may stand in tuples, lists, dicts and plain objects such as dataclasses. Everything else is a constant: a graph
-has it baked in, so it must be equal whenever the graph is replayed.
-
-Restore what warm-up and capturing change: gradients, random number generators, buffers, step handles, amaxes.
+Arguments and results of a layer are a list of tensors and a template of everything else. Tensors may stand in tuples,
+lists, dicts and plain objects such as dataclasses. Everything else is a constant: a graph has it baked in, so it must
+be equal whenever the graph is replayed.
 """
 
 from __future__ import annotations
@@ -80,7 +77,6 @@ class Observation:
         return sorted(range(len(self.outputs)), key=lambda at: at != self.main)
 
     def signature(self, device: str) -> LayerSignature:
-        """Return the layer's signature."""
         main, *others = (self.outputs[at] for at in self.order())
         return LayerSignature(
             _signature(self.inputs[0], device),
@@ -300,19 +296,16 @@ def difference(one: Any, other: Any, path: str = "") -> str | None:
             return path or "the arguments"
         pairs = enumerate(zip(one, other, strict=True))
         return next(filter(None, (difference(a, b, f"{path}[{i}]") for i, (a, b) in pairs)), None)
-    return None if one is other or _equal(one, other) else path or "an argument"
+    try:
+        is_equal = one is other or bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        is_equal = False
+    return None if is_equal else path or "an argument"
 
 
 def storages(value: Any) -> Iterator[int]:
     """Yield the addresses of the storages of all tensors in a value."""
     yield from (t.untyped_storage().data_ptr() for t in flatten(value)[1])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):
-        return False
 
 
 def _is_plain_object(part: Any) -> bool:
@@ -330,13 +323,15 @@ def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = 
     """
     modules, stores = list(modules), list(stores)
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
-    tensors = {id(t): t for module in modules for one in module.modules() for t in _held(one)}.values()
+    held = (t for module in modules for one in module.modules() for t in flatten(dict(vars(one)))[1])
+    tensors = {id(t): t for t in held if not isinstance(t, nn.Parameter)}.values()
     handles = {id(h): h for module in modules for h in module.modules() if isinstance(h, StepHandle)}.values()
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     contributions = [(handle, handle.take_contribution()) for handle in handles]
     deferred = [(store, store.take()) for store in stores]
-    generators = _generator_states()
+    generator = torch.get_rng_state()
+    cuda_generators = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -356,7 +351,9 @@ def unchanged(modules: Iterable[nn.Module], stores: Iterable[WeightGradStore] = 
             store.defers = False
             for entry in entries:
                 store.put(entry.parameter, entry.compute, *entry.tensors)
-        _restore_generators(generators)
+        torch.set_rng_state(generator)
+        if cuda_generators:
+            torch.cuda.set_rng_state_all(cuda_generators)
 
 
 def host_state(module: nn.Module) -> Any:
@@ -385,18 +382,3 @@ def _by_value(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace containers that a template would hold by identity by their text."""
     unseen = (set, deque, count, dict)
     return {k: repr(v) if isinstance(v, unseen) and type(v) is not dict else v for k, v in values.items()}
-
-
-def _held(module: nn.Module) -> list[Tensor]:
-    """Return the tensors that a module itself holds, except parameters."""
-    return [one for one in flatten(dict(vars(module)))[1] if not isinstance(one, nn.Parameter)]
-
-
-def _generator_states() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _restore_generators(states: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])

@@ -52,14 +52,7 @@ class CaptureStats:
 
 
 class Runner:
-    """Replays the graphs of a rank's captured layers. Made by `capture`.
-
-    Args:
-        plan: the plan, verified.
-        layers: captured layers by stage and number.
-        graphs: makes the graphs, and ends capturing.
-        statics: static tensors of the plan.
-    """
+    """Replays the graphs of a rank's captured layers. Made by `capture`."""
 
     def __init__(
         self, plan: CapturePlan, layers: Sequence[CapturedLayer], graphs: MakeGraphs, statics: StaticTensors
@@ -83,13 +76,8 @@ class Runner:
         """Run a layer's forward on a micro-batch; its backward replays the backward's graph.
 
         Without gradients, as in validation, in evaluation mode, and on arguments other than captured ones, the layer
-        runs eagerly.
-
-        Args:
-            layer: stage and number of the layer in its chunk; one number if the rank has one stage.
-            microbatch: number of the micro-batch.
-            args: arguments of the layer; the first tensor is its input.
-            named: named arguments of the layer.
+        runs eagerly. It is given by stage and number in its chunk, or one number if the rank has one stage; the first
+        tensor among its arguments is its input.
         """
         if isinstance(layer, int):
             ((stage, _),) = self._plan.chunks
@@ -114,18 +102,13 @@ class Runner:
         return rebuild(one.observed.results, [outputs[order.index(at)] for at in range(len(order))])
 
     def backward_dw(self, stage: int | None = None) -> None:
-        """Compute the weight gradients that the last backward of a chunk has deferred.
-
-        Args:
-            stage: stage of the chunk; may be left out if the rank has one.
-        """
+        """Compute the weight gradients that the last backward of a chunk has deferred, the rank's only one if None."""
         number = self._plan.chunks[0][0] if stage is None else stage
         store = next(one.store for place, one in self._layers.items() if place[0] == number)
         assert store is not None, "a backward that is split has a store"
         compute_deferred(store.take())
 
     def reset(self) -> None:
-        """Forget the step: the next call is the plan's first, and weights are read again."""
         self._progress.reset()
         self._statics.clear()
         self._left = []
@@ -313,21 +296,17 @@ class Runner:
             if self._statics.is_at(content, value):
                 return
             if not self._progress.is_skipped((K.FORWARD, one.stage, m, content.layer)):
-                raise CaptureError(
-                    f"{one.name} gets another tensor than {content}",
-                    where=f"capture, micro-batch {m}",
-                    rule="a layer that follows another one reads what that layer wrote, as it is",
-                    fix="LayerSignature(…, follows=False) for the layer that eager code stands before",
-                )
+                what = f"{one.name} gets another tensor than {content}"
+                rule = "a layer that follows another one reads what that layer wrote, as it is"
+                fix = "LayerSignature(…, follows=False) for the layer that eager code stands before"
+                raise CaptureError(what, where=f"capture, micro-batch {m}", rule=rule, fix=fix)
         elif content.number and content.layer != one.number:
             known = self._arguments[one.stage, m, content.number]
             if known is not value and known.data_ptr() != value.data_ptr():
-                raise CaptureError(
-                    f"{one.name} gets another tensor as {content} than layer {content.layer}",
-                    where=f"capture, micro-batch {m}",
-                    rule="layers that shared an argument when they were observed share it always",
-                    fix="ArgumentSignature(…, number=…) with a number of its own for the layer",
-                )
+                what = f"{one.name} gets another tensor as {content} than layer {content.layer}"
+                rule = "layers that shared an argument when they were observed share it always"
+                fix = "ArgumentSignature(…, number=…) with a number of its own for the layer"
+                raise CaptureError(what, where=f"capture, micro-batch {m}", rule=rule, fix=fix)
             return
         if content.number:
             self._arguments[one.stage, m, content.number] = value
@@ -476,14 +455,12 @@ class Progress:
         self.reset()
 
     def reset(self) -> None:
-        """Go back to the start of a step."""
         self.num_steps += 1
         self._position = 0
         self._done: set[Key] = set()
         self._skipped: set[Key] = set()
 
     def has(self, key: Key) -> bool:
-        """Return whether the plan has a computation."""
         return key in self._all
 
     def is_skipped(self, key: Key) -> bool:
@@ -506,12 +483,10 @@ class Progress:
         if key not in here or key in self._done:
             kind, stage, microbatch, layer = key
             due = " or ".join(text for one, text in here.items() if one not in self._done | self._skipped)
-            raise CaptureError(
-                f"{stage}{kind.value}{microbatch}.{layer} runs where the plan has {due}",
-                where=f"capture, computation {self._position} of the step",
-                rule="graphs are replayed in the order of the plan's table",
-                fix="runner.reset() before a step that follows an unfinished one",
-            )
+            what = f"{stage}{kind.value}{microbatch}.{layer} runs where the plan has {due}"
+            rule = "graphs are replayed in the order of the plan's table"
+            fix = "runner.reset() before a step that follows an unfinished one"
+            raise CaptureError(what, where=f"capture, computation {self._position} of the step", rule=rule, fix=fix)
         self._done.add(key)
         self._step_on()
 

@@ -54,8 +54,6 @@ class SimulatedGraphs(EagerGraphs):
     """Graphs of one layer and instance.
 
     Args:
-        layer: the layer.
-        pool: memory pool of the graphs.
         frees: give the memory that the backward is done with to graphs captured later. Right in a pool of its own only
             if the forward is never replayed again.
         backwards: number of the forward's backwards to capture; each micro-batch replays one of them.
@@ -175,7 +173,6 @@ class SimulatedGraphs(EagerGraphs):
 
     @contextmanager
     def _graph(self, name: str) -> Iterator[None]:
-        """Context of the operations of a graph."""
         region = self._regions.setdefault(name, _Region())
         if region.temporary is not None:
             yield
@@ -240,7 +237,6 @@ class MemoryPool:
     _arena: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def allocate(self, num_bytes: int) -> Block:
-        """Return a block, the first free one that is large enough, or a new one."""
         assert not self.is_closed, "a replay allocates nothing"
         size = -(-max(1, num_bytes) // ALIGNMENT) * ALIGNMENT
         for index, free in enumerate(self._free):

@@ -60,7 +60,6 @@ class StaticTensors:
         self._held: list[Content | None] = [None] * len(self._buffers)
 
     def has(self, content: Content) -> bool:
-        """Return whether the plan has memory for a tensor."""
         return self._owner(content) in self._index
 
     def write(self, content: Content, value: Tensor) -> Tensor:
@@ -129,12 +128,10 @@ class StaticTensors:
     def _find(self, content: Content) -> int:
         index = self._index.get(self._owner(content))
         if index is None:
-            raise CaptureError(
-                f"{content} has no memory in the plan",
-                where="capture, static tensors",
-                rule="a layer that follows another one reads that layer's output as it is",
-                fix="LayerSignature(…, follows=False) for a layer whose input comes from elsewhere",
-            )
+            what = f"{content} has no memory in the plan"
+            rule = "a layer that follows another one reads that layer's output as it is"
+            fix = "LayerSignature(…, follows=False) for a layer whose input comes from elsewhere"
+            raise CaptureError(what, where="capture, static tensors", rule=rule, fix=fix)
         return index
 
 
@@ -159,10 +156,7 @@ class StaticWeights:
     """Weights of one layer, or copies of them.
 
     Args:
-        module: the layer.
         facts: what its forward computes with, by name, without duplicates.
-        copies: whether to keep copies.
-        device: device of the copies.
     """
 
     def __init__(
@@ -189,7 +183,6 @@ class StaticWeights:
         return {name: self._leaves[first[id(p)]] for name, p in every}
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the weights that graphs compute gradients of."""
         return [p for name, p in self._leaves.items() if self._facts[name].requires_grad]
 
     def current(self) -> list[nn.Parameter]:

@@ -84,7 +84,6 @@ class Use(StrEnum):
     """Gradients inside a node in a two-stage reduction; only the method's codec is used."""
 
     def describe(self) -> str:
-        """Return the name of the compressed data for messages."""
         return "gradients inside a node" if self is Use.INSIDE_NODE else self.value
 
 
@@ -108,12 +107,10 @@ class Method:
 
     @property
     def is_lossy(self) -> bool:
-        """True if decoded values may differ from the originals."""
         return self.codec is not Codec.EXACT
 
     @property
     def codec_of_sum(self) -> Codec:
-        """Codec of the second stage of an all-reduce with this method."""
         return codec_of_sum(self.codec, feedback=self.feedback)
 
     def codec_inside_node(self, configured: Codec) -> Codec:
@@ -138,7 +135,6 @@ METHODS = (
 
 
 def names(use: Use) -> tuple[str, ...]:
-    """Return the names of all methods for `use`."""
     return tuple(method.name for method in METHODS if use in method.uses)
 
 
@@ -175,7 +171,6 @@ def _unknown(name: str, use: Use | None) -> ConfigError:
 
 
 def is_lossy(name: str) -> bool:
-    """Return whether the method called `name` may change values."""
     return find_method(name).is_lossy
 
 
@@ -189,7 +184,6 @@ def encoded_bytes(name: str, num_elements: int, *, element_bytes: int) -> int:
 
 
 def codec_of_sum(codec: Codec, *, feedback: bool) -> Codec:
-    """Return the codec of an all-reduce's second stage; see [Note: the second encoding] in `fsdp_collectives`."""
     return codec if feedback or not codec.is_quantised else Codec.INT8
 
 

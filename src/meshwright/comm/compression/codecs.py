@@ -1,4 +1,4 @@
-"""PyTorch reference implementation of the compression codecs, which defines every bit of an encoded block.
+"""PyTorch reference of the compression codecs and error feedback, which defines every bit of an encoded block.
 
 `catalogue` lists the codecs and their sizes.
 
@@ -30,9 +30,8 @@ The rotation is a Hadamard transform of every 32 elements, which spreads outlier
 on Student's t with 3 degrees of freedom at 4 bits: 0.10 instead of 0.20). The forward transform is not normalised, to
 avoid rounded constants; the inverse divides by 32, which is exact.
 
-PyTorch reference of LoCo, which feeds each step's quantisation error into the next (Xie et al. 2024, alg. 1).
-
-With g the gradient, e the error and Q the codec,
+Error feedback (LoCo) adds each step's quantisation error to the next (Xie et al. 2024, alg. 1). With g the gradient, e
+the error and Q the codec,
 
     h = g + e      send Q(h)      e ← β · e + (1 − β) · (h − Q(h))
 
@@ -154,6 +153,17 @@ def check_payload(payload: Tensor, codec: Codec, *, num_elements: int, dtype: to
         )
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """View [n] or [blocks, n] as [blocks, n]."""
+    assert x.dim() in (1, 2), "one block, or one per row"
+    return x.unsqueeze(0) if x.dim() == 1 else x
+
+
+def empty_blocks(x: Tensor, codec: Codec) -> Tensor:
+    """Return uninitialised blocks for the elements [..., n]."""
+    return torch.empty(*x.shape[:-1], codec.encoded_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
+
+
 def grouped(x: Tensor) -> Tensor:
     """Reshape [..., n] to [..., groups, G], padded with zeros."""
     groups = num_groups(x.shape[-1])
@@ -182,7 +192,6 @@ def quantise_groups(h_gk: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_groups(codes_gk: Tensor, scales_g: Tensor) -> Tensor:
-    """Dequantise codes and scales to float32 groups."""
     return codes_gk.float() * scales_g.float().unsqueeze(-1)
 
 
@@ -286,8 +295,6 @@ def requantise(
     Args:
         payloads: blocks of `inner` from each rank, [ranks, blocks, bytes]; summed in float32 and in rank order.
         error: `int8` blocks, [blocks, bytes].
-        codec: codec of the sums.
-        num_elements: elements per block.
         rotate: True if `payloads` are rotated.
     """
     sums = [

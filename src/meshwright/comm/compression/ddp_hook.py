@@ -26,7 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm.collectives import world_size
 from meshwright.comm.compression.catalogue import EXACT, Method, Use, find_method
-from meshwright.comm.compression.fsdp_collectives import CompressedAllReduce, SentBytes, strip_prefix
+from meshwright.comm.compression.fsdp_collectives import (
+    CompressedAllReduce,
+    ErrorFeedback,
+    Reduction,
+    SentBytes,
+    strip_prefix,
+)  # fmt: skip
 from meshwright.comm.compression.fsdp_compress import Compression
 from meshwright.errors import LayoutError
 from meshwright.log import get_logger
@@ -43,7 +49,6 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
     """Compress the gradients of `model`; call before the first backward, and `commit` or `discard` after every step.
 
     Args:
-        model: a DDP model without a communication hook.
         gradients: a method of `catalogue.names(Use.GRADIENTS)`, such as loco4 (4 bits with error feedback).
 
     Raises:
@@ -69,7 +74,7 @@ def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") ->
     return Compression({"ddp": reduction}, {})
 
 
-class BucketReduction:
+class BucketReduction(Reduction):
     """Compressed all-reduces of a DDP model's buckets."""
 
     def __init__(self, model: DistributedDataParallel, method: Method) -> None:
@@ -78,8 +83,7 @@ class BucketReduction:
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._sizes = [parameter.numel() for parameter in parameters]
         self._all_reduces: dict[Bucket, CompressedAllReduce] = {}
-        self._dropped_sent = SentBytes()
-        """Bytes sent for buckets that have been dropped."""
+        self.sent = SentBytes()
         self._loss_scale: float | None = None
         self._num_backwards = 0
         self._is_restored = False
@@ -89,11 +93,8 @@ class BucketReduction:
         self._num_changed = 0
         """Number of buckets in this backward that replaced buckets with other parameters."""
 
-    @property
-    def sent(self) -> SentBytes:
-        """Bytes that this rank has sent."""
-        counts = [self._dropped_sent, *(comm.sent for comm in self._all_reduces.values())]
-        return sum(counts, SentBytes())
+    def parts(self) -> Mapping[str, ErrorFeedback]:
+        return {f"{number}.": comm for number, comm in enumerate(self._all_reduces.values())}
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Average a bucket over the ranks in place, when called by DDP. [Note: buckets] [Note: streams]
@@ -116,21 +117,9 @@ class BucketReduction:
             self._end_backward()
         return future
 
-    def commit(self) -> None:
-        """Carry the step's errors into the next one, after the optimizer step."""
-        for comm in self._all_reduces.values():
-            comm.commit()
-
-    def discard(self) -> None:
-        """Drop the step's errors, after a step skipped for an overflow."""
-        for comm in self._all_reduces.values():
-            comm.discard()
-
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """Rescale the errors to the loss scale of the next gradients."""
         self._loss_scale = loss_scale
-        for comm in self._all_reduces.values():
-            comm.follow_loss_scale(loss_scale)
+        super().follow_loss_scale(loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the buckets and this rank's errors."""
@@ -141,7 +130,6 @@ class BucketReduction:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a saved state of this rank."""
         self._drop(list(self._all_reduces))
         self._loss_scale = None
         for number in count():
@@ -164,6 +152,7 @@ class BucketReduction:
     def _new(self, bucket: Bucket) -> CompressedAllReduce:
         method, name = self._method, f"DDP's bucket from parameter {bucket[0]}"
         comm = CompressedAllReduce(name, method.codec, rotate=method.rotate, feedback=method.feedback)
+        comm.sent = self.sent  # also of buckets that will be dropped
         if self._loss_scale is not None:
             comm.follow_loss_scale(self._loss_scale)
         self._all_reduces[bucket] = comm
@@ -171,8 +160,7 @@ class BucketReduction:
 
     def _drop(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
-            sent = self._all_reduces.pop(bucket).sent
-            self._dropped_sent += sent
+            del self._all_reduces[bucket]
 
     def _overlapping(self, numbers: Iterable[int]) -> list[Bucket]:
         """Return the known buckets that contain any of the parameters `numbers`."""
@@ -209,7 +197,6 @@ class BucketReduction:
         return is_as_saved
 
     def _split(self, bucket: Bucket, gradients: Tensor) -> tuple[Tensor, ...]:
-        """Split a bucket's gradients by parameter, as views."""
         parts: tuple[Tensor, ...] = gradients.split([self._sizes[n] for n in bucket])  # type: ignore[no-untyped-call]
         return parts
 

@@ -1,22 +1,18 @@
-"""Compressed reduce-scatter of gradients and all-gather of weights for FSDP2.
+"""Compressed reduce-scatter of gradients and all-gather of weights for FSDP2, all-reduce, and the errors they keep.
 
-Both implement FSDP2's public protocols (`FSDPModule.set_custom_reduce_scatter`, `set_custom_all_gather`), with one
-object per FSDP2 module. A reduce-scatter becomes an all-to-all of encoded shards, which every rank decodes and sums in
-float32 (qgZ of ZeRO++; Wang et al. 2023), optionally with LoCo's error feedback (Xie et al. 2024). Work runs on the
+The first two implement FSDP2's public protocols (`FSDPModule.set_custom_reduce_scatter`, `set_custom_all_gather`), with
+one object per FSDP2 module. A reduce-scatter becomes an all-to-all of encoded shards, which every rank decodes and sums
+in float32 (qgZ of ZeRO++; Wang et al. 2023), optionally with LoCo's error feedback (Xie et al. 2024). Work runs on the
 stream on which FSDP2 calls the collective, so no work handle is returned.
 
-Shapes: r ranks in the group, n elements per shard.
+In an all-reduce, for DDP buckets and HSDP replicas, each rank owns a shard of the tensor. It receives all ranks'
+encoded values of that shard in an all-to-all, sums them in float32, and encodes the sum for an all-gather. Values are
+thus encoded twice, with comparable errors.
 
-Error-feedback state that persists across steps and is saved in checkpoints.
-
-A step is open from the first `quantise` to `commit` or `discard`. Only `commit` makes its error the new state, so a
-step skipped after an overflow leaves no trace. A second `quantise` in an open step, for another micro-batch, continues
-from the first one's error. This takes two buffers of one byte per element.
-
-All-reduce with encoded payloads, for DDP buckets and HSDP replicas.
-
-Each rank owns a shard of the tensor. It receives all ranks' encoded values of that shard in an all-to-all, sums them in
-float32, and encodes the sum for an all-gather. Values are thus encoded twice, with comparable errors.
+[Note: steps of error feedback] Errors persist across steps and are saved in checkpoints. A step is open from the first
+`quantise` to `commit` or `discard`. Only `commit` makes its error the new state, so a step skipped after an overflow
+leaves no trace. A second `quantise` in an open step, for another micro-batch, continues from the first one's error.
+This takes two buffers of one byte per element.
 
 [Note: the second encoding] With feedback, the second encoding has its own error, kept by the shard's owner: the server
 error of 1-bit Adam (Tang et al. 2021). Without feedback it is int8, regardless of the first. Relative error of the sum
@@ -48,7 +44,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from meshwright.comm.alltoallv import all_to_all
 from meshwright.comm.collectives import all_gather_rows, world_size
 from meshwright.comm.compression.catalogue import ERROR_CODEC, Codec, codec_of_sum
-from meshwright.comm.compression.codecs import BETA, decode, join_block, split_block
+from meshwright.comm.compression.codecs import join_block, split_block
 from meshwright.comm.kernels import dispatch
 from meshwright.comm.node_groups import Links, group_links
 from meshwright.errors import InputError, RunError
@@ -73,36 +69,59 @@ class ErrorLayout:
     """Indices of the gradient shards that the blocks belong to; if empty, all shards in order."""
 
     def describe(self) -> str:
-        """Return a description of the layout for messages."""
         of = f", shards {list(self.shards)}" if self.shards else ""
         return f"{counted(self.num_blocks, 'block')} of {counted(self.num_elements, 'element')}{of}"
 
 
-class ErrorState:
-    """Error-feedback state of one parameter group on this rank.
+class ErrorFeedback:
+    """Errors of parts that begin and end their steps together."""
 
-    Args:
-        name: name of the parameter group in log messages.
-        beta, reset_steps: β and T of LoCo; the error is reset after every `reset_steps`-th committed step.
-    """
+    def parts(self) -> Mapping[str, ErrorFeedback]:
+        """Return the parts by the prefix of their keys in a state dict."""
+        return {}
 
-    def __init__(
-        self,
-        name: str,
-        layout: ErrorLayout,
-        *,
-        device: torch.device | str = "cpu",
-        beta: float = BETA,
-        reset_steps: int = RESET_STEPS,
-    ) -> None:
+    def commit(self) -> None:
+        """Carry the step's errors into the next one, after the optimizer step."""
+        for part in self.parts().values():
+            part.commit()
+
+    def discard(self) -> None:
+        """Drop the step's errors, after a step skipped for an overflow."""
+        for part in self.parts().values():
+            part.discard()
+
+    def follow_loss_scale(self, loss_scale: float) -> None:
+        """Rescale the errors to the loss scale of the next step's gradients.
+
+        With a `GradScaler`, call it with `get_scale()` before each step's backward.
+
+        Raises:
+            RunError: the loss scale changes before the last step was committed or discarded.
+        """
+        for part in self.parts().values():
+            part.follow_loss_scale(loss_scale)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's errors, which differ between ranks."""
+        found = {prefix: part.state_dict() for prefix, part in self.parts().items()}
+        return {prefix + key: value for prefix, state in found.items() for key, value in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore saved errors of this rank; those missing from `state` start from zero."""
+        for prefix, part in self.parts().items():
+            part.load_state_dict(strip_prefix(prefix, state))
+
+
+class ErrorState(ErrorFeedback):
+    """Errors of one parameter group, called `name` in log messages. [Note: steps of error feedback]"""
+
+    def __init__(self, name: str, layout: ErrorLayout, *, device: torch.device | str = "cpu") -> None:
         self.name = name
         self.layout = layout
         self.num_steps = 0
         """Committed steps since the start of training."""
         self.loss_scale = 1.0
         """Loss scale of the gradients that the error belongs to."""
-        self._beta = beta
-        self._reset_steps = reset_steps
         num_bytes = ERROR_CODEC.encoded_bytes(layout.num_elements)
         self._error = torch.zeros(layout.num_blocks, num_bytes, dtype=torch.uint8, device=device)
         self._next = torch.empty_like(self._error)
@@ -111,7 +130,7 @@ class ErrorState:
     def quantise(self, g: Tensor, codec: Codec) -> Tensor:
         """Encode gradients [blocks, elements] plus the error as a payload [blocks, bytes]; opens a step."""
         error = self._next if self._is_open else self._error
-        payload, _ = dispatch.loco_quantise(g, error, codec, beta=self._beta, new_error=self._next)
+        payload, _ = dispatch.loco_quantise(g, error, codec, new_error=self._next)
         self._is_open = True
         return payload
 
@@ -125,41 +144,32 @@ class ErrorState:
             codec=codec,
             num_elements=self.layout.num_elements,
             rotate=rotate,
-            beta=self._beta,
             new_error=self._next,
         )
         self._is_open = True
         return payload
 
     def commit(self) -> None:
-        """Make the open step's error the new state, and count the step even if it had no gradients."""
+        """Count the step even if it had no gradients."""
         if self._is_open:
             self._error, self._next = self._next, self._error
             self._is_open = False
         self.num_steps += 1
-        if self.num_steps % self._reset_steps == 0:
+        if self.num_steps % RESET_STEPS == 0:
             self._error.zero_()
 
     def discard(self) -> None:
-        """Drop the open step's error, and keep the state before it."""
         self._is_open = False
 
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """Rescale the error to the loss scale of the next gradients.
-
-        Raises:
-            RunError: the loss scale changes within an open step.
-        """
         if loss_scale == self.loss_scale:
             return
         if self._is_open:
-            raise RunError(
-                f"the loss scale changes from {self.loss_scale:g} to {loss_scale:g} within a step",
-                where=f"the error feedback of {self.name}",
-                rule="all gradients of a step have the same loss scale",
-                fix="call commit() or discard() at the end of each step, and then follow_loss_scale()",
-            )
-        codes, scales = self._codes_and_scales()
+            what = f"the loss scale changes from {self.loss_scale:g} to {loss_scale:g} within a step"
+            rule = "all gradients of a step have the same loss scale"
+            fix = "call commit() or discard() at the end of each step, and then follow_loss_scale()"
+            raise RunError(what, where=f"the error feedback of {self.name}", rule=rule, fix=fix)
+        codes, scales = split_block(self._error, ERROR_CODEC.bits, num_elements=self.layout.num_elements)
         # Codes are unchanged, and multiplying a scale by a power of two is exact.
         scaled = scales.float() * (loss_scale / self.loss_scale)
         kept = scaled.isfinite() & (scaled.abs() >= torch.finfo(torch.float32).tiny)
@@ -167,15 +177,7 @@ class ErrorState:
         self._error = join_block(codes, scaled, ERROR_CODEC.bits)
         self.loss_scale = loss_scale
 
-    def flush(self) -> Tensor:
-        """Return the gradient not yet sent, e / (1 − β), as float32 [blocks, elements], and reset the state."""
-        assert not self._is_open, "commit or discard the step first"
-        pending = decode(self._error, ERROR_CODEC, num_elements=self.layout.num_elements, dtype=torch.float32)
-        self._error.zero_()
-        return pending / (1.0 - self._beta)
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return a copy of the committed state as tensors."""
         return {
             "error": self._error.clone(),
             "layout": torch.tensor([self.layout.num_blocks, self.layout.num_elements, *self.layout.shards]),
@@ -199,11 +201,8 @@ class ErrorState:
             self.name, saved.describe(), self.layout.describe(),
         )  # fmt: skip
 
-    def _codes_and_scales(self) -> tuple[Tensor, Tensor]:
-        return split_block(self._error, ERROR_CODEC.bits, num_elements=self.layout.num_elements)
 
-
-class LazyErrorState:
+class LazyErrorState(ErrorFeedback):
     """Error state created on first use, when the layout of the gradients is known."""
 
     def __init__(self, name: str) -> None:
@@ -211,6 +210,9 @@ class LazyErrorState:
         self._error: ErrorState | None = None
         self._saved: Mapping[str, Tensor] | None = None
         self._loss_scale: float | None = None
+
+    def parts(self) -> Mapping[str, ErrorFeedback]:
+        return {} if self._error is None else {"": self._error}
 
     def quantise(self, g: Tensor, codec: Codec) -> Tensor:
         """Encode gradients plus the error; a change of layout resets the error, with a warning."""
@@ -227,72 +229,28 @@ class LazyErrorState:
                 self._error.follow_loss_scale(self._loss_scale)
         return self._error
 
-    def commit(self) -> None:
-        """Make the open step's error the new state."""
-        if self._error is not None:
-            self._error.commit()
-
-    def discard(self) -> None:
-        """Drop the open step's error."""
-        if self._error is not None:
-            self._error.discard()
-
     def follow_loss_scale(self, loss_scale: float) -> None:
-        """Rescale the error to this loss scale, now or when it is created."""
         self._loss_scale = loss_scale
-        if self._error is not None:
-            self._error.follow_loss_scale(loss_scale)
+        super().follow_loss_scale(loss_scale)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the committed state; empty before first use."""
-        return dict(self._saved or {}) if self._error is None else self._error.state_dict()
+        return dict(self._saved or {}) if self._error is None else super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a saved error once the layout is known; an empty state resets it."""
         self._saved, self._loss_scale = dict(state) or None, None
         if self._saved is None:
             self._error = None
-        elif self._error is not None:
-            self._error.load_state_dict(self._saved)
-
-
-class ErrorFeedbackMixin:
-    """Step and checkpoint methods of a collective with error feedback."""
-
-    def __init__(self, errors: Mapping[str, LazyErrorState]) -> None:
-        self._errors = errors
-        """Error states by the prefix of their keys in a state dict."""
-
-    def commit(self) -> None:
-        """Carry the step's errors into the next one, after the optimizer step."""
-        for error in self._errors.values():
-            error.commit()
-
-    def discard(self) -> None:
-        """Drop the step's errors, after a step skipped for an overflow."""
-        for error in self._errors.values():
-            error.discard()
-
-    def follow_loss_scale(self, loss_scale: float) -> None:
-        """Rescale the errors to the loss scale of the next gradients."""
-        for error in self._errors.values():
-            error.follow_loss_scale(loss_scale)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's errors, which differ between ranks."""
-        return {
-            prefix + key: value for prefix, error in self._errors.items() for key, value in error.state_dict().items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore saved errors once their layouts are known; errors missing from `state` start from zero."""
-        for prefix, error in self._errors.items():
-            error.load_state_dict(strip_prefix(prefix, state))
+        super().load_state_dict(state)
 
 
 def strip_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries of `state` whose keys start with `prefix`, with the prefix removed."""
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+Nodes = Sequence[int] | None
+"""Node of each global rank; None for a single node."""
 
 
 @dataclass
@@ -310,12 +268,10 @@ class SentBytes:
 
     @property
     def inside(self) -> int:
-        """Bytes of `payload` sent inside the node."""
         return self.payload - self.between
 
     @property
     def exact_inside(self) -> int:
-        """Bytes of `exact` sent inside the node."""
         return self.exact - self.exact_between
 
     def count_direct(self, payload: Tensor, links: Links) -> None:
@@ -341,11 +297,11 @@ class SentBytes:
         return SentBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class ByteCounterMixin:
-    """Counter of sent bytes, inside and between nodes."""
+class _Collective:
+    """Collective of one FSDP2 module that counts the bytes it sends, given the node of each global rank."""
 
-    def __init__(self, nodes: Sequence[int] | None) -> None:
-        """Create a counter, given the node of each global rank, or None for a single node."""
+    def __init__(self, name: str, codec: Codec, *, rotate: bool, nodes: Nodes) -> None:
+        self.name, self._codec, self._rotate = name, codec, rotate
         self._nodes = nodes
         self._links: dict[ProcessGroup | None, Links] = {}
         self.sent = SentBytes()
@@ -357,48 +313,45 @@ class ByteCounterMixin:
             self._links[group] = group_links(dist.get_process_group_ranks(group), nodes, rank=dist.get_rank())
         return self._links[group]
 
-
-class _AllocateMixin:
-    """Buffer allocation, which FSDP2 delegates to the collective."""
-
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialised tensor, which FSDP2 leaves to the collective."""
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
-class CompressedReduction(ByteCounterMixin, ErrorFeedbackMixin):
-    """Base class of reductions over ranks with encoded shards."""
+class Reduction(ErrorFeedback):
+    """Reduction of gradients over ranks, which may keep error feedback."""
+
+    sent: SentBytes
+    """Bytes that this rank has sent."""
+
+
+class CompressedReduction(_Collective, Reduction):
+    """Base class of reductions over ranks with encoded shards.
+
+    Args:
+        name: name of the module or bucket in messages.
+        codec: codec of the shards; `exact` sends them unchanged.
+        rotate: spread outliers before quantising.
+        feedback: carry each step's error into the next one (LoCo).
+        nodes: node of each global rank, for the byte counts; None for a single node.
+    """
 
     def __init__(
-        self,
-        name: str,
-        codec: Codec,
-        *,
-        rotate: bool = False,
-        feedback: bool = False,
-        nodes: Sequence[int] | None = None,
+        self, name: str, codec: Codec, *, rotate: bool = False, feedback: bool = False, nodes: Nodes = None
     ) -> None:
-        """Create the reduction of one module's or bucket's gradients.
-
-        Args:
-            name: name of the module or bucket in messages.
-            codec: codec of the shards; `exact` sends them unchanged.
-            rotate: spread outliers before quantising.
-            feedback: carry each step's error into the next one (LoCo).
-            nodes: node of each global rank, for the byte counts; None for a single node.
-        """
-        ByteCounterMixin.__init__(self, nodes)
+        super().__init__(name, codec, rotate=rotate, nodes=nodes)
         assert not (feedback and (rotate or not codec.is_quantised)), "feedback needs quantised, unrotated shards"
-        self.name, self._codec, self._rotate = name, codec, rotate
         self._feedback = LazyErrorState(name) if feedback else None
-        ErrorFeedbackMixin.__init__(self, {"": self._feedback} if self._feedback else {})
+
+    def parts(self) -> Mapping[str, ErrorFeedback]:
+        return {} if self._feedback is None else {"": self._feedback}
 
     def _encode(self, rows: Tensor, codec: Codec, feedback: LazyErrorState | None) -> Tensor:
         """Encode `rows` [blocks, elements], with error feedback if `feedback` is given."""
         return dispatch.encode(rows, codec, rotate=self._rotate) if feedback is None else feedback.quantise(rows, codec)
 
 
-class CompressedReduceScatter(_AllocateMixin, CompressedReduction):
+class CompressedReduceScatter(CompressedReduction):
     """Compressed reduce-scatter of one FSDP2 module's gradients."""
 
     def __call__(
@@ -421,13 +374,11 @@ class CompressedReduceScatter(_AllocateMixin, CompressedReduction):
         self.sent.count_exact(num_bytes(x) // num_ranks * (num_ranks - 1), self.links(group))
 
 
-class CompressedAllGather(_AllocateMixin, ByteCounterMixin):
+class CompressedAllGather(_Collective):
     """Compressed all-gather of one FSDP2 module's weights; all ranks decode the same values."""
 
-    def __init__(self, name: str, codec: Codec, *, rotate: bool = False, nodes: Sequence[int] | None = None) -> None:
-        """Create the all-gather of one FSDP2 module; arguments as in `CompressedReduceScatter`."""
-        super().__init__(nodes)
-        self.name, self._codec, self._rotate = name, codec, rotate
+    def __init__(self, name: str, codec: Codec, *, rotate: bool = False, nodes: Nodes = None) -> None:
+        super().__init__(name, codec, rotate=rotate, nodes=nodes)
         self._most_ranks = 0
         self._has_warned = False
 
@@ -481,19 +432,14 @@ class CompressedAllReduce(CompressedReduction):
     """Compressed all-reduce, bitwise equal on all ranks. [Note: the second encoding]"""
 
     def __init__(
-        self,
-        name: str,
-        codec: Codec,
-        *,
-        rotate: bool = False,
-        feedback: bool = False,
-        nodes: Sequence[int] | None = None,
+        self, name: str, codec: Codec, *, rotate: bool = False, feedback: bool = False, nodes: Nodes = None
     ) -> None:
         super().__init__(f"the shards of {name}", codec, rotate=rotate, feedback=feedback, nodes=nodes)
         self._codec_of_sum = codec_of_sum(codec, feedback=feedback)
         self._of_sum = LazyErrorState(f"the sum of {name}") if feedback else None
-        if self._feedback is not None and self._of_sum is not None:
-            ErrorFeedbackMixin.__init__(self, {"pieces.": self._feedback, "sum.": self._of_sum})
+
+    def parts(self) -> Mapping[str, ErrorFeedback]:
+        return {} if not (self._feedback and self._of_sum) else {"pieces.": self._feedback, "sum.": self._of_sum}
 
     def __call__(self, x: Tensor, *, group: ProcessGroup | None, factor: float = 1.0) -> None:
         """Replace the contiguous 1-dim tensor `x` by `factor` times its sum over `group`; sizes are equal on all ranks.
@@ -504,12 +450,9 @@ class CompressedAllReduce(CompressedReduction):
             InputError: `x` is not contiguous and 1-dim, or the codec does not support its dtype.
         """
         if x.dim() != 1 or not x.is_contiguous():
-            raise InputError(
-                f"a tensor of shape {tuple(x.shape)} and strides {x.stride()} cannot be all-reduced in place",
-                where="CompressedAllReduce",
-                rule="the tensor is contiguous and has one dim",
-                fix="pass x.view(-1) of a contiguous tensor",
-            )
+            what = f"a tensor of shape {tuple(x.shape)} and strides {x.stride()} cannot be all-reduced in place"
+            rule, fix = "the tensor is contiguous and has one dim", "pass x.view(-1) of a contiguous tensor"
+            raise InputError(what, where="CompressedAllReduce", rule=rule, fix=fix)
         num_ranks = world_size(group)
         if num_ranks == 1 or x.numel() == 0:
             x.mul_(factor)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ from meshwright.comm.compression.fsdp_collectives import (
     CompressedAllGather,
     CompressedAllReduce,
     CompressedReduceScatter,
+    ErrorFeedback,
     ErrorLayout,
+    Reduction,
     SentBytes,
     reduce_factor,
-    strip_prefix,
-)
+)  # fmt: skip
 from meshwright.comm.kernels import dispatch
 from meshwright.comm.node_groups import Links, Placement, TwoStageGroups, place
 from meshwright.comm.private import shard_group
@@ -58,77 +59,24 @@ Names = str | Mapping[str, str]
 """Method for all FSDP2 modules, or a mapping from module names to methods."""
 
 
-class Reduction(Protocol):
-    """Reduction of gradients over ranks, which may keep error feedback."""
-
-    @property
-    def sent(self) -> SentBytes:
-        """Bytes that this rank has sent."""
-
-    def commit(self) -> None:
-        """Carry the step's errors into the next one."""
-
-    def discard(self) -> None:
-        """Drop the step's errors."""
-
-    def follow_loss_scale(self, loss_scale: float) -> None:
-        """Rescale the errors to the loss scale of the next gradients."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's errors."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore saved errors."""
-
-
-class Compression:
+class Compression(ErrorFeedback):
     """Compressed collectives of a model; call `commit` or `discard` after every step."""
 
     def __init__(self, reductions: Mapping[str, Reduction], all_gathers: Mapping[str, CompressedAllGather]) -> None:
         self._reductions, self._all_gathers = reductions, all_gathers
 
-    def commit(self) -> None:
-        """Carry the step's errors into the next one, after the optimizer step."""
-        for comm in self._reductions.values():
-            comm.commit()
-
-    def discard(self) -> None:
-        """Drop the step's errors, after a step skipped for an overflow."""
-        for comm in self._reductions.values():
-            comm.discard()
-
-    def follow_loss_scale(self, loss_scale: float) -> None:
-        """Rescale the errors to the loss scale of the next step's gradients.
-
-        With a `GradScaler`, call it with `get_scale()` before each step's backward.
-
-        Raises:
-            RunError: the loss scale changes before the last step was committed or discarded.
-        """
-        for comm in self._reductions.values():
-            comm.follow_loss_scale(loss_scale)
+    def parts(self) -> Mapping[str, ErrorFeedback]:
+        return {f"{name}/": comm for name, comm in self._reductions.items()}
 
     def sent(self) -> SentBytes:
         """Return the number of bytes that this rank has sent since the start."""
         counts = [comm.sent for comm in self._reductions.values()]
-        counts += [comm.sent for comm in self._all_gathers.values()]
-        return sum(counts, SentBytes())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's errors, which differ between ranks."""
-        return {
-            f"{name}/{key}": value
-            for name, comm in self._reductions.items()
-            for key, value in comm.state_dict().items()
-        }
+        return sum(counts + [comm.sent for comm in self._all_gathers.values()], SentBytes())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a saved state of this rank; modules missing from it start from zero."""
-        unused = set(state)
-        for name, comm in self._reductions.items():
-            saved = strip_prefix(f"{name}/", state)
-            comm.load_state_dict(saved)
-            unused -= {f"{name}/{key}" for key in saved}
+        super().load_state_dict(state)
+        unused = [key for key in state if not key.startswith(tuple(self.parts()))]
         if unused and self._reductions:
             names = sorted({key.rpartition("/")[0] or ROOT for key in unused})
             _log.warning(
@@ -177,9 +125,19 @@ def compress(
         CollectiveError: another rank does not call this within the timeout of the default group.
         LayoutError: `model` has no FSDP2 module, or `nodes` or `placement` does not match it.
     """
-    _check_methods(gradients, weights, inside_node)
-    _check_once(nodes, placement)
-    modules = _fsdp_modules(model)
+    for names, use in ((gradients, Use.GRADIENTS), (weights, Use.WEIGHTS), (inside_node, Use.INSIDE_NODE)):
+        for name in [names] if isinstance(names, str) else names.values():
+            find_method(name, use)
+    if nodes is not None and placement is not None:
+        what = "nodes and placement both define the node of each rank"
+        rule = "a placement already contains the nodes"
+        fix = "call place(parts, nodes=nodes), and compress without nodes"
+        raise ConfigError(what, where="meshwright.comm.compress, nodes", rule=rule, fix=fix)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        what = "the model has no FSDP2 module"
+        rule, fix = "compression replaces FSDP2's collectives", "call torch.distributed.fsdp.fully_shard(model) first"
+        raise LayoutError(what, where="meshwright.comm.compress", rule=rule, fix=fix)
     of_gradients = _methods("gradients", gradients, modules, Use.GRADIENTS)
     of_weights = _methods("weights", weights, modules, Use.WEIGHTS)
     of_inside = _methods("inside_node", inside_node, modules, Use.INSIDE_NODE)
@@ -194,7 +152,8 @@ def compress(
             codec = method.codec_inside_node(of_inside[name].codec)
             reductions |= _compress_gradients(name, module, method, codec, placement, replicas)
         if of_weights[name].name != EXACT:
-            all_gathers[name] = _all_gather(name, of_weights[name], placement)
+            codec, rotate = of_weights[name].codec, of_weights[name].rotate
+            all_gathers[name] = CompressedAllGather(name or ROOT, codec, rotate=rotate, nodes=placement.nodes)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
 
@@ -202,20 +161,26 @@ def compress(
 def _compress_gradients(
     name: str, module: FSDPModule, method: Method, inside: Codec, placement: Placement, replicas: Replicas | None
 ) -> dict[str, Reduction]:
-    """Set the collectives that reduce a module's gradients, and return them by name in the state dict."""
-    comm = _reduce_scatter(name, module, method, inside, placement)
+    """Set the collectives that reduce a module's gradients, and return them by name in the state dict.
+
+    A reduce-scatter has two stages if its placement allows it.
+    """
+    group = shard_group(module)
+    stages = None if group is None else placement.two_stage_groups(group)
+    rotate, feedback, nodes = method.rotate, method.feedback, placement.nodes
+    comm = CompressedReduceScatter(name or ROOT, method.codec, rotate=rotate, feedback=feedback, nodes=nodes)
+    if stages is not None:
+        comm = TwoStageReduceScatter(
+            name or ROOT, method.codec, inside=inside, stages=stages, rotate=rotate, feedback=feedback, nodes=nodes
+        )
     module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
     if replicas is None:
         return {name: comm}
-    hook = _all_reduce(name, replicas, method, placement)
-    module.set_all_reduce_hook(hook)
-    return {name: comm, f"{name}@replicas": hook.all_reduce}
-
-
-def _check_methods(gradients: Names, weights: Names, inside_node: Names) -> None:
-    for names, use in ((gradients, Use.GRADIENTS), (weights, Use.WEIGHTS), (inside_node, Use.INSIDE_NODE)):
-        for name in [names] if isinstance(names, str) else names.values():
-            find_method(name, use)
+    all_reduce = CompressedAllReduce(name or ROOT, method.codec, rotate=rotate, feedback=feedback, nodes=nodes)
+    module.set_all_reduce_hook(
+        AllReduceHook(all_reduce, replicas.group, 1.0 if replicas.sums else 1.0 / replicas.group.size())
+    )
+    return {name: comm, f"{name}@replicas": all_reduce}
 
 
 def _methods(option: str, names: Names, modules: Collection[str], use: Use) -> dict[str, Method]:
@@ -236,82 +201,18 @@ def _methods(option: str, names: Names, modules: Collection[str], use: Use) -> d
     return {module: find_method(names if isinstance(names, str) else names[module], use) for module in modules}
 
 
-def _fsdp_modules(model: nn.Module) -> dict[str, FSDPModule]:
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not modules:
-        raise LayoutError(
-            "the model has no FSDP2 module",
-            where="meshwright.comm.compress",
-            rule="compression replaces FSDP2's collectives",
-            fix="call torch.distributed.fsdp.fully_shard(model) first",
-        )
-    return modules
-
-
-def _all_gather(name: str, method: Method, placement: Placement) -> CompressedAllGather:
-    return CompressedAllGather(name or ROOT, method.codec, rotate=method.rotate, nodes=placement.nodes)
-
-
-def _reduce_scatter(
-    name: str, module: FSDPModule, method: Method, inside: Codec, placement: Placement
-) -> CompressedReduceScatter:
-    """Create the module's reduce-scatter, in two stages if its placement allows it."""
-    group = shard_group(module)
-    stages = None if group is None else placement.two_stage_groups(group)
-    if stages is None:
-        return CompressedReduceScatter(
-            name or ROOT, method.codec, rotate=method.rotate, feedback=method.feedback, nodes=placement.nodes
-        )
-    return TwoStageReduceScatter(
-        name or ROOT,
-        method.codec,
-        inside=inside,
-        stages=stages,
-        nodes=placement.nodes,
-        rotate=method.rotate,
-        feedback=method.feedback,
-    )
-
-
-def _all_reduce(name: str, replicas: Replicas, method: Method, placement: Placement) -> AllReduceHook:
-    comm = CompressedAllReduce(
-        name or ROOT, method.codec, rotate=method.rotate, feedback=method.feedback, nodes=placement.nodes
-    )
-    return AllReduceHook(comm, replicas.group, 1.0 if replicas.sums else 1.0 / replicas.group.size())
-
-
-def _check_once(nodes: Sequence[int] | None, placement: Placement | None) -> None:
-    if nodes is not None and placement is not None:
-        raise ConfigError(
-            "nodes and placement both define the node of each rank",
-            where="meshwright.comm.compress, nodes",
-            rule="a placement already contains the nodes",
-            fix="call place(parts, nodes=nodes), and compress without nodes",
-        )
-
-
 class TwoStageReduceScatter(CompressedReduceScatter):
     """Reduce-scatter that sends encoded shards inside each node, and encoded sums between nodes."""
 
-    def __init__(
-        self,
-        name: str,
-        codec: Codec,
-        *,
-        inside: Codec,
-        stages: TwoStageGroups,
-        rotate: bool = False,
-        feedback: bool = False,
-        nodes: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, name: str, codec: Codec, *, inside: Codec, stages: TwoStageGroups, **options: Any) -> None:
         """Create the reduce-scatter of one FSDP2 module.
 
         Args:
+            name, codec, options: as in `CompressedReduction`, for the sums between nodes.
             inside: codec of the shards inside a node; rotated if it is quantised.
             stages: two-stage groups of the module's shard group.
-            name, codec, rotate, feedback, nodes: as in `CompressedReduceScatter`, for the sums between nodes.
         """
-        super().__init__(name, codec, rotate=rotate, feedback=feedback, nodes=nodes)
+        super().__init__(name, codec, **options)
         self._inside, self._groups = inside, stages
         plan = stages.plan
         self._shards = plan.shards_of(stages.rank)

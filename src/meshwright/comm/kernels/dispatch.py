@@ -4,14 +4,10 @@ CPU tensors use the C++ kernels, or the PyTorch reference if the kernels cannot 
 kernels, or the reference if Triton cannot be imported. Other tensors use the reference. Each fallback is logged once.
 Triton is imported when the first CUDA tensor is dispatched.
 
-Bindings of the C++ kernels for CPU tensors, with the signatures of `codecs`.
-
-They run on the calling thread, with the GIL released. If the source cannot be compiled, one warning is logged and
-`dispatch` uses the torch reference, which is slower but bitwise equal.
-
-The build takes a few seconds on one core, once per machine and version: the file name contains a hash of the source and
-the command. One rank builds while the others wait, and renames the finished file into place. The last 32 bytes are a
-hash of the rest, because loading a library truncated by a full disk or a crash can kill the process (SIGBUS).
+The C++ kernels run on the calling thread, with the GIL released. Their build takes a few seconds on one core, once per
+machine and version: the file name contains a hash of the source and the command. One rank builds while the others wait,
+and renames the finished file into place. The last 32 bytes are a hash of the rest, because loading a library truncated
+by a full disk or a crash can kill the process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -36,7 +32,15 @@ from torch import Tensor
 
 from meshwright.comm.compression import codecs
 from meshwright.comm.compression.catalogue import Codec
-from meshwright.comm.compression.codecs import BETA, QUANTISED_DTYPES, check, check_feedback, check_payload
+from meshwright.comm.compression.codecs import (
+    BETA,
+    QUANTISED_DTYPES,
+    as_rows,
+    check,
+    check_feedback,
+    check_payload,
+    empty_blocks,
+)  # fmt: skip
 from meshwright.errors import RunError
 from meshwright.log import get_logger
 
@@ -214,7 +218,6 @@ def _digest(data: bytes) -> bytes:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return whether the library exists and ends with its hash."""
     if not path.exists():
         return False
     data = path.read_bytes()
@@ -251,7 +254,9 @@ def find_kernels() -> CpuKernels | None:
 
 
 class CpuKernels:
-    """Compiled kernels for the instruction set `isa`, by default the fastest that the processor supports.
+    """Compiled kernels of quantised codecs, with the signatures of this file's functions.
+
+    They are those of the instruction set `isa`, by default the fastest that the processor supports.
 
     Raises:
         RunError: the processor does not support `isa`.
@@ -277,59 +282,44 @@ class CpuKernels:
             function.restype = None
 
     def encode(self, x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """Encode like `codecs.encode`; quantised codecs only."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
-        blocks, elements = _rows(x).shape
-        payload = _blocks_like(x, codec)
-        self._encode(x.data_ptr(), _dtype_index(x.dtype), codec.bits, blocks, elements, rotate, payload.data_ptr())
+        blocks, elements = as_rows(x).shape
+        payload = empty_blocks(x, codec)
+        self._encode(
+            x.data_ptr(), QUANTISED_DTYPES.index(x.dtype), codec.bits, blocks, elements, rotate, payload.data_ptr()
+        )
         return payload
 
     def decode(
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode into `out` [elements] or [blocks, elements] like `codecs.decode`; quantised codecs only."""
-        for block, elements in zip(_rows(payload), _rows(out), strict=True):
+        for block, elements in zip(as_rows(payload), as_rows(out), strict=True):
             self.decode_sum(block.unsqueeze(0), codec, out=elements, rotate=rotate, multiplier=multiplier)
         return out
 
     def decode_sum(
         self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode and sum into `out` [elements] like `codecs.decode_sum`; quantised codecs only."""
         check_payload(payloads, codec, num_elements=len(out), dtype=out.dtype, rotate=rotate)
         assert payloads.dim() == 2 and len(payloads) > 0, "one row per rank"
         assert out.is_contiguous(), "the result is written in place"
         payloads = payloads.contiguous()
-        sizes = _dtype_index(out.dtype), codec.bits, len(payloads), len(out)
+        sizes = QUANTISED_DTYPES.index(out.dtype), codec.bits, len(payloads), len(out)
         self._decode_sum(payloads.data_ptr(), *sizes, rotate, multiplier, out.data_ptr())
         return out
 
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Quantise like `codecs.loco_quantise`; the output buffer `new_error` may alias `error`."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), error.contiguous()
-        blocks, elements = _rows(g).shape
-        payload = _blocks_like(g, codec)
+        blocks, elements = as_rows(g).shape
+        payload = empty_blocks(g, codec)
         new_error = torch.empty_like(error) if new_error is None else new_error
         assert new_error.is_contiguous() and new_error.shape == error.shape, "the new error is written in place"
         pointers = error.data_ptr(), new_error.data_ptr(), payload.data_ptr()
-        self._loco(g.data_ptr(), _dtype_index(g.dtype), codec.bits, blocks, elements, beta, 1.0 - beta, *pointers)
+        self._loco(
+            g.data_ptr(), QUANTISED_DTYPES.index(g.dtype), codec.bits, blocks, elements, beta, 1.0 - beta, *pointers
+        )
         return payload, new_error
-
-
-def _dtype_index(dtype: torch.dtype) -> int:
-    """Return the index of the dtype in the C++ interface."""
-    return QUANTISED_DTYPES.index(dtype)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """View [n] or [blocks, n] as [blocks, n]."""
-    assert x.dim() in (1, 2), "one block, or one per row"
-    return x.unsqueeze(0) if x.dim() == 1 else x
-
-
-def _blocks_like(x: Tensor, codec: Codec) -> Tensor:
-    return torch.empty(*x.shape[:-1], codec.encoded_bytes(x.shape[-1]), dtype=torch.uint8)

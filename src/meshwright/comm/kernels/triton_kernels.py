@@ -1,13 +1,11 @@
-"""Launch the Triton kernels on CUDA tensors, with the signatures of `codecs`.
+"""Triton kernels for the codecs and LoCo error feedback, with the signatures of `codecs`; each byte is read once.
+
+They run without fused multiply-adds, which round once where the reference rounds twice. `codecs` specifies the format
+of a block and every rounding.
 
 Importing this file imports Triton; `dispatch` does so for the first CUDA tensor. The kernels run on the current stream
 of the tensors' device. Rows aligned to 16 elements, as in almost every model, are accessed 16 bytes at a time;
 unaligned rows give bitwise equal results, but more slowly.
-
-Triton kernels for the codecs and LoCo error feedback, which read and write each byte once.
-
-They run, without fused multiply-adds, which round once where the reference rounds
-twice. `codecs` specifies the format of a block and every rounding.
 
 [Note: planes] A program processes a tile of consecutive groups of one block. It holds the tile as 128 / WIDTH *planes*,
 tensors [GROUPS, WIDTH]; plane p contains elements p·WIDTH … (p+1)·WIDTH − 1 of every group. WIDTH is the field width of
@@ -16,8 +14,6 @@ held in the same registers of the same threads, without shuffles. GROUPS is chos
 elements of each plane; elements, error and codes are then distributed over threads in the same way, and no plane
 passes through shared memory. Groups beyond the end of the block are read as zeros; their scales are the block's zero
 padding.
-
-Loads and stores are 16 bytes wide if rows start at multiples of 16 elements, and narrower, hence slower, otherwise.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.comm.compression.catalogue import ALIGNMENT, GROUP, Codec, num_groups
-from meshwright.comm.compression.codecs import BETA, check, check_feedback, check_payload
+from meshwright.comm.compression.codecs import BETA, as_rows, check, check_feedback, check_payload, empty_blocks
 
 _NUM_WARPS = 8
 OPTIONS = {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
@@ -41,13 +37,12 @@ _BYTES_A_LOAD = 16
 
 
 class TritonKernels:
-    """Triton kernels, compiled for each dtype and codec on first use."""
+    """Triton kernels of quantised codecs, compiled for each dtype and codec on first use."""
 
     def encode(self, x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
-        """Encode like `codecs.encode`; quantised codecs only."""
         check(codec, x.dtype, rotate=rotate)
         x = x.contiguous()
-        payload = _blocks_like(x, codec)
+        payload = empty_blocks(x, codec)
         tiles = _tiles(x, codec.bits, itemsize=x.itemsize)
         _launch(encode, tiles, x, payload, *tiles.sizes, BITS=codec.bits, ROTATE=rotate)
         return payload
@@ -55,15 +50,13 @@ class TritonKernels:
     def decode(
         self, payload: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode into `out` [elements] or [blocks, elements] like `codecs.decode`; quantised codecs only."""
         assert payload.shape[:-1] == out.shape[:-1], "payload and out must have the same leading dims"
-        self._decode(_rows(payload).unsqueeze(0), codec, out, rotate, multiplier)
+        self._decode(as_rows(payload).unsqueeze(0), codec, out, rotate, multiplier)
         return out
 
     def decode_sum(
         self, payloads: Tensor, codec: Codec, *, out: Tensor, rotate: bool = False, multiplier: float = 1.0
     ) -> Tensor:
-        """Decode and sum into `out` [elements] like `codecs.decode_sum`; quantised codecs only."""
         assert payloads.dim() == 2 and len(payloads) > 0, "one row per rank"
         self._decode(payloads.unsqueeze(1), codec, out, rotate, multiplier)
         return out
@@ -71,10 +64,9 @@ class TritonKernels:
     def loco_quantise(
         self, g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA, new_error: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Quantise like `codecs.loco_quantise`; the output buffer `new_error` may alias `error`."""
         check_feedback(g, error, codec)
         g, error = g.contiguous(), _aligned(error.contiguous())
-        payload = _blocks_like(g, codec)
+        payload = empty_blocks(g, codec)
         new_error = _new_error(error, new_error)
         tiles = _tiles(g, codec.bits, itemsize=g.itemsize)
         tensors = g, error, payload, new_error
@@ -128,7 +120,6 @@ class _Tiles:
 
     @property
     def num_tiles(self) -> int:
-        """Number of tiles per block."""
         return -(-num_groups(self.num_elements) // self.groups)
 
     @property
@@ -139,7 +130,7 @@ class _Tiles:
 
 def _tiles(x: Tensor, bits: int, *, itemsize: int) -> _Tiles:
     """Tile `x` [elements] or [blocks, elements]; `bits` is the smallest code width involved."""
-    num_blocks, num_elements = _rows(x).shape
+    num_blocks, num_elements = as_rows(x).shape
     width = GROUP * bits // 8
     return _Tiles(num_blocks, num_elements, _NUM_WARPS * _THREADS_A_WARP * (_BYTES_A_LOAD // itemsize) // width, width)
 
@@ -152,16 +143,6 @@ def _launch(program: Any, tiles: _Tiles, *args: Tensor | float, **constants: int
     first, *_ = (arg for arg in args if isinstance(arg, Tensor))
     with torch.cuda.device(first.get_device()):  # -1, a no-op, on the CPU under Triton's interpreter
         program[grid](*args, **constants, GROUPS=tiles.groups, WIDTH=tiles.width, **OPTIONS)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """View [n] or [blocks, n] as [blocks, n]."""
-    assert x.dim() in (1, 2), "one block, or one per row"
-    return x.unsqueeze(0) if x.dim() == 1 else x
-
-
-def _blocks_like(x: Tensor, codec: Codec) -> Tensor:
-    return torch.empty(*x.shape[:-1], codec.encoded_bytes(x.shape[-1]), dtype=torch.uint8, device=x.device)
 
 
 def _aligned(blocks: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshwright.comm.collective_log import group_record
+from meshwright.comm.collective_log import ALL_TO_ALL, group_record
 from meshwright.features.contract import OnRank, RunFeature
 from meshwright.nn.attention.mask_spec import Documents
 from meshwright.nn.attention.token_layout import TokenLayout
@@ -152,7 +152,7 @@ class _Sources:
             one.end_step()
 
     def _now(self) -> int:
-        return sum(group_record(group).all_to_all_bytes for group in self.groups)
+        return sum(group_record(group).sent[ALL_TO_ALL] for group in self.groups)
 
     def counted(self, num_steps: int) -> CountedBytes:
         predicted = sum(one.predicted(num_steps) for one in self._senders)
