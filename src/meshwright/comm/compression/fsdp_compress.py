@@ -128,16 +128,7 @@ def compress(
     for names, use in ((gradients, Use.GRADIENTS), (weights, Use.WEIGHTS), (inside_node, Use.INSIDE_NODE)):
         for name in [names] if isinstance(names, str) else names.values():
             find_method(name, use)
-    if nodes is not None and placement is not None:
-        what = "nodes and placement both define the node of each rank"
-        rule = "a placement already contains the nodes"
-        fix = "call place(parts, nodes=nodes), and compress without nodes"
-        raise ConfigError(what, where="meshwright.comm.compress, nodes", rule=rule, fix=fix)
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    if not modules:
-        what = "the model has no FSDP2 module"
-        rule, fix = "compression replaces FSDP2's collectives", "call torch.distributed.fsdp.fully_shard(model) first"
-        raise LayoutError(what, where="meshwright.comm.compress", rule=rule, fix=fix)
+    modules = _fsdp_modules(model, places_twice=nodes is not None and placement is not None)
     of_gradients = _methods("gradients", gradients, modules, Use.GRADIENTS)
     of_weights = _methods("weights", weights, modules, Use.WEIGHTS)
     of_inside = _methods("inside_node", inside_node, modules, Use.INSIDE_NODE)
@@ -156,6 +147,20 @@ def compress(
             all_gathers[name] = CompressedAllGather(name or ROOT, codec, rotate=rotate, nodes=placement.nodes)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
+
+
+def _fsdp_modules(model: nn.Module, *, places_twice: bool) -> dict[str, FSDPModule]:
+    if places_twice:
+        what = "nodes and placement both define the node of each rank"
+        rule = "a placement already contains the nodes"
+        fix = "call place(parts, nodes=nodes), and compress without nodes"
+        raise ConfigError(what, where="meshwright.comm.compress, nodes", rule=rule, fix=fix)
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    if not modules:
+        what = "the model has no FSDP2 module"
+        rule, fix = "compression replaces FSDP2's collectives", "call torch.distributed.fsdp.fully_shard(model) first"
+        raise LayoutError(what, where="meshwright.comm.compress", rule=rule, fix=fix)
+    return modules
 
 
 def _compress_gradients(
