@@ -46,7 +46,7 @@ from meshwright.train.record.events import reporting
 from meshwright.train.record.record_files import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.record.trackers import check_trackers
-from meshwright.train.run_folder import choose_folder
+from meshwright.train.run_folder import RunFolder, choose_folder
 from meshwright.units import counted
 
 MakeReporter = Callable[[], Reporter]
@@ -129,7 +129,9 @@ def run(
     say, others = say or _ignore, BusyCores()
     _check(config)
     made = make_plan(config) if plan is None else _load_plan(plan, config)
-    check_machine(config, made)
+    is_other = plan is not None and made != make_plan(config, nodes=made.mesh.nodes)
+    verify(made)
+    process_bytes = check_machine(config, made)
     check_trackers(config.train.trackers)
     _try_optimizer(made)
     say("reading the data")
@@ -144,14 +146,18 @@ def run(
         with reporting(folder.path):
             launch(
                 run_body,
-                RunSpec(config, reporter, plan=made, folder=folder, notes=(warning,) if warning else ()),
+                RunSpec(config, reporter, made, is_other, process_bytes, folder, (warning,) if warning else ()),
                 num_ranks=num_ranks,
                 threads=config.train.threads,
                 on_interrupt=on_interrupt,
                 describe_action=made.describe_action,
                 preload=config.family.preload,
             )
-        lines = list(read_metrics(folder.metrics))
+        return _result_of(folder)
+
+
+def _result_of(folder: RunFolder) -> RunResult:
+    lines = list(read_metrics(folder.metrics))
     key = loss_key(lines[-1] if lines else {})
     validated = [line[f"validation_{key}"] for line in lines if line.get(f"validation_{key}") is not None]
     return RunResult(

@@ -12,7 +12,7 @@ from tests.house.source import BENCH, PACKAGE, Module, Tree
 
 FLOORS = {
     "errors": 0, "units": 0, "log": 0, "output_files": 0, "lasting_output": 0, "figure": 0, "settings": 0,
-    "__init__": 0, "callable_module": 0,
+    "__init__": 0, "lazy_package": 0,
     "cluster": 1, "mesh": 1, "nn": 1, "data": 1,
     "comm": 2,
     "pipeline": 3, "checkpoint": 3, "reshard": 3,
@@ -37,14 +37,14 @@ FEATURE_FILES = {
 OF_FEATURES = ("contract", "registry")
 """Files of `features` for all; a feature's own are for itself and its benchmarks, its section for the schema, too."""
 
-LATE = {("callable_module", "api"), ("cli", "meshwright_bench")} | {
+LATE = {("lazy_package", "api"), ("cli", "meshwright_bench")} | {
     ("__init__", above) for above in ("api", "checkpoint", "comm", "dtensor_ops", "pipeline", "reshard")
 }
 """Pairs (room, room above) of imports allowed inside functions and for types only."""
 
 TORCH_FREE = (
     "__init__.py", "__main__.py", "api.py", "errors.py", "units.py", "log.py", "output_files.py", "lasting_output.py",
-    "figure.py", "callable_module.py",
+    "figure.py", "lazy_package.py",
     "cluster/spec.py", "cluster/presets.py",
     "mesh/axes.py", "mesh/layout*.py", "mesh/layout.py", "mesh/shard_intervals.py",
     "comm/__init__.py", "comm/compression/__init__.py", "comm/compression/catalogue.py",

@@ -9,7 +9,8 @@ import pytest
 from meshwright.errors import MeshwrightError
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
-from meshwright.train.rank_run import agree_on_plan, shared_nodes
+from meshwright.train.rank_checks import shared_nodes
+from meshwright.train.rank_run import agree_on_plan
 
 WORDS = ("mesh.pp=2", "train.num_microbatches=4")
 

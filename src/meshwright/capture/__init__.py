@@ -3,12 +3,13 @@
 Plans need no torch. Public names that do are imported lazily.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
 
 from meshwright.capture.plan import CaptureMode, CapturePlan, plan_capture
 from meshwright.capture.signature import ArgumentSignature, LayerSignature, ResultSignature, TensorSignature
 from meshwright.capture.verify import verify_capture
+from meshwright.lazy_package import LazyPackage
 
 if TYPE_CHECKING:
     from meshwright.capture.run.capture import capture, observe
@@ -23,12 +24,4 @@ __all__ = [
     "capture", "graph_region", "observe", "plan_capture", "verify_capture",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _FILES:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+sys.modules[__name__].__class__ = LazyPackage

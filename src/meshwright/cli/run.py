@@ -38,6 +38,7 @@ def run(
     """
     from meshwright import api
     from meshwright.config.facts_for_family import run_facts
+    from meshwright.plan.make_plan import make_plan
     from meshwright.plan.rules import load, load_plan
     from meshwright.train.continued_run import check_source, find_start
     from meshwright.train.launch.launcher import context_from_environment, run_as_rank
@@ -63,9 +64,11 @@ def run(
         api.run(config, **where, plan=plan_path, reporter=reporter, on_interrupt=_say_stopping, say=say)
         return
     plan = None if plan_path is None else load_plan(plan_path, config)
+    is_other = plan is not None and plan != make_plan(config, nodes=plan.mesh.nodes)
     say("reading the data")
     config.family.open_data(run_facts(config))
-    run_as_rank(run_body, context, RunSpec(config, reporter, plan=plan, out=start.out, resume=start.resume))
+    spec = RunSpec(config, reporter, plan=plan, plan_given=is_other, out=start.out, resume=start.resume)
+    run_as_rank(run_body, context, spec)
 
 
 def _say_waiting(text: str, *, quiet: bool) -> None:

@@ -1,11 +1,12 @@
 """Communication between ranks; all transfers between ranks go through this package.
 
-`catalogue` does not need torch. Public names are imported lazily, so no file may share a name with one of them: the
-submodule would shadow it.
+`catalogue` does not need torch; public names are imported lazily.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
+
+from meshwright.lazy_package import LazyPackage
 
 if TYPE_CHECKING:
     from meshwright.comm.alltoallv import AllToAllHandle, all_to_all, start_all_to_all
@@ -31,12 +32,4 @@ __all__ = [
     "start_all_to_all",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    if name in _FILES:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+sys.modules[__name__].__class__ = LazyPackage

@@ -3,8 +3,10 @@
 `for_dtensor` and `replicate_fallback` are context managers; `register_rules` only registers the sharding rules.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
+
+from meshwright.lazy_package import LazyPackage
 
 if TYPE_CHECKING:
     from meshwright.dtensor_ops.fallback import replicate_fallback
@@ -16,12 +18,4 @@ _FILES = {"for_dtensor": "operator_context", "register_rules": "sharding_rules",
 
 __all__ = ["for_dtensor", "register_rules", "replicate_fallback"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _FILES:
-        return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+sys.modules[__name__].__class__ = LazyPackage

@@ -5,6 +5,6 @@ The package is callable: `meshwright.plan(config)` is `meshwright.api.plan`.
 
 import sys
 
-from meshwright.callable_module import Verb
+from meshwright.lazy_package import Verb
 
 sys.modules[__name__].__class__ = Verb

@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from meshwright.callable_module import Verb
+from meshwright.lazy_package import Verb
 
 if TYPE_CHECKING:
     from meshwright.prove.script.recorder import Recorder

@@ -3,9 +3,10 @@
 Plans and layouts do not need torch; the modules that run plans are imported on first access.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING
 
+from meshwright.lazy_package import LazyPackage
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.draw_plan import draw_plan, explain_plan
 from meshwright.reshard.planner.plan import clear_cache, plan
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from meshwright.reshard.dtensor.redistribute import redistribute, redistribute_across
     from meshwright.reshard.run.process_groups import groups_of, prepare
 
-_WITH_TORCH = {
+_FILES = {
     "groups_of": "run.process_groups",
     "layout_of": "dtensor.placements",
     "prepare": "run.process_groups",
@@ -49,12 +50,4 @@ __all__ = [
     "verify_transfer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _WITH_TORCH:
-        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+sys.modules[__name__].__class__ = LazyPackage

@@ -20,7 +20,6 @@ from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot
 from meshwright.optim.role import Role
 from meshwright.parallel.rank_model import RankModel, StagePart
-from meshwright.plan.matrix_owners import whole_matrices
 from meshwright.plan.run_plan import RunPlan
 
 if TYPE_CHECKING:
@@ -131,6 +130,7 @@ def _owner_updates(plan: RunPlan, rank: int, groups: list[Group]) -> OwnerUpdate
     if not isinstance(optimizer, MatrixOptimizer):
         return None
     from meshwright.optim.owner_updates import OwnerUpdates  # moves matrices, which others don't
+    from meshwright.plan.matrix_owners import whole_matrices
 
     matrices = whole_matrices(plan, plan.mesh.position(rank, "pp"))
     members = (member for group in groups for member in group.members)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weigh
 from meshwright.parallel.check_applied import FirstGradientCheck
 from meshwright.parallel.context.token_shards import TokenShards
 from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
-from meshwright.parallel.pipeline_shared_gradients import SharedGradients
 from meshwright.parallel.rank_model import StagePart
 from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients, sync_partial_gradients
 from meshwright.pipeline.execute import ChannelKey, ExecutableStage, Executor, channel_keys
@@ -29,6 +28,9 @@ from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import ReducedBy
 from meshwright.train.build_job import Job
+
+if TYPE_CHECKING:
+    from meshwright.parallel.pipeline_shared_gradients import SharedGradients
 
 
 @dataclass
@@ -44,7 +46,9 @@ class Feed:
 class ModelStage(ExecutableStage):
     """A part of the model as an executable pipeline stage."""
 
-    def __init__(self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients, tokens: TokenShards) -> None:
+    def __init__(
+        self, job: Job, part: StagePart, feed: Feed, shared: SharedGradients | None, tokens: TokenShards
+    ) -> None:
         self._module, self._is_last = part.module, part.part.is_last
         self._run = job.family.run
         self._feed, self._shared, self._tokens = feed, shared, tokens
@@ -98,6 +102,7 @@ class ModelStage(ExecutableStage):
 
     def sync_shared(self, group_index: int) -> None:
         """All-reduce the gradients of a group of shared parameters."""
+        assert self._shared is not None, "the plan has shared parameters"
         self._shared.sync(group_index)
 
 
@@ -186,8 +191,12 @@ def _stream_spec(job: Job, batch_size: int) -> TensorSpec:
     return TensorSpec((batch_size, *shape), getattr(torch, edge.dtype))
 
 
-def _shared_gradients(job: Job) -> SharedGradients:
-    """Return the shared parameters of this rank's stages."""
+def _shared_gradients(job: Job) -> SharedGradients | None:
+    """Return the shared parameters of this rank's stages; None if no stages share any."""
+    if not job.plan.shared:
+        return None
+    from meshwright.parallel.pipeline_shared_gradients import SharedGradients
+
     return SharedGradients(
         job.plan.shared_parameters(),
         {number: part.module for number, part in job.parts().items()},

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from contextlib import ExitStack
 
 import torch
 
-from meshwright.cluster.host import host_memory_bytes
-from meshwright.comm.collectives import all_gather_object, broadcast_object
-from meshwright.comm.node_groups import host_identity, node_numbers
+from meshwright.comm.collectives import all_gather_object
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
-from meshwright.errors import DataError, LayoutError, MeshwrightError
+from meshwright.errors import DataError, LayoutError
 from meshwright.log import open_log_file
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Task
-from meshwright.optim.catalogue import BUILT_IN
 from meshwright.plan.compare import differences, hashes
-from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
-from meshwright.plan.verify import verify
 from meshwright.train.build_job import build_job, choose_device, rank_group
-from meshwright.train.continued_run import naming
-from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext, RunSpec
 from meshwright.train.measure.run_measurement import memory_bytes
-from meshwright.train.record.events import RecordingReporter, reporting
+from meshwright.train.record.events import RecordingReporter
 from meshwright.train.record.record_files import EventLog
 from meshwright.train.record.reporter import Reporter, Start
-from meshwright.train.run_folder import RunFolder, choose_folder
+from meshwright.train.run_folder import RunFolder
 from meshwright.train.training_loop import Trainer
 
 CORPUS = "corpus"
@@ -51,45 +41,40 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         open_log_file(spec.folder.log(context.rank))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    plan = spec.plan or make_plan(config)
-    context.board.describe(plan.describe_action)  # for errors under another launcher, which doesn't have the table
     device = choose_device(config, context)
-    _check_memory(config, plan, context, device)
+    plan = spec.plan
+    if plan is None or spec.process_bytes is None:
+        from meshwright.train.rank_checks import plan_before_group
+
+        plan = plan_before_group(spec, context, device)
+    context.board.describe(plan.describe_action)  # for errors under another launcher, which doesn't have the table
     with rank_group(config, plan, context, device), ExitStack() as hold:
         f = run_facts(config)
         corpus = config.family.open_data(f)
         check_agreement(config, corpus)
-        plan = spec.plan or make_plan(config, nodes=shared_nodes(context.num_ranks))
-        verify(plan)
-        agree_on_plan(plan)
-        if spec.folder is None and plan.optimizer.name not in BUILT_IN:  # the launcher has done it, if it is ours
-            from meshwright.train.own_optimizer import check_optimizer
+        if spec.process_bytes is None:
+            from meshwright.train.rank_checks import verified_plan
 
-            check_optimizer(plan)
-        folder = spec.folder or _agree_on_folder(context, spec, corpus, hold)
+            plan = verified_plan(spec, context)
+        agree_on_plan(plan)
+        folder = spec.folder
+        if folder is None:
+            from meshwright.train.rank_checks import agree_on_folder
+
+            folder = agree_on_folder(context, spec, plan, corpus, hold)
         open_log_file(folder.log(context.rank))
-        if spec.folder is None:  # or the launcher does it, which chose the folder
-            hold.enter_context(reporting(folder.path) if context.rank == 0 else naming(folder.path))
         reporter = Reporter()
         if context.rank == 0:
             reporter = RecordingReporter(spec.make_reporter(), EventLog(folder.path), done=folder.done())
         task = config.family.task(f, corpus, device)
-        reporter.started(_start(config, plan, corpus, task, device, folder))
+        reporter.started(_start(config, plan, corpus, task, device, folder, spec.process_bytes))
         for note in (*context.notes, *spec.notes):
             reporter.note(note)
         base_bytes = memory_bytes(device)
         job = build_job(config, plan, context, device)
-        Trainer(job, task, corpus.fingerprint, folder, reporter, base_bytes=base_bytes).run()
-
-
-def _check_memory(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> None:
-    if device.type == "cuda":
-        num_bytes = torch.cuda.get_device_properties(device).total_memory
-        place = torch.cuda.get_device_name(device)
-        check_memory(config, plan, num_ranks=1, num_bytes=num_bytes, on_cpu=False, place=place, what="devices")
-    else:
-        ranks, memory = context.local_ranks, host_memory_bytes()
-        check_memory(config, plan, num_ranks=ranks, num_bytes=memory, on_cpu=True, place="this machine")
+        Trainer(
+            job, task, corpus.fingerprint, folder, reporter, base_bytes=base_bytes, plan_given=spec.plan_given
+        ).run()
 
 
 def _start(
@@ -99,8 +84,13 @@ def _start(
     task: Task,
     device: torch.device,
     folder: RunFolder,
+    process_bytes: int | None,
 ) -> Start:
-    axes, tensors = config.mesh.axes(), predict_memory(plan).total()
+    axes = config.mesh.axes()
+    if process_bytes is None:
+        from meshwright.train.rank_checks import predicted_bytes
+
+        process_bytes = predicted_bytes(plan, device)
     return Start(
         name=config.name,
         num_params=model_facts(config).num_params(),
@@ -112,33 +102,11 @@ def _start(
         global_batch=config.train.global_batch,
         seq_len=plan.batch.tokens,
         steps=config.train.steps,
-        # On a GPU, what PyTorch holds already is measured; the rest is predicted.
-        predicted_bytes=predict_process_memory(plan) if device.type == "cpu" else memory_bytes(device) + tensors,
+        predicted_bytes=process_bytes,
         traffic=predict_traffic(plan),
         folder=folder.path,
         unit=task.unit,
     )
-
-
-def _agree_on_folder(context: RankContext, spec: RunSpec, corpus: TrainingData, hold: ExitStack) -> RunFolder:
-    """Let rank 0 choose and lock the folder, and share it with all ranks; an error on rank 0 ends all of them."""
-    choice: RunFolder | MeshwrightError | None = None
-    if context.rank == 0:
-        try:
-            if spec.config.train.trackers:
-                from meshwright.train.record.trackers import check_trackers
-
-                check_trackers(spec.config.train.trackers)
-            choice = choose_folder(spec.config, out=spec.out, resume=spec.resume, corpus=corpus.fingerprint, hold=hold)
-        except MeshwrightError as error:
-            choice = error
-    choice = broadcast_object(choice)
-    if isinstance(choice, MeshwrightError):
-        if context.rank != 0:
-            sys.exit(choice.exit_code)  # rank 0 reports the error
-        raise choice
-    assert choice is not None
-    return choice
 
 
 def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
@@ -160,20 +128,6 @@ def check_agreement(config: RunConfig, corpus: TrainingData) -> None:
                     rule="every rank trains on the same corpus with the same configuration",
                     fix="the same Python version, libraries, files and command line on every node",
                 )
-
-
-def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:
-    """Return the mapping of ranks to nodes in plan format: consecutive ranks per node, or the node of each rank.
-
-    Return None for a single rank. Collective: all ranks must call it.
-    """
-    if num_ranks == 1:
-        return None
-    nodes = tuple(node_numbers(all_gather_object(host_identity())))
-    sizes = set(Counter(nodes).values())
-    size = next(iter(sizes))
-    is_even = len(sizes) == 1 and all(node == rank // size for rank, node in enumerate(nodes))
-    return size if is_even else nodes
 
 
 def agree_on_plan(plan: RunPlan) -> None:

@@ -20,7 +20,6 @@ from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
 from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes
-from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
@@ -41,7 +40,15 @@ class Trainer:
     """Trainer that runs a job to the last step, from a checkpoint or from scratch."""
 
     def __init__(
-        self, job: Job, task: Task, corpus: str, folder: RunFolder, reporter: Reporter, *, base_bytes: int
+        self,
+        job: Job,
+        task: Task,
+        corpus: str,
+        folder: RunFolder,
+        reporter: Reporter,
+        *,
+        base_bytes: int,
+        plan_given: bool = False,
     ) -> None:
         """Set up the loop.
 
@@ -52,13 +59,14 @@ class Trainer:
             folder: the run folder.
             reporter: reporter of this rank.
             base_bytes: memory of the process before the job was built.
+            plan_given: whether the plan is another than that of the configuration.
         """
         self._job = job
         self._task = task
         self._corpus = corpus
         self._folder = folder
         self._reporter = reporter
-        self._base_bytes, self._seconds = base_bytes, 0.0
+        self._base_bytes, self._seconds, self._plan_given = base_bytes, 0.0, plan_given
         self._stop = StopSignal(job.context)
         self._profiler = StepProfiler(job, folder.path)
         self._step = TrainStep(job, task, self._stop.requested, self._is_time_to_save)
@@ -279,7 +287,7 @@ class Trainer:
         elif result.stop and result.skipped and result.step < train.steps:
             error = stopped_unsaved(result.step, self._folder)
         elif result.stop and result.step < train.steps:
-            plan = ["--plan", str(self._folder.plan)] if self._plan_given() else []
+            plan = ["--plan", str(self._folder.plan)] if self._plan_given else []
             error = StoppedError(
                 f"stopped after step {result.step}, as requested; saved {self._saved}",
                 fix=f"{continue_command(self._folder.path, plan)}, which continues from there",
@@ -345,11 +353,7 @@ class Trainer:
                 folder=self._folder.path,
                 checkpoint=self._saved,
                 sample=sample,
-                plan_given=self._plan_given(),
+                plan_given=self._plan_given,
                 figures=draw_metrics(self._job, self._folder, self._task.unit),
             )
         )
-
-    def _plan_given(self) -> bool:
-        """Return whether the plan is another than that of the configuration."""
-        return self._job.plan != make_plan(self._job.config, nodes=self._job.plan.mesh.nodes)

@@ -55,17 +55,20 @@ def check_ranks(num_ranks: int, config: RunConfig | None = None) -> None:
         )
 
 
-def check_machine(config: RunConfig, plan: RunPlan) -> None:
-    """Check that a run may fit on this machine alone; on CUDA, each rank checks its own device later.
+def check_machine(config: RunConfig, plan: RunPlan) -> int | None:
+    """Check that a run may fit on this machine alone, and return the predicted memory of a rank's process; on CUDA,
+    each rank checks its own device later, and None is returned.
 
     Raises:
         LayoutError: too many ranks, or the predicted memory far exceeds what is available.
     """
     num_ranks = config.mesh.axes().num_ranks()
     check_ranks(num_ranks, config)
-    if config.train.device == "cpu" or (config.train.device == "auto" and not CUDA_CONTROL.exists()):
-        memory = host_memory_bytes()
-        check_memory(config, plan, num_ranks=num_ranks, num_bytes=memory, on_cpu=True, place="this machine")
+    if config.train.device == "cuda" or (config.train.device == "auto" and CUDA_CONTROL.exists()):
+        return None
+    memory = host_memory_bytes()
+    check_memory(config, plan, num_ranks=num_ranks, num_bytes=memory, on_cpu=True, place="this machine")
+    return predict_process_memory(plan)
 
 
 def check_memory(

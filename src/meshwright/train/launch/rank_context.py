@@ -165,6 +165,11 @@ class RunSpec:
     """Picklable factory for the reporter on rank 0."""
     plan: RunPlan | None = None
     """Plan created or read by the launcher; None under another launcher, where each rank creates its own."""
+    plan_given: bool = False
+    """Whether the plan is another than that of the configuration."""
+    process_bytes: int | None = None
+    """Predicted memory of a rank's process, if the launcher has verified the plan and checked this memory against the
+    machine; None if ranks have to."""
     folder: RunFolder | None = None
     """Folder chosen by the launcher; None under another launcher, where rank 0 chooses it."""
     notes: tuple[str, ...] = ()
