@@ -21,6 +21,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError
 from meshwright.models.dit.description import UNUSED_KEYS
 from meshwright.plan.rules import load
+from meshwright.train.launch.rank_context import RankContext, StatusBoard
 
 SMALL = ("model.num_layers=2", "train.global_batch=8", "train.seq_len=64", "train.validation_samples=16",
          "train.sample_tokens=8", "train.threads=1")  # fmt: skip
@@ -48,6 +49,11 @@ def for_pictures(words: Iterable[str]) -> list[str]:
 def open_data(config: RunConfig) -> Any:
     """What a run trains on."""
     return config.family.open_data(run_facts(config))
+
+
+def rank_context(rank: int = 0, world_size: int = 1) -> RankContext:
+    """The context of a rank on one machine, whose status nobody reads."""
+    return RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
 
 
 def quick_and_slow(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:

@@ -13,6 +13,7 @@ from meshwright_bench.attention import times
 from meshwright_bench.attention.benchmark import time_figures
 from meshwright_bench.attention.cases import MASKS, AttentionTask, Pass, flops_over_causal, target_arm
 from meshwright_bench.report import Report, as_json
+from tests.bench.tiny import by_name
 
 SMALL = AttentionTask(Path(), seq_len=64, num_heads=2, head_dim=8, backends=(Backend.SDPA,), rounds=1)
 SMALL_MASKS = {
@@ -24,7 +25,7 @@ SMALL_MASKS = {
 def test_all_arms_are_timed_and_reported(monkeypatch):
     monkeypatch.setattr(times, "MASKS", SMALL_MASKS)
     answer = {timed: times.time_pass(SMALL, timed) for timed in Pass}
-    figures = {figure.name: figure for figure in time_figures(answer, target_arm("cpu", "float32"))}
+    figures = by_name(time_figures(answer, target_arm("cpu", "float32")))
     assert set(figures) == {f"sdpa.causal_{timed}_ms" for timed in Pass} | {
         f"sdpa.{mask}_over_causal_{timed}" for timed in Pass for mask in ("window", "documents")
     }

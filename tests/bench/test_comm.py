@@ -13,7 +13,7 @@ import torch
 
 from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter
 from meshwright.comm.kernels import dispatch
-from meshwright.errors import InputError, RunError
+from meshwright.errors import RunError
 from meshwright_bench import devices
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.comm import benchmark, collectives
@@ -22,16 +22,12 @@ from meshwright_bench.comm.cases import DTYPES, FLOOR_BYTES, CudaTask, KernelTas
 from meshwright_bench.comm.kernels import check_bits, cpu_kernels
 from meshwright_bench.comm.kernels_cuda import device_kernels
 from meshwright_bench.report import as_json
+from tests.bench.tiny import by_name
 from tests.gangs.gang import GangError
 
 N = 128 * 96
 """Number of elements, a multiple of the block alignment on 2 and on 3 ranks."""
 WIRE = WireTask(Path(), num_elements=N, rounds=2, steps=1)
-
-
-def by_name(figures):
-    assert len({figure.name for figure in figures}) == len(figures)
-    return {figure.name: figure for figure in figures}
 
 
 def measure(rank, world_size, damage=""):
@@ -156,13 +152,6 @@ def test_the_floor_is_that_of_the_copy():
     assert figures["cuda.decode_sum_8_over_floor"].is_met is False
     assert figures["cuda.loco4_of_copy"].value == pytest.approx(4.547 / 4.59 / 1.18, rel=1e-3)
     assert FLOOR_BYTES.keys() == {"loco4", "decode_sum_8"}
-
-
-def test_cuda_without_a_device_is_an_error(monkeypatch):
-    monkeypatch.setattr(devices, "launch", lambda body, result, **options: result.write_text("null", "utf-8"))
-    with pytest.raises(InputError) as caught:
-        bench_comm(Options(DeviceChoice.CUDA), lambda text: None)
-    assert "--device cpu" in caught.value.fix
 
 
 def test_with_a_device_its_kernels_are_measured(monkeypatch):

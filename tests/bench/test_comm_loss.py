@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.errors import InputError
-from meshwright_bench.benchmarks import DeviceChoice, Options
-from meshwright_bench.comm import loss_cost
 from meshwright_bench.comm.loss_cost import (
     four_bits_figures,
     recovered,
@@ -14,6 +11,7 @@ from meshwright_bench.comm.loss_cost import (
     two_bits_figures,
     validation_loss,
 )
+from tests.bench.tiny import by_name
 from tests.helpers import small_corpus
 
 LOSSES = {"exact": [2.0, 3.0], "int2": [2.2, 3.2], "loco2": [2.1, 3.05], "loco4": [2.004, 3.03]}
@@ -21,7 +19,7 @@ LOSSES = {"exact": [2.0, 3.0], "int2": [2.2, 3.2], "loco2": [2.1, 3.05], "loco4"
 
 def test_figures_and_their_targets():
     assert recovered(LOSSES) == pytest.approx(0.625)
-    figures = {figure.name: figure for figure in (*two_bits_figures(LOSSES), *four_bits_figures(LOSSES))}
+    figures = by_name([*two_bits_figures(LOSSES), *four_bits_figures(LOSSES)])
     assert figures["two_bits.recovered"].is_met and figures["two_bits.int2.loss_bits_per_byte"].value == pytest.approx(
         2.7
     )
@@ -30,11 +28,6 @@ def test_figures_and_their_targets():
     assert over.value == pytest.approx(0.034 / 5) and over.is_met is False
     assert over.spread == (pytest.approx(0.002), pytest.approx(0.01))
     assert not {f.name: f for f in two_bits_figures({**LOSSES, "loco2": [2.2, 3.15]})}["two_bits.recovered"].is_met
-
-
-def test_cuda_is_refused():
-    with pytest.raises(InputError, match="on the CPU only"):
-        loss_cost.bench_comm_loss(Options(device=DeviceChoice.CUDA), print)
 
 
 @pytest.mark.slow

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.errors import InputError, RunError
+from meshwright.errors import RunError
 from meshwright.nn.experts.row_map import RowMap
-from meshwright_bench import devices
 from meshwright_bench.benchmarks import DeviceChoice, Options
-from meshwright_bench.expert_layers import benchmark, layer_time
+from meshwright_bench.expert_layers import benchmark, cases, layer_time
 from meshwright_bench.expert_layers.benchmark import (
     bench_experts,
     dispatch_figures,
@@ -25,39 +21,18 @@ from meshwright_bench.expert_layers.benchmark import (
     pair_figures,
     unmeasured_figures,
 )
-from meshwright_bench.expert_layers.cases import (
-    COMBINE,
-    COMBINE_AT_MOST,
-    COMBINE_INDEXED,
-    COPY,
-    COPY_FRESH,
-    DISPATCH_RANKS,
-    FORWARD,
-    PERMUTE,
-    PERMUTE_FRESH,
-    WEIGHT_GRADIENT,
-    DispatchTask,
-    GroupedTask,
-    LayerTask,
-    MovesTask,
-    PairTask,
-)
 from meshwright_bench.expert_layers.dispatch_counts import count_dispatch, rows_needed
 from meshwright_bench.expert_layers.grouped_gemm import grouped_seconds
 from meshwright_bench.expert_layers.layer_time import both_orders, measure_pairs
 from meshwright_bench.expert_layers.row_moves import all_moves
 from meshwright_bench.report import Report, as_json, table
+from tests.bench.tiny import by_name
 from tests.gangs.gang import GangError
 
-DISPATCH = DispatchTask(Path(), num_tokens=40, dim=16, num_experts=16, top_k=4)
-MOVES = MovesTask(Path(), num_tokens=24, dim=16, num_experts=8, top_k=2, rounds=2, steps=1)
-LAYER = LayerTask(Path(), num_tokens=24, dim=16, num_experts=8, top_k=2, expert_dim=8, shared_dim=8, num_layers=3,
+DISPATCH = cases.DispatchTask(Path(), num_tokens=40, dim=16, num_experts=16, top_k=4)
+MOVES = cases.MovesTask(Path(), num_tokens=24, dim=16, num_experts=8, top_k=2, rounds=2, steps=1)
+LAYER = cases.LayerTask(Path(), num_tokens=24, dim=16, num_experts=8, top_k=2, expert_dim=8, shared_dim=8, num_layers=3,
                   rounds=1, steps=1)  # fmt: skip
-
-
-def by_name(figures):
-    assert len({figure.name for figure in figures}) == len(figures)
-    return {figure.name: figure for figure in figures}
 
 
 def count(rank, world_size, damage=False):
@@ -119,12 +94,12 @@ def test_a_wrong_sum_is_an_error(monkeypatch):
 
 
 def test_moves_are_compared_with_the_copy_of_the_same_memory():
-    seconds = {COPY: [1.0, 2.0, 4.0], PERMUTE: [1.0, 3.0, 4.0], COMBINE: [2.0, 4.0, 8.0],
-               COMBINE_INDEXED: [4.0, 4.0, 4.0], COPY_FRESH: [8.0, 8.0, 8.0],
-               PERMUTE_FRESH: [10.0, 8.0, 8.0]}  # fmt: skip
+    seconds = {cases.COPY: [1.0, 2.0, 4.0], cases.PERMUTE: [1.0, 3.0, 4.0], cases.COMBINE: [2.0, 4.0, 8.0],
+               cases.COMBINE_INDEXED: [4.0, 4.0, 4.0], cases.COPY_FRESH: [8.0, 8.0, 8.0],
+               cases.PERMUTE_FRESH: [10.0, 8.0, 8.0]}  # fmt: skip
     figures = by_name(move_figures({"seconds": seconds}, prefix="cuda."))
     assert figures["cuda.permute_over_copy"].value == 1 and figures["cuda.permute_over_copy"].spread == (1, 1.5)
-    assert figures["cuda.combine_over_copy"].value == 2 > COMBINE_AT_MOST
+    assert figures["cuda.combine_over_copy"].value == 2 > cases.COMBINE_AT_MOST
     assert figures["cuda.combine_over_copy"].is_met is False
     assert figures["cuda.permute_fresh_over_copy_fresh"].spread == (1, 1.25)
     assert figures["cuda.combine_indexed_over_copy_fresh"].value == 0.5
@@ -173,19 +148,19 @@ def test_pair_figures():
 def test_pairs_are_measured(tmp_path, monkeypatch):
     small = layer_time.measure_pair(compute_s=(1e-4, 1e-4), all_to_all_s=1e-4, num_layers=1, rounds=1)
     monkeypatch.setattr(layer_time, "measure_pair", lambda rounds: small)
-    measure_pairs(PairTask(tmp_path / "pair.json"))
+    measure_pairs(cases.PairTask(tmp_path / "pair.json"))
     assert "switch_s" in (tmp_path / "pair.json").read_text("utf-8")
 
 
 def test_grouped_products_are_measured():
-    task = GroupedTask(Path(), num_rows=32, num_groups=3, dim=16, width=8, device="cpu", rounds=2, steps=1)
+    task = cases.GroupedTask(Path(), num_rows=32, num_groups=3, dim=16, width=8, device="cpu", rounds=2, steps=1)
     answer = grouped_seconds(task)
     assert answer["flops"] == 2 * 32 * 16 * 8
-    assert set(answer["seconds"]) == {FORWARD, WEIGHT_GRADIENT}
+    assert set(answer["seconds"]) == {cases.FORWARD, cases.WEIGHT_GRADIENT}
 
 
 def test_grouped_products_are_a_share_of_the_known_peak():
-    answer = {"seconds": {FORWARD: [1e-3], WEIGHT_GRADIENT: [2e-3]}, "flops": 494.5e9}
+    answer = {"seconds": {cases.FORWARD: [1e-3], cases.WEIGHT_GRADIENT: [2e-3]}, "flops": 494.5e9}
     figures = by_name(grouped_figures(answer, "NVIDIA H100 80GB HBM3"))
     assert figures["cuda.grouped_gemm_forward_tflops"].value == pytest.approx(494.5)
     assert figures["cuda.grouped_gemm_forward_of_peak"].value == pytest.approx(0.5, rel=1e-3)
@@ -200,24 +175,9 @@ def test_figures_without_a_gpu_are_unmeasured():
     assert set(as_json(report)["figures"].values()) == {None}
 
 
-def test_cuda_without_a_device_is_an_error(monkeypatch):
-    monkeypatch.setattr(devices, "launch", lambda body, result, **kwargs: result.write_text("null", "utf-8"))
-    with pytest.raises(InputError) as caught:
-        bench_experts(Options(DeviceChoice.CUDA), lambda text: None)
-    assert "--device cpu" in caught.value.fix
-
-
-def test_a_mistyped_option_is_refused():
-    clean = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK")}
-    command = [sys.executable, "-m", "meshwright", "bench", "moe", "--ruonds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean)
-    assert done.returncode == 2
-    assert "--rounds" in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.gpu
 def test_a_gpu_has_grouped_products():
-    task = GroupedTask(Path(), num_rows=256, num_groups=3, dim=64, width=64, rounds=1, steps=1)
+    task = cases.GroupedTask(Path(), num_rows=256, num_groups=3, dim=64, width=64, rounds=1, steps=1)
     assert all(min(values) > 0 for values in grouped_seconds(task)["seconds"].values())
     assert torch.cuda.is_available()
 
@@ -225,9 +185,9 @@ def test_a_gpu_has_grouped_products():
 @pytest.mark.slow
 def test_the_benchmark_runs(monkeypatch):
     sizes = {"num_tokens": 24, "dim": 16, "num_experts": 16, "top_k": 4}
-    for task in (DispatchTask, MovesTask, LayerTask):
+    for task in (cases.DispatchTask, cases.MovesTask, cases.LayerTask):
         monkeypatch.setattr(benchmark, task.__name__, partial(task, **sizes))
     figures = as_json(bench_experts(Options(DeviceChoice.CPU, rounds=1), lambda text: None))["figures"]
-    assert all(figures[f"{num_ranks}_ranks.rows_over_lower_bound"] == 1 for num_ranks in DISPATCH_RANKS)
+    assert all(figures[f"{num_ranks}_ranks.rows_over_lower_bound"] == 1 for num_ranks in cases.DISPATCH_RANKS)
     assert figures["layer.host_reads"] == 1
     assert all(value is not None for name, value in figures.items() if not name.startswith("cuda."))

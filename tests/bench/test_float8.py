@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from meshwright.mesh.process_groups import process_group
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright_bench.float8.benchmark import layer_figures, loss_figures
 from meshwright_bench.float8.cases import ARMS, LayerTask
 from meshwright_bench.float8.layer_times import sides, time_sides
 from meshwright_bench.float8.train_arms import train_arms
-from tests.helpers import small_corpus
+from tests.bench.tiny import by_name
+from tests.helpers import rank_context, small_corpus
 
 
 def test_figures_of_losses():
     losses = {"bfloat16": [[9.0, *[2.0] * 20]], "current": [[9.0, *[2.01] * 20]], "delayed": [[9.0, *[2.1] * 20]]}
-    figures = {figure.name: figure for figure in loss_figures(losses)}
+    figures = by_name(loss_figures(losses))
     assert figures["loss_nats_per_token.bfloat16"].value == 2 and figures["loss_nats_per_token.delayed"].value == 2.1
     assert figures["loss_nats_per_token.current.over_bfloat16"].value == pytest.approx(0.005)
     assert (
@@ -33,7 +33,7 @@ def test_layers_are_unmeasured_without_a_gpu():
 def test_sides_train_on_the_same_batches(tmp_path):
     words = ("llama-tiny", "train.precision=bfloat16", "train.num_microbatches=2", "train.steps=3", "train.seq_len=32",
              "train.global_batch=4", "model.num_layers=1", *small_corpus(tmp_path))  # fmt: skip
-    context = RankContext(0, 1, 0, 1, None, StatusBoard([0] * StatusBoard.length(1)))
+    context = rank_context()
     device = torch.device("cpu")
     with process_group(rank=0, num_ranks=1, device=device, timeout_s=60, store_path=None):
         losses = train_arms(context, words, device, seed=0)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from meshwright.errors import RunError
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright_bench.train import measure, plain_loop
 from meshwright_bench.train.benchmark import run_case
 from meshwright_bench.train.measure import Arm, check_losses
 from tests.bench.tiny import tiny_case
+from tests.helpers import rank_context
 
 CPU = torch.device("cpu")
 
 
-def context_of(rank, world_size) -> RankContext:
-    board = StatusBoard([0] * StatusBoard.length(world_size))
-    return RankContext(rank, world_size, rank, world_size, None, board)
-
-
 def compare_body(rank, world_size, case):
-    arms, timed = measure.compare(context_of(rank, world_size), case, CPU)
+    arms, timed = measure.compare(rank_context(rank, world_size), case, CPU)
     return {arm.name: (arm.losses, arm.done) for arm in arms}, dict(timed.seconds)
 
 
@@ -41,41 +37,28 @@ def test_both_sides_run_all_their_steps_on_the_same_losses(gang, ranks, precisio
         assert all(value > 0 for values in seconds.values() for value in values)
 
 
-def other_samples_body(rank, world_size, case):
-    class OtherBatches(plain_loop.BareBatches):
-        def __getitem__(self, step):
-            return super().__getitem__(step + 1)
-
-    measure.BareBatches = OtherBatches
-    try:
-        measure.compare(context_of(rank, world_size), case, CPU)
-    finally:
-        measure.BareBatches = plain_loop.BareBatches
+class OtherBatches(plain_loop.BareBatches):
+    def __getitem__(self, step):
+        return super().__getitem__(step + 1)
 
 
-def other_weights_body(rank, world_size, case):
-    plain_loop.initialize = lambda tensors, family, f: None
-    try:
-        measure.compare(context_of(rank, world_size), case, CPU)
-    finally:
-        from meshwright.train.build_job import initialize
-
-        plain_loop.initialize = initialize
+right_rate = plain_loop.set_learning_rate
+OTHERS = {
+    "samples": (measure, "BareBatches", OtherBatches),
+    "weights": (plain_loop, "initialize", lambda tensors, family, f: None),
+    "rate": (plain_loop, "set_learning_rate", lambda optimizer, step, c: right_rate(optimizer, 2 * step, c)),
+}
 
 
-def other_rate_body(rank, world_size, case):
-    right = plain_loop.set_learning_rate
-    plain_loop.set_learning_rate = lambda optimizer, step, config: right(optimizer, 2 * step, config)
-    try:
-        measure.compare(context_of(rank, world_size), case, CPU)
-    finally:
-        plain_loop.set_learning_rate = right
+def other_body(rank, world_size, case, what):
+    with mock.patch.object(*OTHERS[what]):
+        measure.compare(rank_context(rank, world_size), case, CPU)
 
 
-@pytest.mark.parametrize("body", [other_samples_body, other_weights_body, other_rate_body])
-def test_sides_with_different_losses_are_rejected(gang, body):
+@pytest.mark.parametrize("what", OTHERS)
+def test_sides_with_different_losses_are_rejected(gang, what):
     with pytest.raises(RunError, match="different losses"):
-        gang(1).run(body, tiny_case())
+        gang(1).run(other_body, tiny_case(), what)
 
 
 @pytest.mark.parametrize("own", [2.0002, float("nan"), float("inf")])
@@ -88,7 +71,7 @@ def test_different_or_non_finite_losses_are_rejected(own):
 
 
 def stop_body(rank, world_size, case):
-    context = context_of(rank, world_size)
+    context = rank_context(rank, world_size)
     context.board.request_stop()
     measure.compare(context, case, CPU)
 

@@ -10,6 +10,7 @@ from meshwright.errors import RunError
 from meshwright_bench.muon import measure
 from meshwright_bench.muon.benchmark import step_figures, update_figures
 from meshwright_bench.muon.cases import UpdateTask
+from tests.bench.tiny import by_name
 from tests.gangs.gang import GangError
 
 TASK = UpdateTask(Path(), size=12, num_matrices=4, rounds=1, steps=1)
@@ -30,7 +31,7 @@ def test_both_sides_update_alike_and_bytes_are_those_of_the_moves(gang):
     shard = 4 * 12 * 3
     # An owner gets three shards and returns three; each rank owns one matrix of four.
     assert answer["bytes"] == {"owners": 6 * shard, "everywhere": 4 * 3 * shard}
-    figures = {figure.name: figure for figure in update_figures(answer)}
+    figures = by_name(update_figures(answer))
     assert figures["update.speedup"].at_least == 1.5 and figures["update.owners_ms"].value > 0
 
 

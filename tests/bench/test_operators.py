@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.mesh.process_groups import process_group
 from meshwright_bench.operators.benchmark import operator_figures, read_cases, run_side, time_figures
 from meshwright_bench.operators.cases import Case, InputPlacement, Outcome, Side, begin_line, end_line
+from tests.bench.tiny import by_name
 from tests.reshard.test_random_layouts import GROUPS
 
 REFUSED = {
@@ -106,7 +107,7 @@ def test_a_case_that_killed_its_ranks_is_recorded_as_an_error(tmp_path):
 def test_figures_count_outcomes_with_targets_for_the_fallback_only():
     cases = [Case("a", InputPlacement.SHARD, Outcome.WRONG), Case("b", InputPlacement.SHARD, Outcome.RIGHT)]
     for side, is_met in ((Side.DTENSOR, None), (Side.FALLBACK, False)):
-        figures = {figure.name: figure for figure in operator_figures(side, cases)}
+        figures = by_name(operator_figures(side, cases))
         assert figures[f"{side}.shard0.right"].value == 1 and figures[f"{side}.shard0.wrong"].is_met is is_met
         assert figures[f"{side}.replicate.right"].value == 0
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.errors import InputError
 from meshwright.plan.rules import load
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from meshwright_bench.benchmarks import DeviceChoice, Options
-from meshwright_bench.packing.benchmark import bench_packing, packing_figures
+from meshwright_bench.packing.benchmark import packing_figures
 from meshwright_bench.packing.cases import PackingTask
 from meshwright_bench.packing.measure import measure_sides, one_per_sample
+from tests.helpers import rank_context
 
 SEQ_LEN = 16
 
@@ -40,7 +37,7 @@ def test_one_document_per_sample_keeps_every_target(tmp_path):
 
 
 def test_figures_of_a_measurement(tmp_path):
-    context = RankContext(0, 1, 0, 1, None, StatusBoard([0] * StatusBoard.length(1)))
+    context = rank_context()
     answer = measure_sides(context, PackingTask(Path(), words(tmp_path), rounds=2))
     figures = {figure.name: figure.value for figure in packing_figures(SEQ_LEN, 2, answer)}
     assert figures["16.stream.fill"] == 1 >= figures["16.packed.fill"] > figures["16.alone.fill"]
@@ -55,8 +52,3 @@ def test_rates_count_targets_only():
     figures = {figure.name: figure.value for figure in packing_figures(100, 4, answer)}
     assert figures["100.stream.targets_per_s"] == figures["100.packed.targets_per_s"] == 200
     assert figures["100.packed_over_stream"] == 1 and figures["100.packed_over_alone"] == 3
-
-
-def test_a_gpu_is_refused():
-    with pytest.raises(InputError, match="cuda"):
-        bench_packing(Options(device=DeviceChoice.CUDA), print)

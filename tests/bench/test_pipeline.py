@@ -8,37 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.errors import InputError
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.deferred_weight_gradients import compute_deferred
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower, num_slots
 from meshwright.pipeline.verify import verify
-from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.benchmarks import Options
 from meshwright_bench.byte_counters import LiveBytes
-from meshwright_bench.pipeline import benchmark
+from meshwright_bench.pipeline import benchmark, cases
 from meshwright_bench.pipeline.benchmark import bench_pipeline, engine_figures, memory_figures, wait_figures
-from meshwright_bench.pipeline.cases import (
-    ENGINE_STAGES,
-    MIDDLE,
-    NUM_MICROBATCHES,
-    NUM_RANKS,
-    WAIT_KINDS,
-    EngineTask,
-    MemoryTask,
-    WaitTask,
-    merge_ranks,
-    on_four_ranks,
-    on_one_rank,
-)
 from meshwright_bench.pipeline.engine_overhead import bare_loop, engine_arms
 from meshwright_bench.pipeline.memory import count_all
 from meshwright_bench.pipeline.sides import CPU
 from meshwright_bench.pipeline.step_time import SleepingGradients, SleepingStage, measure_kind
 from meshwright_bench.report import as_json
+from tests.bench.tiny import by_name
 from tests.helpers import quick_and_slow
 
-TINY = MemoryTask(Path(), width=16, num_rows=512, num_layers=2)
+TINY = cases.MemoryTask(Path(), width=16, num_rows=512, num_layers=2)
 
 
 def count_on_rank(rank, world_size):
@@ -46,33 +33,33 @@ def count_on_rank(rank, world_size):
 
 
 def measure_on_rank(rank, world_size, kind):
-    return measure_kind(kind, rank=rank, task=WaitTask(Path(), rounds=1, kernel_s=0.0))
+    return measure_kind(kind, rank=rank, task=cases.WaitTask(Path(), rounds=1, kernel_s=0.0))
 
 
-@pytest.mark.parametrize("kind", ENGINE_STAGES)
+@pytest.mark.parametrize("kind", cases.ENGINE_STAGES)
 def test_a_merged_schedule_has_the_same_actions_on_one_rank(kind):
-    four_ranks = on_four_ranks(kind)
-    table = merge_ranks(four_ranks)
+    four_ranks = cases.on_four_ranks(kind)
+    table = cases.merge_ranks(four_ranks)
     verify(table)
     assert table.num_ranks == 1
     assert {str(a) for _, _, a in table.positions()} == {str(a) for _, _, a in four_ranks.positions()}
 
 
-@pytest.mark.parametrize("kind", quick_and_slow(((kind,) for kind in ENGINE_STAGES), {("interleaved",), ("zb-v",)}))
+@pytest.mark.parametrize("kind", quick_and_slow(zip(cases.ENGINE_STAGES), {("interleaved",), ("zb-v",)}))
 def test_the_engine_arms_run_and_both_engines_do_every_computation(tmp_path, kind):
     with process_group(rank=0, num_ranks=1, device=CPU, timeout_s=30, store_path=str(tmp_path / "store")):
         arms, actions = engine_arms(kind)
         for step in arms.values():
             step()
     assert set(arms) == {"ours", "torch", "bare", "ours_merged", "bare_merged"}
-    least = 2 * on_one_rank(kind).num_stages * NUM_MICROBATCHES
+    least = 2 * cases.on_one_rank(kind).num_stages * cases.NUM_MICROBATCHES
     assert least <= actions["torch"] and least <= actions["ours"] < actions["ours_merged"]
 
 
 @pytest.mark.parametrize("forwards_first", [True, False])
 def test_the_bare_loop_computes_the_gradients_of_the_whole_chain(forwards_first):
     modules = [torch.nn.Linear(8, 8) for _ in range(3)]
-    batch = torch.randn(NUM_MICROBATCHES, 8)
+    batch = torch.randn(cases.NUM_MICROBATCHES, 8)
     bare_loop(modules, batch, forwards_first=forwards_first)()
     found = [module.weight.grad for module in modules]
     for module in modules:
@@ -114,9 +101,9 @@ def test_the_counts_meet_the_targets(gang):
     answer = gang(4).run(count_on_rank)[0]
     figures = {figure.name: figure.value for figure in memory_figures(answer, TINY.unit_bytes)}
     full, none = "memory.recompute_full", "memory.recompute_none"
-    assert figures[f"{full}.ours_turn"] <= NUM_MICROBATCHES + 2
-    assert figures[f"{full}.torch_turn"] == pytest.approx(3 * NUM_MICROBATCHES, abs=0.01)
-    assert figures[f"{full}.torch_buffers"] == figures[f"{full}.ours_kept_buffers"] == 2 * NUM_MICROBATCHES
+    assert figures[f"{full}.ours_turn"] <= cases.NUM_MICROBATCHES + 2
+    assert figures[f"{full}.torch_turn"] == pytest.approx(3 * cases.NUM_MICROBATCHES, abs=0.01)
+    assert figures[f"{full}.torch_buffers"] == figures[f"{full}.ours_kept_buffers"] == 2 * cases.NUM_MICROBATCHES
     for policy in (full, none):
         for count in ("turn", "held", "peak"):
             ours, kept, theirs = (figures[f"{policy}.{side}_{count}"] for side in ("ours", "ours_kept", "torch"))
@@ -126,14 +113,14 @@ def test_the_counts_meet_the_targets(gang):
     assert 0.9 < figures["predicted.f-then-b.held_bytes"] <= 1
     assert 0.9 < figures["predicted.1f1b.held_bytes"] <= 1
     by_rank = answer["full"]["ours"]
-    assert by_rank[MIDDLE]["turn"] <= by_rank[MIDDLE]["held"] < by_rank[MIDDLE]["peak"]
+    assert by_rank[cases.MIDDLE]["turn"] <= by_rank[cases.MIDDLE]["held"] < by_rank[cases.MIDDLE]["peak"]
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 8, 32, 64])
 def test_receive_slots_do_not_grow_with_micro_batches(num_microbatches):
-    table = lower(generate("1f1b", num_stages=NUM_RANKS, num_microbatches=num_microbatches))
-    for rank in range(NUM_RANKS):
-        assert max(num_slots(table, rank).values()) <= NUM_RANKS - rank + 1
+    table = lower(generate("1f1b", num_stages=cases.NUM_RANKS, num_microbatches=num_microbatches))
+    for rank in range(cases.NUM_RANKS):
+        assert max(num_slots(table, rank).values()) <= cases.NUM_RANKS - rank + 1
 
 
 def test_a_kernel_sleeps_once_for_each_computation(monkeypatch):
@@ -166,7 +153,7 @@ def test_figures_are_relative_to_the_bare_loop_and_the_ideal():
     )
     kind = {"seconds": {"ours": [1.05], "torch": [1.5]}, "ideal_s": 1.0, "torch_ideal_s": 1.25}
     answer = {"kinds": {"zb-v": kind | {"predicted": [[0.9, 1.0]]}}, "sleep_over_nominal": 0.5}
-    figures = {f.name: f for f in wait_figures(answer)}
+    figures = by_name(wait_figures(answer))
     assert figures["wait.zb-v.ours_over_ideal"].value == pytest.approx(5)
     assert figures["wait.zb-v.ours_over_ideal"].is_met
     assert figures["wait.zb-v.torch_over_its_own_ideal"].value == pytest.approx(20)
@@ -174,18 +161,12 @@ def test_figures_are_relative_to_the_bare_loop_and_the_ideal():
     assert figures["predicted.zb-v.makespan"].value == pytest.approx(0.9)
 
 
-def test_cuda_is_refused():
-    with pytest.raises(InputError) as caught:
-        bench_pipeline(Options(DeviceChoice.CUDA), lambda text: None)
-    assert "--device cpu" in caught.value.fix
-
-
 @pytest.mark.slow
 def test_the_benchmark_runs(monkeypatch):
-    monkeypatch.setattr(benchmark, "WaitTask", lambda result, rounds: WaitTask(result, rounds, kernel_s=0.001))
-    monkeypatch.setattr(benchmark, "EngineTask", lambda result, rounds: EngineTask(result, rounds, steps=1))
-    monkeypatch.setattr(benchmark, "MemoryTask", partial(MemoryTask, width=16, num_rows=512, num_layers=2))
+    monkeypatch.setattr(benchmark, "WaitTask", lambda result, rounds: cases.WaitTask(result, rounds, kernel_s=0.001))
+    monkeypatch.setattr(benchmark, "EngineTask", lambda result, rounds: cases.EngineTask(result, rounds, steps=1))
+    monkeypatch.setattr(benchmark, "MemoryTask", partial(cases.MemoryTask, width=16, num_rows=512, num_layers=2))
     figures = as_json(bench_pipeline(Options(rounds=1), lambda text: None))["figures"]
     assert all(value is not None for value in figures.values())
-    for kind in WAIT_KINDS:
+    for kind in cases.WAIT_KINDS:
         assert figures[f"wait.{kind}.step_time_ratio"] > 0

@@ -18,62 +18,37 @@ FIGURES = (
 )
 
 
-@pytest.fixture
-def report() -> Report:
-    return Report("train", cpu_name(), "2026-01-31", FIGURES, ("a: this against that",))
+REPORT = Report("train", cpu_name(), "2026-01-31", FIGURES, ("a: this against that",))
 
 
-def test_json_has_exactly_the_documented_keys(report):
-    answer = json.loads(json.dumps(as_json(report)))
+def test_json_has_exactly_the_documented_keys_and_rounded_values():
+    answer = json.loads(json.dumps(as_json(REPORT)))
     assert set(answer) == {"part", "device", "date", "versions", "figures"}
-    assert answer["part"] == "train"
-    assert answer["versions"] == versions()
+    assert answer["part"] == "train" and answer["versions"] == versions()
     assert set(answer["versions"]) == {"python", "torch", "numpy", "meshwright"}
-    assert all(value is None or isinstance(value, float) for value in answer["figures"].values())
+    figures = answer["figures"]
+    assert all(value is None or isinstance(value, float) for value in figures.values())
+    assert (figures["a.ratio"], figures["a.ratio_min"], figures["a.ratio_max"]) == (0.98123, 0.95, 1.02)
+    assert figures["c.ratio"] is None
 
 
-def test_json_values_are_rounded_and_include_the_spread(report):
-    figures = as_json(report)["figures"]
-    assert figures["a.ratio"] == 0.98123
-    assert (figures["a.ratio_min"], figures["a.ratio_max"]) == (0.95, 1.02)
+def test_the_table_shows_machine_date_notes_units_and_targets():
+    head, what, *lines = table(REPORT)
+    assert all(word in head for word in ("train", REPORT.device, REPORT.date, versions()["torch"]))
+    assert "core" in REPORT.device and what == "a: this against that" and lines[-1] == "missed: b.ratio"
+    by_name = {line.split()[0]: line for line in lines}
+    assert "✓ met" in by_name["a.ratio"] and "0.95 … 1.02" in by_name["a.ratio"]
+    assert "✗ MISSED" in by_name["b.ratio"]
+    assert "unmeasured: needs a CUDA device" in by_name["c.ratio"] and "≥ 0.98" in by_name["c.ratio"]
+    assert "met" not in by_name["c.ratio"].lower().replace("unmeasured", "")
+    assert "53,210" in by_name["a.tokens_per_s"]
+    assert "75.0  " in by_name["c.memory"] and "GiB" in by_name["c.memory"]
 
 
-def test_unmeasured_figures_are_null_and_give_the_reason(report):
-    assert as_json(report)["figures"]["c.ratio"] is None
-    line = next(line for line in table(report) if line.startswith("c.ratio"))
-    assert "unmeasured: needs a CUDA device" in line
-    assert "≥ 0.98" in line
-    assert "met" not in line.lower().replace("unmeasured", "")
-
-
-def test_a_missed_target_is_shown(report):
-    lines = table(report)
-    assert any(line.startswith("a.ratio") and "✓ met" in line for line in lines)
-    assert any(line.startswith("b.ratio") and "✗ MISSED" in line for line in lines)
-    assert lines[-1] == "missed: b.ratio"
-
-
-def test_the_table_shows_machine_versions_date_and_notes(report):
-    head, what, *_ = table(report)
-    assert all(word in head for word in ("train", report.device, report.date, versions()["torch"]))
-    assert what == "a: this against that"
-
-
-def test_values_are_formatted_with_units(report):
-    text = "\n".join(table(report))
-    assert "53,210" in text
-    assert "75.0  " in text and "GiB" in text
-    assert "0.95 … 1.02" in text
-
-
-def test_reports_contain_no_host_names_or_paths(report):
-    text = json.dumps(as_json(report)) + "\n".join(table(report))
+def test_reports_contain_no_host_names_or_paths():
+    text = json.dumps(as_json(REPORT)) + "\n".join(table(REPORT))
     assert socket.gethostname() not in text
     assert "/home" not in text and "site-packages" not in text
-
-
-def test_the_cpu_name_includes_the_number_of_cores():
-    assert "core" in cpu_name()
 
 
 @pytest.mark.parametrize("value, expected", [(0.97, True), (0.9699, False), (None, None)])

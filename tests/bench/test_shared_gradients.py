@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.facts_for_family import model_facts
-from meshwright.errors import InputError, RunError
+from meshwright.errors import RunError
 from meshwright.parallel import pipeline_shared_gradients
 from meshwright.plan.rules import load
-from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.benchmarks import Options
 from meshwright_bench.byte_counters import SentBytes
 from meshwright_bench.report import as_json
 from meshwright_bench.shared_gradients.benchmark import bench_shared_gradients, sync_figures
 from meshwright_bench.shared_gradients.cases import PP, SyncTask
 from meshwright_bench.shared_gradients.sync import both_sides
+from tests.bench.tiny import by_name
 from tests.gangs.gang import GangError
 
 DIM, ROWS = 16, 11
@@ -43,7 +44,7 @@ def test_bytes_fall_as_one_over_dp_within_a_row(gang):
     assert answers[1]["bytes"] == {"sharded": full_bytes, "whole": full_bytes}
     assert answers[2]["bytes"]["whole"] == full_bytes
     assert 0 < answers[2]["bytes"]["sharded"] - full_bytes / 2 <= 4 * DIM, "an odd number of rows"
-    figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=4 * DIM)}
+    figures = by_name(sync_figures(answers, row_bytes=4 * DIM))
     assert figures["dp_shard_2.share"].is_met and figures["dp_shard_1.share"].is_met is None
     assert all(figures[f"dp_shard_{dp}.{side}_ms"].value > 0 for dp in (1, 2) for side in ("sharded", "whole"))
 
@@ -79,18 +80,12 @@ def test_figures_are_ratios_and_medians():
             "seconds": {"sharded": [1.0, 1.0, 1.0], "whole": [2.0, 3.0, 4.0]},
         },
     }
-    figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=10)}
+    figures = by_name(sync_figures(answers, row_bytes=10))
     assert figures["dp_shard_4.share"].value == 0.26 and figures["dp_shard_4.share"].is_met
     assert figures["dp_shard_4.speedup"].value == 3 and figures["dp_shard_4.speedup"].spread == (2, 4)
     assert figures["dp_shard_1.sharded_ms"].value == 2000
-    figures = {figure.name: figure for figure in sync_figures(answers, row_bytes=9)}
+    figures = by_name(sync_figures(answers, row_bytes=9))
     assert figures["dp_shard_4.share"].is_met is False
-
-
-def test_cuda_is_refused():
-    with pytest.raises(InputError) as caught:
-        bench_shared_gradients(Options(DeviceChoice.CUDA), lambda text: None)
-    assert "--device cpu" in caught.value.fix
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshwright.data.text_corpus import open_corpus
-from meshwright.errors import InputError
-from meshwright_bench.benchmarks import DeviceChoice, Options
+from meshwright_bench.benchmarks import Options
 from meshwright_bench.tokenise import benchmark
 from meshwright_bench.tokenise.corpora import Kind, write_corpus
+from tests.bench.tiny import by_name
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -23,11 +23,6 @@ def test_corpora_have_the_size_asked_for(tmp_path, kind):
 def test_figures_are_seconds_and_the_memory_of_the_process(monkeypatch):
     monkeypatch.setattr(benchmark, "CASES", ((Kind.JSON_LINES, "bytes", 100_000),))
     report = benchmark.bench_tokenise(Options(), lambda _: None)
-    figures = {figure.name: figure for figure in report.figures}
+    figures = by_name(report.figures)
     assert list(figures) == [f"json_lines.bytes_{name}" for name in ("s", "cpu", "speed", "peak")]
     assert figures["json_lines.bytes_peak"].value > 10e6 and figures["json_lines.bytes_peak"].is_met
-
-
-def test_a_device_is_refused():
-    with pytest.raises(InputError):
-        benchmark.bench_tokenise(Options(device=DeviceChoice.CUDA), print)

@@ -1,9 +1,19 @@
-"""A case small enough to measure in a test, with a model of a few thousand parameters."""
+"""What tests of benchmarks share: figures by name, and a case small enough to measure, of a few thousand parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from meshwright.plan.rules import load
+from meshwright_bench.report import Figure
 from meshwright_bench.train.cases import Case
+
+
+def by_name(figures: Iterable[Figure]) -> dict[str, Figure]:
+    """Figures, none of which has another's name."""
+    figures = list(figures)
+    assert len({figure.name for figure in figures}) == len(figures)
+    return {figure.name: figure for figure in figures}
 
 
 def tiny_case(*, ranks: int = 1, precision: str = "float32", compile: bool = False, seed: int = 0) -> Case:

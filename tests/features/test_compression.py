@@ -15,11 +15,10 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import Purpose
 from meshwright.train.build_job import build_job
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.record.reporter import Reporter, Summary
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.training_loop import Trainer
-from tests.helpers import open_data
+from tests.helpers import open_data, rank_context
 from tests.train.jobs import Pieces, load_words, make_job, make_task, pieces
 from tests.train.runs import assert_bitwise_equal, final_state
 
@@ -56,7 +55,7 @@ def reported_run(
     torch.set_num_threads(1)
     config = load_words(words)
     plan = make_plan(config) if edit is None else edit(make_plan(config))
-    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    context = rank_context(rank, world_size)
     notes = Notes()
     job = build_job(config, plan, context, torch.device("cpu"))
     Trainer(

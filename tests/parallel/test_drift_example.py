@@ -11,7 +11,7 @@ import pytest
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.pipeline_table import lowered_table
 from meshwright.plan.rules import load
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
+from tests.helpers import rank_context
 from tests.prove.proofs import SMALL, SOURCE
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/shared_drift.py"
@@ -26,8 +26,7 @@ def example() -> SimpleNamespace:
 
 
 def drift_on_rank(rank, world_size, config):
-    board = StatusBoard([0] * StatusBoard.length(world_size))
-    context = RankContext(rank, world_size, rank, world_size, None, board)
+    context = rank_context(rank, world_size)
     return example().train_twice(config, context, num_steps=STEPS)
 
 

@@ -34,9 +34,8 @@ from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import as_proof
 from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train import optimizer, pipeline_stages, train_step
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data
+from tests.helpers import open_data, rank_context
 from tests.prove.seeded_faults import Fault
 
 NUM_STEPS = 3
@@ -126,10 +125,6 @@ def _damage(module: str, table: str, fault: str) -> Tamper | None:
     return getattr(importlib.import_module(module), table)[fault].tamper if fault else None
 
 
-def _context(rank: int, world_size: int) -> RankContext:
-    return RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
-
-
 def locate_on_rank(
     rank: int,
     world_size: int,
@@ -141,7 +136,7 @@ def locate_on_rank(
     data: ImageDataset | None = None,
 ) -> RankPass:
     """Gang body: the second pass of this rank, with the same fault seeded."""
-    context, corpus, plan = _context(rank, world_size), data or open_data(config), make_plan(config)
+    context, corpus, plan = rank_context(rank, world_size), data or open_data(config), make_plan(config)
     with restored(*REPLACED):
         tamper = _damage(module, table, fault)
         return record_activations(config, context, corpus, step=step, plan=plan, tamper=tamper)
@@ -162,7 +157,7 @@ def record_on_rank(
 
     A few steps are enough for what is wrong in the first; steps that must be skipped are tried after the others only.
     """
-    context, corpus, steps = _context(rank, world_size), data or open_data(config), FEW_STEPS if few else NUM_STEPS
+    context, corpus, steps = rank_context(rank, world_size), data or open_data(config), FEW_STEPS if few else NUM_STEPS
     with restored(*REPLACED):
         tamper = _damage(module, table, fault)
         return record_rank(config, context, corpus, num_steps=steps, tamper=tamper, nonfinite=not few)
@@ -171,7 +166,7 @@ def record_on_rank(
 def record_few_steps(rank: int, world_size: int, config: RunConfig, data: ImageDataset | None = None) -> RankRecord:
     """Gang body: train as this rank for two steps, and try no steps that must be skipped."""
     corpus = data or open_data(config)
-    return record_rank(config, _context(rank, world_size), corpus, num_steps=FEW_STEPS, nonfinite=False)
+    return record_rank(config, rank_context(rank, world_size), corpus, num_steps=FEW_STEPS, nonfinite=False)
 
 
 REPLACED = (train_step, pipeline_stages, optimizer, pipeline_shared_gradients, ring, ring.RingAttention, dist)

@@ -19,10 +19,9 @@ from meshwright.plan.rules import load
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.forward_only import PipelineForward
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.train_step import StepResult, TrainStep
-from tests.helpers import SMALL, for_pictures, open_data
+from tests.helpers import SMALL, for_pictures, open_data, rank_context
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def make_job(rank: int, world_size: int, words: Sequence[str]) -> tuple[Job, Tra
 def job_of(config: RunConfig, rank: int, world_size: int, plan: RunPlan | None = None) -> tuple[Job, TrainStep]:
     """A job of a configuration, or of a plan for it."""
     torch.set_num_threads(1)
-    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    context = rank_context(rank, world_size)
     job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
     return job, TrainStep(job, make_task(config), lambda: False)
 

@@ -13,11 +13,10 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.train.build_job import build_job
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.rank_run import check_agreement
 from meshwright.train.train_step import TrainStep
-from tests.helpers import quick_and_slow
+from tests.helpers import quick_and_slow, rank_context
 from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, few_pictures
 
 STEPS = 8
@@ -28,7 +27,7 @@ SMALL = (*SMALL_DIT, *SMALL_PICTURES, "model.num_layers=5", "train.warmup_steps=
 def make_job(rank, world_size, words):
     torch.set_num_threads(1)
     config = load("dit-digits", [*words, "train.device=cpu"])
-    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    context = rank_context(rank, world_size)
     return build_job(config, make_plan(config), context, torch.device("cpu"))
 
 

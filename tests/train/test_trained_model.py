@@ -17,20 +17,16 @@ from meshwright.models.hf import private
 from meshwright.models.tasks.next_token import generate
 from meshwright.plan.rules import load
 from meshwright.train import trained_model
-from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
+from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import choose_folder
 from meshwright.train.trained_model import TrainedModel, UseSpec, find_model, use, use_body
 from tests.docs.console import run_here
-from tests.helpers import SMALL, open_data, small_corpus
+from tests.helpers import SMALL, open_data, rank_context, small_corpus
 from tests.models.hf.folders import write_model
 
 STEPS = [*SMALL, "train.steps=2", "train.validation_samples=4", "train.sample_tokens=0", "train.seq_len=32"]
-
-
-def context() -> RankContext:
-    return RankContext(0, 1, 0, 1, None, StatusBoard([0] * StatusBoard.length(1)))
 
 
 def train(out: Path, *words: str, preset: str | None = None) -> Path:
@@ -38,14 +34,14 @@ def train(out: Path, *words: str, preset: str | None = None) -> Path:
     config = load(preset, words)
     with ExitStack() as hold:
         folder = choose_folder(config, out=out, resume=None, corpus=open_data(config).fingerprint, hold=hold)
-        run_rank(context(), RunSpec(config, Reporter, folder=folder))
+        run_rank(rank_context(), RunSpec(config, Reporter, folder=folder))
     return out
 
 
 def used(model: TrainedModel, folder: Path, prompt: Prompt | None = None) -> dict[str, Any]:
     """What `use` returns, of a rank in this process."""
     spec = UseSpec(model, folder, prompt)
-    use_body(context(), spec)
+    use_body(rank_context(), spec)
     return json.loads(spec.result.read_text())
 
 

@@ -14,10 +14,9 @@ from meshwright.prove.locate.conclude import find_place, step_to_locate, with_pl
 from meshwright.prove.locate.layout_pass import RankPass, record_activations
 from meshwright.prove.record.layout_run import RankRecord, record_rank
 from meshwright.train.build_job import Job
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from meshwright.train.train_step import TrainStep
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data
+from tests.helpers import open_data, rank_context
 from tests.prove.proofs import FEW_STEPS, REPLACED, prove_with, restored
 from tests.prove.seeded_faults import skip_partial_sums_over_tp, sum_accumulated_over_tp
 
@@ -64,7 +63,7 @@ FAULTS = {
 
 def record(rank: int, world_size: int, config: RunConfig, fault: str, num_steps: int) -> RankRecord:
     """Gang body: train as this rank, with a fault if one is named."""
-    context, data = _context(rank, world_size), open_data(config)
+    context, data = rank_context(rank, world_size), open_data(config)
     with restored(*REPLACED, stage_module, origin_module):
         tamper = FAULTS[fault] if fault else None
         return record_rank(config, context, data, num_steps=num_steps, tamper=tamper, nonfinite=False)
@@ -72,14 +71,9 @@ def record(rank: int, world_size: int, config: RunConfig, fault: str, num_steps:
 
 def record_pass(rank: int, world_size: int, config: RunConfig, fault: str, step: int) -> RankPass:
     """Gang body: the second pass of this rank, with the same fault."""
-    context, data, plan = _context(rank, world_size), open_data(config), make_plan(config)
+    context, data, plan = rank_context(rank, world_size), open_data(config), make_plan(config)
     with restored(*REPLACED, stage_module, origin_module):
         return record_activations(config, context, data, step=step, plan=plan, tamper=FAULTS[fault])
-
-
-def _context(rank: int, world_size: int) -> RankContext:
-    board = StatusBoard([0] * StatusBoard.length(world_size))
-    return RankContext(rank, world_size, rank, world_size, None, board)
 
 
 def proof_of(gang: GangPool, config: RunConfig, fault: str = "") -> ProofResult:

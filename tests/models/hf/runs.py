@@ -21,11 +21,11 @@ from meshwright.models.hf.family import structure_of
 from meshwright.models.huggingface.export_weights import PREFIX
 from meshwright.plan.rules import load
 from meshwright.train import rank_run
-from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
+from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.run_folder import RunFolder, choose_folder
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data
+from tests.helpers import open_data, rank_context
 from tests.prove.proofs import SOURCE
 
 SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
@@ -56,8 +56,7 @@ def run(gang: GangPool, config: RunConfig, out: Path, *, resume: str | None = No
 
 def _run(rank: int, world_size: int, config: RunConfig, folder: RunFolder) -> None:
     """Gang body: train as this rank, in the group that there is."""
-    board = StatusBoard([0] * StatusBoard.length(world_size))
-    context = RankContext(rank, world_size, rank, world_size, None, board)
+    context = rank_context(rank, world_size)
     with mock.patch.object(rank_run, "rank_group", lambda *_: nullcontext()):
         rank_run.run_rank(context, RunSpec(config, Reporter, folder=folder))
 

@@ -20,9 +20,8 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
 from meshwright.train.build_job import build_job
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data, quick_and_slow
+from tests.helpers import open_data, quick_and_slow, rank_context
 from tests.models.hf.folders import change_config, open_folder, write_model
 from tests.models.hf.runs import hf_config, run
 
@@ -60,8 +59,7 @@ def test_converted_weights_are_those_of_the_configuration(tmp_path: Path) -> Non
 
 def shards(rank: int, world_size: int, config: RunConfig, stored: Path) -> tuple[int, int, list[str]]:
     """Gang body: build a rank's job, and return the bytes read, those of its shards, and shards with other values."""
-    board = StatusBoard([0] * StatusBoard.length(world_size))
-    job = build_job(config, make_plan(config), RankContext(rank, world_size, rank, world_size, None, board), CPU)
+    job = build_job(config, make_plan(config), rank_context(rank, world_size), CPU)
     full, found = load_file(stored), pretrained(run_facts(config))
     assert found is not None
     parameters = [pair for part in job.parts().values() for pair in part.named_parameters()]

@@ -20,9 +20,8 @@ from meshwright.prove.as_run.judge import judge
 from meshwright.prove.as_run.record_run import AsRunRecord, record_as_run
 from meshwright.prove.as_run.result import AsRunResult
 from meshwright.train import optimizer, pipeline_stages, train_step
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data
+from tests.helpers import open_data, rank_context
 from tests.prove.proofs import SMALL, SMALL_DIT, SMALL_EXPERTS, SMALL_PICTURES, SOURCE, few_pictures, restored
 
 SIZES = {
@@ -57,7 +56,7 @@ def record_on_rank(
     """
     faults = importlib.import_module("tests.prove.as_run.faults")
     tamper = faults.FAULTS[fault].tamper if fault else None
-    context = RankContext(rank, world_size, rank, world_size, None, StatusBoard([0] * StatusBoard.length(world_size)))
+    context = rank_context(rank, world_size)
     plan = make_plan(config)
     with restored(*REPLACED):
         if world_size > 1:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from meshwright.prove.record.layout_run import RankRecord, record_rank
 from meshwright.prove.report import render
-from meshwright.train.launch.rank_context import RankContext, StatusBoard
-from tests.helpers import open_data
+from tests.helpers import open_data, rank_context
 from tests.prove.mutants.layouts import LAYOUTS, Layout
 from tests.prove.proofs import NUM_STEPS, few_pictures, prove_with, reference
 
@@ -198,7 +197,7 @@ def _rank_main(rank: int, size: int, layouts: list[Layout], folder: Path, store:
                 sys.settrace(_tracer(run))
             config = layout.config()
             corpus = few_pictures(config) or open_data(config)
-            context = RankContext(rank, size, rank, size, None, StatusBoard([0] * StatusBoard.length(size)))
+            context = rank_context(rank, size)
             record = record_rank(config, context, corpus, num_steps=NUM_STEPS)
             sys.settrace(None)
             _put(folder / f"{layout.name}-{rank}.pickle", pickle.dumps(record))
