@@ -36,7 +36,7 @@ def test_the_table_shows_machine_date_notes_units_and_targets():
     head, what, *lines = table(REPORT)
     assert all(word in head for word in ("train", REPORT.device, REPORT.date, versions()["torch"]))
     assert "core" in REPORT.device and what == "a: this against that" and lines[-1] == "missed: b.ratio"
-    by_name = {line.split()[0]: line for line in lines}
+    by_name = {line.split()[0]: line for line in lines if line}
     assert "✓ met" in by_name["a.ratio"] and "0.95 … 1.02" in by_name["a.ratio"]
     assert "✗ MISSED" in by_name["b.ratio"]
     assert "unmeasured: needs a CUDA device" in by_name["c.ratio"] and "≥ 0.98" in by_name["c.ratio"]
