@@ -17,9 +17,9 @@ FAULTS = {
     "leaves the page": '<p style="white-space:nowrap;overflow-wrap:normal">' + "far too long a line " * 300 + "</p>",
     "px wide": '<div style="width:3000px">wide</div>',
     "contrast": '<p style="color:#888;background:#777">hard to read</p>',
-    "of fill in a figure": '<svg role="img" aria-label="x" width="100" height="50"><rect class="fill" width="50" '
-    'height="50" style="fill:#808080"/></svg><style>body{background:#777}</style>',
-    "accessible name": '<svg width="100" height="50"></svg>',
+    "of the figure": '<img alt="x" src="data:image/svg+xml,%3Csvg xmlns=%22http://www.w3.org/2000/svg%22 width=%2250%22'
+    ' height=%2250%22%3E%3Crect width=%2250%22 height=%2250%22 fill=%22gray%22/%3E%3C/svg%3E">'
+    "<style>body{background:#777}</style>",
     "alternative text": '<img src="data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA=">',
     "doesn't load": '<img alt="x" src="data:image/png;base64,AAAA">',
     "request": '<img alt="x" src="http://127.0.0.1:9/x.png">',

@@ -1,27 +1,100 @@
-"""Sections of a run's report: what ran, curves, samples, checkpoints and messages."""
+"""Sections of a run's report: what ran, curves, what was predicted and measured, samples, checkpoints and messages."""
 
 from __future__ import annotations
 
 import base64
+import re
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
+from meshwright.pipeline.timeline import from_values
 from meshwright.plan.compare import hashes
+from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.settings.violation import format_value
-from meshwright.train.report.html import Section, element, text
+from meshwright.train.measure.step_parts import StepParts
+from meshwright.train.report.figures import MAX_LANES, SMALL, Image, Line, bars, chart, interval, timeline_figure
 from meshwright.train.report.run_data import RunData
-from meshwright.train.report.svg import Line, chart, interval
 from meshwright.units import counted, format_bytes, format_count, format_duration
 
+CODE = Markup("<code>{}</code>")
 MAX_IMAGES, MAX_IMAGE_BYTES = 4, 2 * 1024**2
 MAX_LOG_LINES = 200
 """Most lines of a rank's log that are shown, the last ones."""
 MAX_STAGES = 64
 OUTCOMES = {"complete": "complete", "stopped": "stopped as requested", "failed": "failed"}
+MAX_BARS = 8
+"""Most ranks with a bar of their own; of more, the fastest, median and slowest in computing are shown."""
+PARTS = {
+    "compute": "forward and backward",
+    "communication": "exposed communication",
+    "bubble": "pipeline bubble",
+    "data": "data",
+    "optimizer": "optimizer",
+    "core": "waiting for a core",
+    "other": "other",
+}
+"""Name of each field of `StepParts`, in the order of the bars."""
+NO_MEASUREMENT = (
+    "Not measured: the run has not ended or it failed, or the steps to measure were profiled or captured graphs."
+)
+
+
+class Section:
+    """A section of a page; its identifiers start with `prefix`, so that a page may have those of several runs."""
+
+    def __init__(self, title: str, *, prefix: str = "") -> None:
+        self.title = title
+        self.id = _slug(f"{prefix}-{title}")
+        self.parts: list[dict[str, Any]] = []
+        self._anchors: Counter[str] = Counter()
+
+    def add(self, kind: str, **fields: Any) -> Section:
+        """Append a part of a kind that the page's template knows, and return the section."""
+        self.parts.append({"kind": kind, **{name.rstrip("_"): value for name, value in fields.items()}})
+        return self
+
+    def paragraph(self, words: str) -> Section:
+        """Append a paragraph of plain text."""
+        return self.add("paragraph", text=words)
+
+    def figures(self, *images: Image | None) -> Section:
+        """Append figures beside each other, without those that are None."""
+        found = [image for image in images if image is not None]
+        return self.add("figures", images=found) if found else self
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = "") -> Section:
+        """Append a table; the first cell of a row heads it and is a link to it. Numbers are aligned right.
+
+        Args:
+            header: headings of the columns.
+            rows: cells of each row; `Markup` is taken as it is.
+            caption: what the table shows, for screen readers.
+        """
+        found = [[cell if isinstance(cell, str) else str(cell) for cell in row] for row in rows]
+        are_numbers = [all(re.match(r"[-+−–]?\d|–?$", row[i]) for row in found) for i in range(len(header))]
+        classes = [Markup(' class="number"') if is_number else "" for is_number in are_numbers]
+        anchored = [(self._anchor(row[0]), row) for row in found]
+        return self.add("table", header=header, rows=anchored, classes_=classes, caption=caption or self.title)
+
+    def _anchor(self, head: str) -> str:
+        anchor = f"{self.id}-{_slug(re.sub('<[^>]*>', '', head))}"
+        self._anchors[anchor] += 1
+        times = self._anchors[anchor]
+        return anchor if times == 1 else f"{anchor}-again-{times}"  # a resumed run may save a step again
+
+
+def _slug(words: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def headline(run: RunData) -> list[tuple[str, str]]:
@@ -54,8 +127,10 @@ def what_ran(run: RunData, prefix: str) -> Section:
     section = Section("What ran", prefix=prefix)
     start = run.last_event("start") or {}
     if run.end is not None and run.end["message"]:
-        section.add(element("pre", text(run.end["message"]), class_="message"))
-    rows: list[tuple[str, object]] = [("repeat it", element("code", text(_repeat(run))))]
+        section.add("text", text=run.end["message"], class_="message")
+    rows: list[tuple[str, object]] = [
+        ("repeat it", CODE.format(f"meshwright run {shlex.quote(str(run.folder / 'config.toml'))}"))
+    ]
     if start:
         rows += [
             ("data", start["corpus"]),
@@ -66,16 +141,18 @@ def what_ran(run: RunData, prefix: str) -> Section:
             ("host", start["host"]),
             ("versions", ", ".join(f"{name} {found}" for name, found in start["versions"].items())),
         ]
-    rows += [(f"attempt {i}", _attempt(event)) for i, event in enumerate(run.all_events("start"), 1)]
+    for i, event in enumerate(run.all_events("start"), start=1):
+        after = f", after step {event['after_step']}" if event["after_step"] else ""
+        rows.append((f"attempt {i}", f"started {event['time'].replace('T', ' ')}{after}"))
     section.table(("what", "value"), rows, caption="The run")
     if run.plan is not None:
         found = hashes(run.plan)
         section.table(
             ("plan", "value"),
             [
-                ("fingerprint", element("code", text(found.fingerprint))),
-                ("model hash", element("code", text(found.model))),
-                ("layout hash", element("code", text(found.layout))),
+                ("fingerprint", CODE.format(found.fingerprint)),
+                ("model hash", CODE.format(found.model)),
+                ("layout hash", CODE.format(found.layout)),
                 ("schedule", f"{run.plan.schedule.kind}, {counted(run.plan.schedule.num_microbatches, 'micro-batch')}"),
                 ("masters, compute", f"{run.plan.masters}, {run.plan.stages[0].root.compute}"),
             ],
@@ -108,8 +185,11 @@ def configuration(run: RunData, prefix: str) -> Section:
     """Return the section on the configuration, against its preset."""
     section = Section("Configuration", prefix=prefix)
     if run.preset:
-        keys = sorted(key for key in run.config.keys() | run.preset.keys() if _differs(run, key))
-        rows = [(key, _value(run.preset.get(key)), _value(run.config.get(key))) for key in keys]
+        rows = []
+        for key in sorted((run.config.keys() | run.preset.keys()) - {"name"}):
+            values = [config.get(key) for config in (run.preset, run.config)]
+            if values[0] != values[1]:
+                rows.append((key, *("–" if value is None else format_value(value) for value in values)))
         section.paragraph(
             f"{counted(len(rows), 'key')} with another value than in the preset {run.name}."
             if rows
@@ -119,8 +199,7 @@ def configuration(run: RunData, prefix: str) -> Section:
             section.table(("key", "preset", "this run"), rows, caption="Keys that differ from the preset")
     else:
         section.paragraph(f"{run.name} is not a preset; all keys are below.")
-    whole = element("details", element("summary", text("config.toml")), element("pre", text(run.toml)))
-    return section.add(whole)
+    return section.add("details", title="config.toml", text=run.toml)
 
 
 def curves(run: RunData, prefix: str) -> Section | None:
@@ -131,16 +210,18 @@ def curves(run: RunData, prefix: str) -> Section | None:
     section = Section("Curves", prefix=prefix)
     unit = run.unit or "loss"
     lines = [Line("training", losses), Line("validation", run.series(f"validation_{run.loss}"), markers=True)]
-    section.add(chart(lines, title="Loss", y=unit))
+    section.figures(chart(lines, title="Loss", y=unit))
     loads = [(line["step"], line["expert_load"]) for line in run.steps if line.get("expert_load") is not None]
-    small = [
-        chart([Line("learning rate", run.series("lr"))], title="Learning rate", y="learning rate", floor=0.0),
-        chart([Line("gradient norm", run.series("grad_norm"))], title="Gradient norm", y="before clipping", floor=0.0),
-        chart([Line("speed", run.series("tokens_per_s"))], title="Speed", y="tokens/s", floor=0.0),
-        chart([Line("largest load", [(step, one["max_over_mean"]) for step, one in loads])],
-              title="Largest load of an expert", y="× the mean of its layer", floor=1.0),
-    ]  # fmt: skip
-    section.add(element("div", *small, class_="small"))
+    largest = [(step, one["max_over_mean"]) for step, one in loads]
+    section.figures(*(
+        chart([Line(name, points)], title=title, y=y, floor=floor, width=SMALL)
+        for name, points, title, y, floor in (
+            ("learning rate", run.series("lr"), "Learning rate", "learning rate", 0.0),
+            ("gradient norm", run.series("grad_norm"), "Gradient norm", "before clipping", 0.0),
+            ("speed", run.series("tokens_per_s"), "Speed", "tokens/s", 0.0),
+            ("largest load", largest, "Largest load of an expert", "× the mean of its layer", 1.0),
+        )
+    ))  # fmt: skip
     if (size := interval(losses)) > 1:
         section.paragraph(f"Each point is a mean over {size} steps.")
     return section
@@ -148,18 +229,17 @@ def curves(run: RunData, prefix: str) -> Section | None:
 
 def samples(run: RunData, prefix: str) -> Section | None:
     """Return the section with the text or the images that the model generated."""
-    section, parts = Section("Samples", prefix=prefix), []
+    section = Section("Samples", prefix=prefix)
     for event in run.all_events("sample")[-1:]:
-        parts.append(element("pre", text(event["text"]), class_="sample"))
+        section.add("text", text=event["text"], class_="sample")
     for event in run.all_events("image")[-MAX_IMAGES:]:
         name = f"{event['name'].replace('_', ' ')} after step {event['step']}"
         data = _image(run.folder, Path(event["path"]))
         if data is None:
-            parts.append(element("p", text(f"{name}: {event['path']} is missing or too large to show")))
-            continue
-        image = element("img", src=f"data:image/png;base64,{data}", alt=name)
-        parts.append(element("figure", image, element("figcaption", text(name))))
-    return section.add(*parts) if parts else None
+            section.paragraph(f"{name}: {event['path']} is missing or too large to show")
+        else:
+            section.add("sample", title=name, source=f"data:image/png;base64,{data}")
+    return section if section.parts else None
 
 
 def checkpoints(run: RunData, prefix: str) -> Section | None:
@@ -187,44 +267,175 @@ def messages(run: RunData, prefix: str) -> Section:
         shown = ", ".join(map(str, skipped[:20])) + (" …" if len(skipped) > 20 else "")
         section.paragraph(f"{counted(len(skipped), 'step')} not finite and skipped: {shown}.")
     notes = [event["text"] for event in run.all_events("note")]
-    section.add(*(element("p", text(note)) for note in dict.fromkeys(notes)))
+    for note in dict.fromkeys(notes):
+        section.paragraph(note)
     for name, content in run.logs():
         lines = content.splitlines()
         shown = "\n".join(lines[-MAX_LOG_LINES:])
         more = f" (the last {MAX_LOG_LINES} of {len(lines)} lines)" if len(lines) > MAX_LOG_LINES else ""
-        section.add(element("details", element("summary", text(f"{name}{more}")), element("pre", text(shown))))
+        section.add("details", title=f"{name}{more}", text=shown)
     if not (skipped or notes or any(run.logs())):
         section.paragraph("None.")
     return section
 
 
-def _repeat(run: RunData) -> str:
-    return f"meshwright run {shlex.quote(str(run.folder / 'config.toml'))}"
-
-
-def _attempt(event: Mapping[str, Any]) -> str:
-    after = f", after step {event['after_step']}" if event["after_step"] else ""
-    return f"started {event['time'].replace('T', ' ')}{after}"
-
-
-def _differs(run: RunData, key: str) -> bool:
-    one, other = (config.get(key) for config in (run.config, run.preset))
-    return key != "name" and one != other
-
-
-def _value(value: object) -> str:
-    return "–" if value is None else format_value(value)
-
-
 def _image(folder: Path, path: Path) -> str | None:
     """Return an image of the run folder in base64; a folder that was moved still has it."""
-    for found in _places(folder, path):
+    for found in (folder / path.parent.name / path.name, path):
         with suppress(OSError):
             data = found.read_bytes()
             return base64.b64encode(data).decode("ascii") if len(data) <= MAX_IMAGE_BYTES else None
     return None
 
 
-def _places(folder: Path, path: Path) -> Iterator[Path]:
-    yield folder / path.parent.name / path.name
-    yield path
+def time_of_step(run: RunData, prefix: str) -> Section:
+    """Return the section on where a step's time went, and its timeline."""
+    section = Section("Where a step's time went", prefix=prefix)
+    found = run.measured
+    if found is None:
+        return section.paragraph(NO_MEASUREMENT)
+    ranks = [StepParts(**parts) for parts in found["parts"]]
+    steps = found["steps"]
+    section.paragraph(
+        f"Mean over {counted(len(steps), 'measured step')}: {', '.join(map(str, steps))}. Measuring took "
+        f"{1000 * found['cost_s']:.2g} ms in all, {found['cost_s'] / found['steps_s']:.2%} of the time of all steps."
+    )
+    rows = {label: [1000 * getattr(parts, name) for name in PARTS] for label, parts in _shown_ranks(ranks)}
+    title = "Time of a step in milliseconds, by rank"
+    section.figures(bars(rows, list(PARTS.values()), title=title, unit="ms"))
+    times = {part: [getattr(parts, name) for parts in ranks] for name, part in PARTS.items()}
+    total = sum(sum(seconds) for seconds in times.values()) or 1.0
+    table = [
+        (
+            part,
+            *(f"{1000 * value(seconds):.3g}" for value in (statistics.fmean, min, max)),
+            f"{sum(seconds) / total:.1%}",
+        )
+        for part, seconds in times.items()
+    ]
+    section.table(("part", "mean, ms", "fastest rank, ms", "slowest rank, ms", "share"), table)
+    if (run.last_event("start") or {}).get("device") != "cpu":
+        section.paragraph("On a GPU, communication inside blocks counts as forward and backward.")
+    return section
+
+
+def timelines(run: RunData, prefix: str) -> Section | None:
+    """Return the section with the last measured step's timeline, predicted over measured."""
+    found = run.measured
+    if found is None:
+        return None
+    both = from_values(found["timeline"])
+    predicted, measured = both["predicted"], both["measured"]
+    section = Section("Timeline of a step", prefix=prefix)
+    section.paragraph(
+        f"Step {found['steps'][-1]}: predicted {1000 * predicted.makespan:.3g} ms from the measured times of "
+        f"computations with transfers that take no time, measured {1000 * measured.makespan:.3g} ms."
+    )
+    section.figures(timeline_figure(both, title="Computations of a step, predicted over measured"))
+    if predicted.num_ranks > MAX_LANES:
+        section.paragraph(f"The first {MAX_LANES} of {predicted.num_ranks} pipeline ranks.")
+    return section
+
+
+def memory(run: RunData, prefix: str) -> Section | None:
+    """Return the section on memory, predicted against measured by type."""
+    if run.plan is None:
+        return None
+    predicted = predict_memory(run.plan)
+    section = Section("Memory of a rank", prefix=prefix)
+    found = run.measured
+    if found is None:
+        rows = [(_name(name), format_bytes(size)) for name, size in vars(predicted).items() if size]
+        section.paragraph("Predicted, of the rank with the most; not measured.")
+        return section.table(("type", "predicted"), [*rows, ("total", format_bytes(predicted.total()))])
+    rank = max(range(len(found["memory"])), key=lambda rank: found["memory"][rank]["peak"])
+    section.paragraph(f"Predicted for the rank with the most, measured on rank {rank}, which held the most.")
+    on_cpu = (run.last_event("start") or {}).get("device") == "cpu"
+    compared = _memory_rows(run.plan, found["memory"][rank], on_cpu=on_cpu)
+    return section.table(("type", "predicted", "measured", "difference"), compared)
+
+
+def traffic(run: RunData, prefix: str) -> Section | None:
+    """Return the section on bytes sent, by purpose and link, predicted against counted."""
+    if run.plan is None:
+        return None
+    section = Section("Bytes that a rank sends per step", prefix=prefix)
+    predicted, found = predict_traffic(run.plan), run.measured
+    if not predicted.entries:
+        return section.paragraph("None: there is one rank.")
+    if found is None or found["sent"] is None:
+        rows = [(f"{one.purpose}, {link}", format_bytes(size)) for one in predicted.entries
+                for link, size in _by_link(one.sent).items() if size]  # fmt: skip
+        section.paragraph(f"Predicted for rank {predicted.rank}, which sends the most; not counted.")
+        return section.table(("purpose", "predicted"), rows)
+    section.paragraph(f"Rank {found['sent_by']}, which sends the most; counted in step {found['steps'][-1]}.")
+    entries = [
+        (" and ".join(one["purposes"]), LinkBytes(**one["predicted"]), LinkBytes(**one["counted"]))
+        for one in found["sent"]
+    ]
+    total = sum((one for _, one, _ in entries), LinkBytes()), sum((one for _, _, one in entries), LinkBytes())
+    compared = [row for entry in (*entries, ("total", *total)) for row in _compared_links(*entry)]
+    section.table(("purpose", "predicted", "counted", "difference"), compared)
+    for event in run.all_events("counted")[-1:]:
+        steps = counted(event["steps"], "step")
+        for one in event["all_to_alls"]:
+            known = f", from the {one['basis']} {format_bytes(one['explained'])}" if one["basis"] else ""
+            section.paragraph(
+                f"All-to-alls of {one['purpose']} on rank 0, in {steps}: {format_bytes(one['sent'])}, "
+                f"predicted {format_bytes(one['predicted'])}{known}."
+            )
+    return section
+
+
+def _memory_rows(plan: RunPlan, measured: Mapping[str, int], *, on_cpu: bool) -> list[tuple[str, str, str, str]]:
+    """Return a row for each type that can be measured, and one for the others, whose sum is."""
+    predicted = predict_memory(plan)
+    alone = [field.name for field in fields(predicted) if field.name in measured]
+    others = [_name(field.name) for field in fields(predicted) if field.name not in measured]
+    types = [(_name(name), getattr(predicted, name), measured[name]) for name in alone]
+    base = LIBRARIES if on_cpu else measured["base"]
+    total = predict_process_memory(plan) if on_cpu else base + predicted.total()
+    others += ["holes between tensors"] * on_cpu
+    rows = [
+        ("Python and its libraries" if on_cpu else "held before the run", base, measured["base"]),
+        *types,
+        (
+            f"{', '.join(others[:-1])} and {others[-1]}",
+            total - base - sum(one for _, one, _ in types),
+            max(0, measured["peak"] - measured["base"] - sum(one for _, _, one in types)),
+        ),
+        ("total", total, measured["peak"]),
+    ]
+    return [(name, format_bytes(one), format_bytes(other), _difference(one, other))
+            for name, one, other in rows if one or other]  # fmt: skip
+
+
+def _name(name: str) -> str:
+    return {"errors": "error feedback", "buffers": "receive buffers"}.get(name, name.replace("_", " "))
+
+
+def _difference(predicted: int, measured: int) -> str:
+    """Return how far the measured value is from the predicted one."""
+    if predicted == measured:
+        return "0"
+    return f"{measured / predicted - 1:+.1%}" if predicted else f"+{format_bytes(measured)}"
+
+
+def _by_link(one: LinkBytes) -> dict[str, int]:
+    return {"inside a node": one.inside_node, "between nodes": one.between_nodes}
+
+
+def _compared_links(name: str, predicted: LinkBytes, found: LinkBytes) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row for each kind of link that is used."""
+    for (link, one), other in zip(_by_link(predicted).items(), _by_link(found).values(), strict=True):
+        if one or other:
+            yield f"{name}, {link}", format_bytes(one), format_bytes(other), _difference(one, other)
+
+
+def _shown_ranks(ranks: Sequence[StepParts]) -> list[tuple[str, StepParts]]:
+    named = [(f"rank {rank}", parts) for rank, parts in enumerate(ranks)]
+    if len(ranks) <= MAX_BARS:
+        return named
+    named.sort(key=lambda one: one[1].compute)
+    places = {"fastest": 0, "median": len(named) // 2, "slowest": len(named) - 1}
+    return [(f"{word}, {named[place][0]}", named[place][1]) for word, place in places.items()]
