@@ -125,13 +125,9 @@ def compress(
         CollectiveError: another rank does not call this within the timeout of the default group.
         LayoutError: `model` has no FSDP2 module, or `nodes` or `placement` does not match it.
     """
-    for names, use in ((gradients, Use.GRADIENTS), (weights, Use.WEIGHTS), (inside_node, Use.INSIDE_NODE)):
-        for name in [names] if isinstance(names, str) else names.values():
-            find_method(name, use)
-    modules = _fsdp_modules(model, places_twice=nodes is not None and placement is not None)
-    of_gradients = _methods("gradients", gradients, modules, Use.GRADIENTS)
-    of_weights = _methods("weights", weights, modules, Use.WEIGHTS)
-    of_inside = _methods("inside_node", inside_node, modules, Use.INSIDE_NODE)
+    options = {Use.GRADIENTS: gradients, Use.WEIGHTS: weights, Use.INSIDE_NODE: inside_node}
+    modules = _checked_modules(model, options, places_twice=nodes is not None and placement is not None)
+    of_gradients, of_weights, of_inside = (_methods(names, modules, use) for use, names in options.items())
     sends, gathers = (any(one.name != EXACT for one in of.values()) for of in (of_gradients, of_weights))
     if not sends and not gathers:
         return Compression({}, {})
@@ -149,7 +145,10 @@ def compress(
     return Compression(reductions, all_gathers)
 
 
-def _fsdp_modules(model: nn.Module, *, places_twice: bool) -> dict[str, FSDPModule]:
+def _checked_modules(model: nn.Module, options: Mapping[Use, Names], *, places_twice: bool) -> dict[str, FSDPModule]:
+    for use, names in options.items():
+        for name in [names] if isinstance(names, str) else names.values():
+            find_method(name, use)
     if places_twice:
         what = "nodes and placement both define the node of each rank"
         rule = "a placement already contains the nodes"
@@ -188,20 +187,20 @@ def _compress_gradients(
     return {name: comm, f"{name}@replicas": all_reduce}
 
 
-def _methods(option: str, names: Names, modules: Collection[str], use: Use) -> dict[str, Method]:
+def _methods(names: Names, modules: Collection[str], use: Use) -> dict[str, Method]:
     """Return the method of each module.
 
     Raises:
         ConfigError: a mapping lacks a module, or has a name that is none.
     """
     if not isinstance(names, str) and (wrong := sorted(names.keys() ^ modules)):
-        what = "is not an FSDP2 module" if wrong[0] in names else f"has no method in {option}"
+        what = "is not an FSDP2 module" if wrong[0] in names else f"has no method in {use.value}"
         full = {name: names.get(name, EXACT) for name in modules}
         raise ConfigError(
             f"{wrong[0] or ROOT} {what}",
-            where=f"meshwright.comm.compress, {option}",
+            where=f"meshwright.comm.compress, {use.value}",
             rule=f"a mapping has a method for each FSDP2 module of the model: {', '.join(map(repr, modules))}",
-            fix=f"{option}={full}",
+            fix=f"{use.value}={full}",
         )
     return {module: find_method(names if isinstance(names, str) else names[module], use) for module in modules}
 
