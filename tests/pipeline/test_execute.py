@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.errors import ScheduleError
 from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
 from meshwright.nn.linear import Linear
 from meshwright.nn.recompute import recompute
@@ -67,35 +66,6 @@ def make(table, **options):
     stages = {n: Toy(n, table.num_stages, batches, log) for n in range(table.num_stages)}
     executor = Executor(lower(table, **options), rank=0, stages=stages, channels={}, buffers=None)
     return executor, stages, batches, log
-
-
-def expected_gradients(stages, batches):
-    weights = [stage.weight.detach().clone().requires_grad_() for stage in stages.values()]
-    for x in batches:
-        for weight in weights:
-            x = (x * weight).tanh()
-        x.square().sum().backward()
-    return [weight.grad for weight in weights]
-
-
-@pytest.mark.parametrize("kind", list(ScheduleKind))
-def test_any_order_gives_plain_autograd_s_gradients(kind):
-    executor, stages, batches, _ = make(on_one_rank(generate(kind, num_stages=3, num_microbatches=6)))
-    for _ in range(2):  # nothing is left over from one step to the next
-        for stage in stages.values():
-            stage.weight.grad = None
-        executor.run()
-        for stage, wanted in zip(stages.values(), expected_gradients(stages, batches), strict=True):
-            torch.testing.assert_close(stage.weight.grad, wanted, rtol=1e-14, atol=0)
-    live = executor._live
-    assert not (live.inputs or live.input_gradients or live.edges or live.gradients or live.weights or live.to_send)
-    assert not (live.outgoing or live.arriving)
-
-
-def test_one_stage_with_one_micro_batch_is_bitwise_autograd():
-    executor, stages, batches, _ = make(single_stage(1))
-    executor.run()
-    assert torch.equal(stages[0].weight.grad, expected_gradients(stages, batches)[0])
 
 
 def test_what_autograd_does_not_need_is_let_go():
@@ -166,7 +136,14 @@ def test_every_schedule_gives_bitwise_the_gradients_of_a_plain_loop(kind, releas
     table = on_one_rank(generate(kind, num_stages=4, num_microbatches=8))
     batches = torch.randn(8, 5, 3, dtype=torch.float64)
     stages = {n: Layer(n, table.num_stages, batches, splits=table.splits_backward) for n in range(table.num_stages)}
-    Executor(lower(table, LowerOptions(release=release)), rank=0, stages=stages, channels={}, buffers=None).run()
+    executor = Executor(lower(table, LowerOptions(release=release)), rank=0, stages=stages, channels={}, buffers=None)
+    for _ in range(2):  # nothing is left over from one step to the next
+        for stage in stages.values():
+            stage.layer.weight.grad = None
+        executor.run()
+    live = executor._live
+    assert not (live.inputs or live.input_gradients or live.edges or live.gradients or live.weights or live.to_send)
+    assert not (live.outgoing or live.arriving)
     layers = [Layer(n, table.num_stages, batches, splits=False) for n in range(table.num_stages)]
     for m in range(8):
         x = None
@@ -254,15 +231,6 @@ def make_buffers(**options):
     return table, ReceiveBuffers(table, rank=1, edges={0: EDGE, 1: EDGE}, device=torch.device("cpu"), **options)
 
 
-def test_slots_do_not_move_and_do_not_overlap():
-    table, buffers = make_buffers()
-    receives = [part for action in table.actions[1] for part in action.parts() if part.slot is not None]
-    addresses = {(receive.kind, receive.slot): buffers.view(receive).data_ptr() for receive in receives}
-    assert len(receives) == 12 and len(set(addresses.values())) == len(addresses) == 3  # p−r inputs and a gradient
-    assert all(buffers.view(r).data_ptr() == addresses[r.kind, r.slot] for r in receives)
-    assert buffers.view(receives[0]).shape == (2, 3) and buffers.num_bytes() == 3 * EDGE.num_bytes()
-
-
 def test_poison_shows():
     table, buffers = make_buffers(poison=True)
     view = buffers.view(next(part for a in table.actions[1] for part in a.parts() if part.slot is not None))
@@ -280,12 +248,3 @@ def test_what_lies_in_a_slot_is_copied_before_it_goes_on():
         assert copy.untyped_storage().data_ptr() != view.untyped_storage().data_ptr() and torch.equal(copy, inside)
     other = view.clone()
     assert buffers.copy_if_slot(other) is other
-
-
-@pytest.mark.parametrize("given", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64)])
-def test_an_output_that_the_next_stage_does_not_take(given):
-    _, buffers = make_buffers()
-    buffers.check_output(0, torch.zeros(2, 3))
-    with pytest.raises(ScheduleError, match=r"stage 1 outputs .* but stage 2 expects \[2, 3\] float32") as caught:
-        buffers.check_output(1, given)
-    assert caught.value.where == "edge from stage 1 to stage 2" and caught.value.fix

@@ -214,29 +214,18 @@ def assert_the_same(table, costs):
     return found
 
 
-@given(st.data(), generated())
-@settings(max_examples=60)
-def test_generated_tables_on_uneven_stages(data, table):
+any_table = generated() | st.builds(random_table, st.randoms(use_true_random=False))
+
+
+@given(st.data(), any_table)
+@settings(max_examples=120)
+def test_any_table_on_uneven_stages(data, table):
     assert_the_same(table, costs_for(data.draw, table))
 
 
-@given(st.data(), generated(), options)
-@settings(max_examples=50)
-def test_lowered_tables_on_uneven_stages(data, table, options):
-    assert_the_same(lower(table, options), costs_for(data.draw, table))
-
-
-@given(st.data(), st.randoms(use_true_random=False))
-@settings(max_examples=60)
-def test_hand_made_tables(data, random):
-    table = random_table(random)
-    assert_the_same(table, costs_for(data.draw, table))
-
-
-@given(st.data(), st.randoms(use_true_random=False), options)
-@settings(max_examples=50)
-def test_hand_made_tables_lowered(data, random, options):
-    table = random_table(random)
+@given(st.data(), any_table, options)
+@settings(max_examples=100)
+def test_any_lowered_table_on_uneven_stages(data, table, options):
     verify(table)
     lowered = lower(table, options)
     verify(lowered)

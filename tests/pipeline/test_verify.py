@@ -23,16 +23,16 @@ from tests.pipeline.random_tables import random_table
 from tests.pipeline.table_faults import (
     EVERYTHING,
     FAULTS,
+    MEMORY_FAULTS,
+    STAGE_FAULTS,
     TORCH_1F1B,
+    TRANSFER_FAULTS,
     Edit,
     base,
     both_send_first,
     lowered,
-    memory_faults,
     sharded,
-    stage_faults,
-    transfer_faults,
-)
+)  # fmt: skip
 
 OPTIONS = [
     LowerOptions(),
@@ -71,19 +71,12 @@ def test_generated_tables_are_accepted(kind, p):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(ScheduleKind))
 def test_all_generated_tables_are_accepted(kind):
-    """Layouts of an odd and of a larger number of ranks; another: below."""
+    """Layouts of an odd and of a larger number of ranks; of four ranks all numbers of micro-batches until the steady
+    state repeats, and a large one, lowered: cycling through the options, each meets each number of chunks, and even and
+    odd numbers of micro-batches."""
     for p, ms in ((3, range(1, 33)), (8, (7, 8, 9, 16, 17, 31))):
         for table in tables(kind, p, ms):
             verify(table)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(ScheduleKind))
-def test_all_ways_to_lower_are_accepted(kind):
-    """Covers all numbers of micro-batches of four ranks until the steady state repeats, and a large one.
-
-    Cycles through the options, so that each meets each number of chunks, and even and odd numbers of micro-batches.
-    """
     for number, table in enumerate(tables(kind, 4, [*range(1, 10), 32])):
         assert_accepted(table, [OPTIONS[(number + number // 4) % 4]])
 
@@ -324,7 +317,7 @@ def test_what_is_accepted_after_a_swap_runs_right(key, data):
     run_on_paper(changed, key[1])
 
 
-@pytest.mark.parametrize("fault", [*transfer_faults(), *memory_faults(), *stage_faults()], ids=lambda f: f.name)
+@pytest.mark.parametrize("fault", [*TRANSFER_FAULTS, *MEMORY_FAULTS, *STAGE_FAULTS], ids=lambda f: f.name)
 def test_the_paper_executor_finds_the_faults_too(fault):
     """Validates the paper executor, which is the reference for what `verify` accepts."""
     table = fault.make()
