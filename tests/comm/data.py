@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -45,3 +48,15 @@ def assorted(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor
     num_groups = -(-length // 128)
     shards = [fresh(KINDS[(seed + i) % len(KINDS)], (*outer, 128), dtype, seed=seed + i) for i in range(num_groups)]
     return torch.cat(shards, -1)[..., :length].contiguous()
+
+
+@contextmanager
+def logged():
+    """Yield a list that gets the messages logged within the context."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("meshwright").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("meshwright").removeHandler(handler)

@@ -1,18 +1,25 @@
-"""all_to_all against gathering everything and slicing; its gradients; and what it says of wrong splits."""
+"""all_to_all against gathering everything and slicing; its gradients; what it says of wrong splits; and in flight.
+
+Started and waited for later, it is what the form that waits at once is made of: gradients are tested with that one.
+"""
 
 from __future__ import annotations
 
 import inspect
+from datetime import timedelta
+from functools import partial
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import meshwright.comm
 from meshwright.comm import all_to_all, collectives
-from meshwright.comm.alltoallv import all_to_all_into
+from meshwright.comm.alltoallv import SplitExchange, _in_flight, all_to_all_into, start_all_to_all
+from meshwright.comm.collective_log import CollectiveError, group_record
 from meshwright.errors import LayoutError, MeshwrightError
 
 # plan[a][b]: rows from rank a to rank b
@@ -26,12 +33,27 @@ PLANS = {
     "a rank does neither": [[1, 0, 2], [0, 0, 0], [3, 0, 4]],
     "one pair": [[0, 0, 0, 0], [0, 0, 0, 6], [0, 0, 0, 0], [0, 0, 0, 0]],
     "nobody": [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+    "nobody of two": [[0, 0], [0, 0]],
     "large": [[70_001, 13, 0], [1, 99_999, 40_000], [5, 0, 50_000]],
 }
 
 
+IN_FLIGHT = ["uneven", "a rank does neither", "nothing to itself", "nobody of two"]
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 def splits(plan, rank):
     return {"send_splits": plan[rank], "recv_splits": [row[rank] for row in plan]}
+
+
+def back(plan):
+    """The way back of every row."""
+    return [list(column) for column in zip(*plan, strict=True)]
+
+
+def random_rows(plan, rank, *, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    return (10 * torch.randn(sum(plan[rank]), 3, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def rows(plan, rank, *, width=3, dtype=torch.float64):
@@ -50,15 +72,14 @@ def expected(plan, rank, of):
 def moved_and_gradient(rank, world_size, plan):
     x = rows(plan, rank).requires_grad_()
     y = all_to_all(x, **splits(plan, rank))
-    weight = 1 + rows([list(column) for column in zip(*plan, strict=True)], rank)
+    weight = 1 + rows(back(plan), rank)
     (y**3 * weight).sum().backward()
     return y.detach(), x.grad, weight
 
 
 @pytest.mark.parametrize("name", list(PLANS))
 def test_rows_and_gradients_are_those_of_a_plain_reference(gang, name):
-    plan = PLANS[name]
-    check_against_reference(gang, plan)
+    check_against_reference(gang, PLANS[name])
 
 
 @hypothesis.given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=3, max_size=3))
@@ -69,10 +90,9 @@ def test_any_splits_do(gang, plan):
 
 def check_against_reference(gang, plan):
     found = gang(len(plan)).run(moved_and_gradient, plan)
-    way_back = [list(column) for column in zip(*plan, strict=True)]
     for rank, (y, gradient, _) in enumerate(found):
         assert torch.equal(y, expected(plan, rank, lambda a: rows(plan, a)))
-        weight = expected(way_back, rank, lambda a: found[a][2])
+        weight = expected(back(plan), rank, lambda a: found[a][2])
         assert torch.equal(gradient, 3 * rows(plan, rank) ** 2 * weight)
 
 
@@ -112,13 +132,11 @@ def of_any_layout(rank, world_size, plan):
     same = []
     for view, plain in views:
         y = all_to_all(view, **splits(plan, rank))
-        reference = torch.cat([part.split(sent)[rank] for part, sent in zip(gathered(plain), plan, strict=True)])
+        reference = torch.cat(
+            [part.split(sent)[rank] for part, sent in zip(collectives.all_gather_object(plain), plan, strict=True)]
+        )
         same.append(y.is_contiguous() and torch.equal(y, reference))
     return same
-
-
-def gathered(x):
-    return collectives.all_gather_object(x)
 
 
 def test_strides_and_shapes_make_no_difference(gang):
@@ -178,7 +196,7 @@ def test_gradcheck_over_ranks(gang, plan):
 def second_gradient(rank, world_size, plan):
     x = rows(plan, rank).requires_grad_()
     y = all_to_all(x, **splits(plan, rank))
-    weight = 1 + rows([list(column) for column in zip(*plan, strict=True)], rank)
+    weight = 1 + rows(back(plan), rank)
     (first,) = torch.autograd.grad((y**3 * weight).sum(), x, create_graph=True)
     (first**2).sum().backward()
     return weight, x.grad
@@ -188,9 +206,8 @@ def second_gradient(rank, world_size, plan):
 def test_it_is_differentiable_twice(gang, name):
     plan = PLANS[name]
     found = gang(len(plan)).run(second_gradient, plan)
-    way_back = [list(column) for column in zip(*plan, strict=True)]
     for rank, (_, gradient) in enumerate(found):
-        weight = expected(way_back, rank, lambda a: found[a][0])
+        weight = expected(back(plan), rank, lambda a: found[a][0])
         assert torch.equal(gradient, 36 * weight**2 * rows(plan, rank) ** 3)
 
 
@@ -250,10 +267,11 @@ def test_alone_it_copies():
     ],
 )
 def test_wrong_splits_are_told(x, send, recv, said):
-    with pytest.raises(LayoutError) as caught:
-        all_to_all(x, send_splits=send, recv_splits=recv)
-    error = caught.value
-    assert error.what.startswith(said) and error.where and error.rule and error.fix
+    for call in (all_to_all, start_all_to_all):
+        with pytest.raises(LayoutError) as caught:
+            call(x, send_splits=send, recv_splits=recv)
+        error = caught.value
+        assert error.what.startswith(said) and error.where and error.rule and error.fix
 
 
 def test_splits_are_whole_numbers():
@@ -311,3 +329,189 @@ def inside_a_group(rank, world_size):
 
 def test_splits_are_by_the_ranks_of_the_group(gang):
     assert gang(4).run(inside_a_group) == [None, [1, 3, 3, 3], None, [1, 1]]
+
+
+# In flight
+
+
+def same_bits(one, other):
+    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.view(torch.uint8))
+
+
+def both_forms(rank, world_size, plan):
+    """Whether they bring the same, by type; and how many transfers nobody waited for."""
+    found = []
+    for dtype in TYPES:
+        x = random_rows(plan, rank, dtype=dtype)
+        handle = start_all_to_all(x, **splits(plan, rank))
+        num_started = len(_in_flight())
+        found.append(same_bits(handle.wait(), all_to_all(x, **splits(plan, rank))) and num_started == 1)
+    return found, len(_in_flight())
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_rows_of_any_type_are_those_of_the_form_that_waits(gang, name):
+    plan = PLANS[name]
+    for found, left in gang(len(plan)).run(both_forms, plan):
+        assert found == [True] * len(TYPES) and left == 0
+
+
+def two_in_flight(rank, world_size, plan):
+    """Outputs and gradients of two that are waited for in reverse order, and of two that wait at once."""
+    found = []
+    for in_flight in (True, False):
+        inputs = [random_rows(plan, rank, seed=n).requires_grad_() for n in range(2)]
+        if in_flight:
+            handles = [start_all_to_all(x, **splits(plan, rank)) for x in inputs]
+            num_started = len(_in_flight())
+            last, first = handles[1].wait(), handles[0].wait()
+        else:
+            first, last = (all_to_all(x, **splits(plan, rank)) for x in inputs)
+        (first.sin() + 2 * last.cos()).sum().backward()
+        found.append([first.detach(), last.detach(), *(x.grad for x in inputs)])
+    return found, num_started, len(_in_flight())
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_two_in_flight_waited_for_in_reverse_order(gang, name):
+    """Where outputs are empty, too: each is a transfer of its own."""
+    for (found, expected), num_started, left in gang(len(PLANS[name])).run(two_in_flight, PLANS[name]):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert (num_started, left) == (2, 0)
+
+
+class Records(torch.autograd.Function):
+    """Identity whose backward notes what is in flight when it runs."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen.append(len(_in_flight()))
+        return gradient, None
+
+
+def gradient_in_flight(rank, world_size, plan):
+    """What is in flight while the backward of what was computed between start and wait runs."""
+    seen, x = [], random_rows(plan, rank).requires_grad_()
+    other = torch.ones((), dtype=torch.float64, requires_grad=True)
+    handle = start_all_to_all(x.sin(), **splits(plan, rank))
+    between = Records.apply(other * 3, seen)
+    y = handle.wait()
+    ((y**2).sum() * between).backward()
+    return seen, x.detach(), x.grad, len(_in_flight())
+
+
+def test_a_gradient_is_in_flight_while_others_are_computed(gang):
+    plan = PLANS["uneven"]
+    for seen, x, gradient, left in gang(3).run(gradient_in_flight, plan):
+        torch.testing.assert_close(gradient, 3 * 2 * x.sin() * x.cos(), rtol=0, atol=1e-12)
+        assert seen == [1] and left == 0
+
+
+# Selective recomputation
+
+
+def saves_transfers(must_save, context, operator, *args, **kwargs):
+    is_start = operator == torch.ops.meshwright.all_to_all_start.default
+    return CheckpointPolicy.MUST_SAVE if is_start and must_save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed(rank, world_size, plan, must_save):
+    """Gradients, and the number of collectives of the forward and of the backward."""
+    found = []
+    for selective in (False, True):
+        x = random_rows(plan, rank).requires_grad_()
+        weight = random_rows(back(plan), rank, seed=1).requires_grad_()
+
+        def run(x, weight=weight):
+            y = start_all_to_all(x.sin(), **splits(plan, rank)).wait()
+            return (y * weight).tanh()
+
+        counts = [group_record(None).count if world_size > 1 else 0]
+        if selective:
+            contexts = partial(create_selective_checkpoint_contexts, partial(saves_transfers, must_save))
+            y = checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+        else:
+            y = run(x)
+        counts.append(group_record(None).count)
+        y.square().sum().backward()
+        counts.append(group_record(None).count)
+        found.append([y.detach(), x.grad, weight.grad])
+    return found, [b - a for a, b in zip(counts, counts[1:], strict=False)], len(_in_flight())
+
+
+@pytest.mark.parametrize("name", ["uneven", "a rank does neither", "nobody"])
+@pytest.mark.parametrize("must_save", [True, False])
+def test_selective_recomputation_saves_what_arrived(gang, name, must_save):
+    """Saved, it's not sent again; not saved, it's sent again, and right as well."""
+    for (expected, found), counts, left in gang(len(PLANS[name])).run(recomputed, PLANS[name], must_save):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert counts == [1, 1 if must_save else 2] and left == 0
+
+
+@pytest.mark.parametrize(
+    "checks", [("test_schema", "test_faketensor"), pytest.param(OPCHECKS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_the_operator_is_one_that_pytorch_can_trace(checks):
+    """Gradients are those of the start and the wait, not of the operator."""
+    for shape in ((5, 3), (0, 3), (4,)):
+        x = torch.randn(*shape)
+        arguments = (x, [shape[0]], [shape[0]], "")
+        torch.library.opcheck(torch.ops.meshwright.all_to_all_start.default, arguments, test_utils=checks)
+        out = torch.ops.meshwright.all_to_all_start(*arguments)
+        assert torch.equal(out, x) and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+# Counts
+
+
+def exchanged(rank, world_size):
+    """Counts of two exchanges in flight, read in reverse order."""
+    counts = [torch.arange(world_size * 3).view(-1, 3) + 100 * rank + 1000 * n for n in range(2)]
+    exchanges = [SplitExchange(one.t().contiguous().t(), None) for one in counts]
+    later, earlier = (exchange.read() for exchange in reversed(exchanges))
+    reads = group_record(None).split_reads if world_size > 1 else 2
+    return earlier, later, reads, len(_in_flight())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_counts_are_exchanged_and_read_once(gang, world_size):
+    results = gang(world_size).run(exchanged) if world_size > 1 else [exchanged(0, 1)]
+    for rank, (*both, reads, left) in enumerate(results):
+        for n, (sent, received) in enumerate(both):
+            assert sent == (torch.arange(world_size * 3).view(-1, 3) + 100 * rank + 1000 * n).tolist()
+            assert received == [[3 * rank + i + 100 * a + 1000 * n for i in range(3)] for a in range(world_size)]
+        assert (reads, left) == (2, 0)
+
+
+# Errors
+
+
+def wait_in_vain(rank, world_size, what):
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    collectives.barrier(group)
+    if rank == 1:
+        return None
+    group.set_timeout(timedelta(seconds=2))
+    try:
+        if what == "rows":
+            start_all_to_all(torch.ones(2, 3), send_splits=[1, 1], recv_splits=[1, 1], group=group).wait()
+        else:
+            SplitExchange(torch.ones(2, 3, dtype=torch.int64), group).read()
+    except CollectiveError as error:
+        return error
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rows", "counts"])
+def test_an_all_to_all_that_others_do_not_enter_is_named(gang, what):
+    error, _ = gang(2).run(wait_in_vain, what, timeout_s=120)
+    assert isinstance(error, CollectiveError)
+    of = "of float32 [2, 3]" if what == "rows" else "of int64 [2, 3]"
+    assert "in all_to_all, number 2 in the group of ranks 0, 1, " in error.what and of in error.what
+    assert "test_alltoallv.py" in error.where and "wait_in_vain" in error.where

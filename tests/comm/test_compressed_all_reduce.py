@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ from meshwright.comm.compression.fsdp_collectives import AllReduceHook, Compress
 from meshwright.comm.compression.fsdp_compress import Compression
 from meshwright.errors import InputError
 from meshwright.mesh.local_shards import to_local
+from tests.comm.data import logged
 
 SIZES = (0, 1, 2, 5, 130, 1000, 1001)
 """Among them are fewer elements than ranks, and shards that nothing is left for."""
@@ -131,17 +130,13 @@ def test_a_saved_error_and_a_skipped_step_change_no_bit(gang, what):
 
 def resized(rank, world_size):
     """Warnings of a change of size, and whether the errors started from zero."""
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("meshwright").addHandler(handler)
     first, second = (CompressedAllReduce("x", Codec.INT4, feedback=True) for _ in range(2))
-    first(randn(100, 1), group=dist.group.WORLD)
-    first.commit()
     results = [randn(300, 2), randn(300, 2)]
-    for comm, x in zip((first, second), results, strict=True):
-        comm(x, group=dist.group.WORLD)
-    logging.getLogger("meshwright").removeHandler(handler)
+    with logged() as warnings:
+        first(randn(100, 1), group=dist.group.WORLD)
+        first.commit()
+        for comm, x in zip((first, second), results, strict=True):
+            comm(x, group=dist.group.WORLD)
     return warnings, torch.equal(*results)
 
 

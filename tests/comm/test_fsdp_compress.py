@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from datetime import timedelta
 from unittest import mock
@@ -19,6 +18,7 @@ from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.fsdp_collectives import CompressedReduceScatter, ErrorLayout
 from meshwright.errors import ConfigError
 from meshwright.mesh.local_shards import to_local
+from tests.comm.data import logged
 
 
 class Sometimes(nn.Module):
@@ -36,22 +36,18 @@ def unused(rank, world_size, includes, names):
     """By name: the gradients of each step, and warnings."""
     found = {}
     for name in names:
-        warnings = []
-        handler = logging.Handler()
-        handler.emit = lambda record, kept=warnings: kept.append(record.getMessage())
-        logging.getLogger("meshwright").addHandler(handler)
         torch.manual_seed(0)
         model = fully_shard(Sometimes())
         if includes:
             model.set_reduce_scatter_unused_params(True)
         compression, steps = compress(model, gradients=name), []
-        for step in range(4):
-            x = torch.randn(4, 31, generator=torch.Generator().manual_seed(10 * step + rank))
-            model(x, step).square().mean().backward()
-            steps.append([None if p.grad is None else to_local(p.grad).clone() for p in model.parameters()])
-            model.zero_grad()
-            compression.commit()
-        logging.getLogger("meshwright").removeHandler(handler)
+        with logged() as warnings:
+            for step in range(4):
+                x = torch.randn(4, 31, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(x, step).square().mean().backward()
+                steps.append([None if p.grad is None else to_local(p.grad).clone() for p in model.parameters()])
+                model.zero_grad()
+                compression.commit()
         found[name] = steps, warnings
     return found
 
@@ -120,10 +116,6 @@ class Odd(nn.Module):
 
 def odd(rank, world_size):
     """Names in the state, warnings, and the fall of the loss under a loss scale that changes."""
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("meshwright").addHandler(handler)
     torch.manual_seed(0)
     model = Odd()
     for module in (model.root, model.none, model.two, model):
@@ -131,19 +123,19 @@ def odd(rank, world_size):
     compression = compress(model, gradients="loco4", weights="int8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, losses = torch.randn(4, 31, generator=torch.Generator().manual_seed(rank)), []
-    for step in range(12):
-        scale = 2.0 ** (10 + step % 3)
-        compression.follow_loss_scale(scale)
-        loss = (model(x) - 1).square().mean()
-        (loss * scale).backward()
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= scale
-        optimizer.step()
-        optimizer.zero_grad()
-        compression.commit()
-        losses.append(loss.item())
-    logging.getLogger("meshwright").removeHandler(handler)
+    with logged() as warnings:
+        for step in range(12):
+            scale = 2.0 ** (10 + step % 3)
+            compression.follow_loss_scale(scale)
+            loss = (model(x) - 1).square().mean()
+            (loss * scale).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= scale
+            optimizer.step()
+            optimizer.zero_grad()
+            compression.commit()
+            losses.append(loss.item())
     state = compression.state_dict()
     return {name.rpartition("/")[0] for name in state}, warnings, losses, state["root/loss_scale"].item()
 

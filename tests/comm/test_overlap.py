@@ -65,12 +65,6 @@ def test_a_pair_takes_at_most_0_7_of_the_sum(compute_b):
     assert pair <= 8.0 * (1 + compute_b) + 1.0  # every all-to-all but the last is hidden
 
 
-def test_without_all_to_alls_the_tasks_run_one_after_the_other():
-    clock = VirtualClock()
-    run_overlapped(lambda: clock.compute("F", 1.0), lambda: clock.compute("B", 2.0))
-    assert clock.events == ["compute F", "compute B"] and clock.now == 3.0
-
-
 def test_a_task_goes_on_alone_when_the_other_has_ended():
     clock = VirtualClock()
     long = expert_layers(clock, "F", 2, compute=1.0, all_to_all=1.0)
@@ -303,7 +297,9 @@ class Switches(torch.autograd.Function):
         return gradient, None, None
 
 
-def check_switches_of_a_backward(device):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_backward_switches_too(device):
+    """On a GPU it runs on autograd's own thread."""
     log = []
     x = torch.ones(3, device=device, requires_grad=True)
     y = Switches.apply(Switches.apply(x, log, "B1"), log, "B0").sum()
@@ -334,16 +330,6 @@ def test_a_task_is_kept_by_versions_that_take_no_reference(monkeypatch):
     kept = sys.getrefcount(task)
     clear_current_task()
     assert (kept, sys.getrefcount(task)) == (before + 1, before)
-
-
-def test_a_backward_switches_too():
-    check_switches_of_a_backward("cpu")
-
-
-@pytest.mark.gpu
-def test_a_backward_on_a_gpu_switches_too():
-    """It runs on autograd's own thread."""
-    check_switches_of_a_backward("cuda")
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_when_a_rank_does_not_come_the_others_say_where_they_are(gang, name):
         assert isinstance(error, CollectiveError) and isinstance(error, RunError)
         assert re.match(rf"rank {rank} (timed out after [\d.]+ s|lost the connection to another rank) in {name}, "
                         rf"number 2 in the group of ranks 0, 1, 2", error.what), error.what  # fmt: skip
-        assert re.search(r"test_collective_timeout\.py:\d+ in (wait_here|gather_much)\n", error.where), error.where
+        assert re.search(r"test_collective_log\.py:\d+ in (wait_here|gather_much)\n", error.where), error.where
         assert "/meshwright/comm/" not in error.where and "/torch/" not in error.where
         assert f"rank {other}: {name}, number 2 in the group of ranks 0, 1, 2" in error.where
         assert "rank 2: reported no failed collective" in error.where
@@ -117,7 +117,7 @@ def test_a_stopped_rank_ends_the_others(gang, monkeypatch):
         " s in all_reduce, number 2 in the group of ranks 0, 1, of float32 [5]" in cause.what
         and "timed out after" in cause.what
     )
-    assert re.search(r"test_collective_timeout\.py:\d+ in stop\n", cause.where), cause.where
+    assert re.search(r"test_collective_log\.py:\d+ in stop\n", cause.where), cause.where
 
 
 def opposite_order(rank, world_size, debug):
@@ -172,7 +172,7 @@ def test_a_transfer_in_vain_is_named(gang, sends):
         f" s in {name}, number 2 in the group of ranks 0, 1, of float32 [2000000]" in error.what
         and "timed out after" in error.what
     )
-    assert re.search(r"test_collective_timeout\.py:\d+ in (transfer|<lambda>)\n", error.where), error.where
+    assert re.search(r"test_collective_log\.py:\d+ in (transfer|<lambda>)\n", error.where), error.where
 
 
 OTHER_CALLS = {
@@ -265,7 +265,7 @@ def test_a_collective_of_fsdp_is_named_too(gang):
     where = "in the group of ranks 0, 1, of float [10]"
     assert re.match(r"rank 0 timed out in all_gather, sequence number \d+ ", error.what), error.what
     assert where in error.what
-    assert re.search(r"test_collective_timeout\.py:\d+ in call\n", error.where), error.where
+    assert re.search(r"test_collective_log\.py:\d+ in call\n", error.where), error.where
 
 
 def compressed(rank, world_size):
@@ -288,7 +288,7 @@ def test_a_compressed_collective_of_fsdp_is_named_with_its_stack(gang):
     error, _ = gang(2).run(compressed, timeout_s=BODY_S)
     words = r"rank 0 timed out after \S+ s in all_to_all, number 1 in the group of ranks 0, 1, of uint8"
     assert re.match(words, error.what), error.what
-    assert re.search(r"test_collective_timeout\.py:\d+ in <lambda>\n", error.where), error.where
+    assert re.search(r"test_collective_log\.py:\d+ in <lambda>\n", error.where), error.where
 
 
 def test_other_errors_pass():
