@@ -38,6 +38,7 @@ from meshwright.prove.catalogue.catalogue import prove_all
 from meshwright.prove.catalogue.layouts import ALL, LAYOUTS, SETTINGS
 from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import BusyCores, advice, check_machine
 from meshwright.train.launch.rank_context import RunSpec
@@ -46,7 +47,7 @@ from meshwright.train.record.events import reporting
 from meshwright.train.record.record_files import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.record.trackers import check_trackers
-from meshwright.train.run_folder import RunFolder, choose_folder
+from meshwright.train.run_folder import RunFolder
 from meshwright.units import counted
 
 MakeReporter = Callable[[], Reporter]

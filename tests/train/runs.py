@@ -20,10 +20,11 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.plan.rules import load
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.record.reporter import Reporter
-from meshwright.train.run_folder import RunFolder, choose_folder
+from meshwright.train.run_folder import RunFolder
 from tests.helpers import SMALL, clean_environment, open_data
 
 STEPS = ["train.steps=8", "checkpoint.every=2", "checkpoint.keep=3", "train.validate_every=4", *SMALL,

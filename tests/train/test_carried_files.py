@@ -11,7 +11,8 @@ import torch
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
 from meshwright.plan.rules import load
-from meshwright.train.run_folder import check_continues, files_to_carry
+from meshwright.train.choose_folder import check_continues
+from meshwright.train.run_folder import files_to_carry
 from tests.helpers import SMALL
 
 TOKENIZER = json.dumps({"model": {"vocab": {"a": 0}}})

@@ -22,13 +22,13 @@ from meshwright.plan.verify import verify
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from meshwright.train import step_handles
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.figures import MAX_COLUMNS, draw_expert_load, read_history
 from meshwright.train.record.metrics import LoadSummary, has_full_counts, summarize_load
 from meshwright.train.record.record_files import read_metrics
 from meshwright.train.record.reporter import Reporter
-from meshwright.train.run_folder import choose_folder
 from meshwright.train.train_step import TrainStep
 from tests.helpers import open_data, quick_and_slow, small_corpus
 from tests.prove.proofs import prove_with, record_on_rank

@@ -13,10 +13,10 @@ import torch
 from meshwright.errors import RunError
 from meshwright.nn.experts.balance import ExpertLoad
 from meshwright.plan.rules import load
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.record.reporter import Reporter
-from meshwright.train.run_folder import choose_folder
 from tests.helpers import open_data, small_corpus
 from tests.train.jobs import make_job, run_on
 from tests.train.runs import LIMIT_S, STEPS, is_alive, wait_until

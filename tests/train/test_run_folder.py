@@ -18,7 +18,8 @@ from meshwright.errors import CheckpointError, InputError
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.plan.serialize import to_json
-from meshwright.train.run_folder import choose_folder, keep_other_plan
+from meshwright.train.choose_folder import choose_folder
+from meshwright.train.run_folder import keep_other_plan
 from tests.helpers import alternatives
 
 CONFIG = load(None, ["name=mine"])

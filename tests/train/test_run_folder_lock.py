@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import pytest
 
 from meshwright.errors import InputError
-from meshwright.train.run_folder import LOCK, hold_folder
+from meshwright.train.choose_folder import LOCK, hold_folder
 from tests.helpers import clean_environment
 
 HOLDER = """
@@ -22,7 +22,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from meshwright.errors import InputError
-from meshwright.train.run_folder import hold_folder
+from meshwright.train.choose_folder import hold_folder
 
 with ExitStack() as hold:
     try:
@@ -87,7 +87,7 @@ def test_a_file_that_its_holder_removed_meanwhile_is_not_the_lock(tmp_path, monk
             (tmp_path / LOCK).unlink()
         flock(file, operation)
 
-    monkeypatch.setattr("meshwright.train.run_folder.fcntl.flock", late)
+    monkeypatch.setattr("meshwright.train.choose_folder.fcntl.flock", late)
     with ExitStack() as hold:
         hold_folder(tmp_path, hold)
         with pytest.raises(InputError):
@@ -99,6 +99,6 @@ def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("meshwright.train.run_folder.fcntl.flock", refuse)
+    monkeypatch.setattr("meshwright.train.choose_folder.fcntl.flock", refuse)
     with ExitStack() as hold:
         hold_folder(tmp_path, hold)

@@ -17,10 +17,10 @@ from meshwright.models.hf import private
 from meshwright.models.tasks.next_token import generate
 from meshwright.plan.rules import load
 from meshwright.train import trained_model
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
-from meshwright.train.run_folder import choose_folder
 from meshwright.train.trained_model import TrainedModel, UseSpec, find_model, use, use_body
 from tests.docs.console import run_here
 from tests.helpers import SMALL, open_data, rank_context, small_corpus

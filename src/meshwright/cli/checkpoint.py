@@ -29,7 +29,7 @@ from meshwright.config.source import CONFIG_FILE, values_to_toml
 from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError, RunError, continue_command
 from meshwright.models.contract.family import OtherWeights, family_names, find_family
-from meshwright.train.run_folder import IMPORTED
+from meshwright.train.choose_folder import IMPORTED
 from meshwright.units import counted, format_bytes
 
 app = typer.Typer(cls=Commands)

@@ -19,12 +19,13 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.continued_run import naming
 from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext, RunSpec
 from meshwright.train.measure.run_measurement import memory_bytes
 from meshwright.train.record.events import reporting
-from meshwright.train.run_folder import RunFolder, choose_folder
+from meshwright.train.run_folder import RunFolder
 
 
 def plan_before_group(spec: RunSpec, context: RankContext, device: torch.device) -> RunPlan:

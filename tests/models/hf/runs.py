@@ -21,9 +21,10 @@ from meshwright.models.hf.family import structure_of
 from meshwright.models.huggingface.export_weights import PREFIX
 from meshwright.plan.rules import load
 from meshwright.train import rank_run
+from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.record.reporter import Reporter
-from meshwright.train.run_folder import RunFolder, choose_folder
+from meshwright.train.run_folder import RunFolder
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data, rank_context
 from tests.prove.proofs import SOURCE

@@ -27,7 +27,7 @@ from meshwright.plan.rules import load
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof, overridden
-from meshwright.train.run_folder import check_continues
+from meshwright.train.choose_folder import check_continues
 from tests.gangs.gang import GangPool
 from tests.helpers import alternatives, quick_and_slow
 from tests.models.hf.faults import proof_of
