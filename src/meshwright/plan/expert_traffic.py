@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.plan.run_plan import BYTES, ExpertLayer, RunPlan
-
-COUNT_BYTES = 8
-"""Size of an exchanged count."""
+from meshwright.plan.stage_sizes import COUNT_BYTES
 
 
 @dataclass(frozen=True)

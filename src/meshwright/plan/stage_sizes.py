@@ -15,6 +15,9 @@ from meshwright.plan.run_plan import Atoms, Buffer, Parameter, RunPlan, Site, St
 ROOT = ("", "root", None)
 """Key of a stage's root unit."""
 
+COUNT_BYTES = 8
+"""Size of an exchanged count of tokens per expert."""
+
 
 @dataclass(frozen=True)
 class UnitSizes:

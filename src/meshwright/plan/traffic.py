@@ -24,11 +24,8 @@ from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_b
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
 from meshwright.pipeline.split_layers import stage_groups
-from meshwright.plan.context.layers import sent_by_attention
-from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
-from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes
 from meshwright.plan.run_plan import BYTES, Atoms, Mesh, RunPlan, Stage, StepSum
-from meshwright.plan.stage_sizes import LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
+from meshwright.plan.stage_sizes import COUNT_BYTES, LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
 
 
 class Purpose(StrEnum):
@@ -74,6 +71,8 @@ def _context(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
     for name, layers in Counter(stage.kinds).items():
         kind = plan.kind(name)
         if kind.attention is not None and kind.attention.axes:
+            from meshwright.plan.context.layers import sent_by_attention
+
             for peer, num_bytes in sent_by_attention(plan, rank, kind):
                 yield Message(Purpose.CONTEXT, (peer,), layers * plan.batch.num_microbatches * num_bytes)
 
@@ -102,8 +101,15 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
     yield from _buffers(plan, rank)
     yield from _stages(plan, rank)
     yield from _shared(plan, rank)
-    for peer, num_bytes in moved_bytes(plan, rank).items():
-        yield Message(Purpose.OPTIMIZER, (peer,), num_bytes)
+    if _moves_matrices(plan):
+        from meshwright.plan.matrix_owners import moved_bytes
+
+        for peer, num_bytes in moved_bytes(plan, rank).items():
+            yield Message(Purpose.OPTIMIZER, (peer,), num_bytes)
+
+
+def _moves_matrices(plan: RunPlan) -> bool:
+    return any(update.whole for update in plan.optimizer.updates)
 
 
 def _peers(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,6 +193,8 @@ def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
         if layer is None:
             continue
         if layer.axes:
+            from meshwright.plan.expert_traffic import sent_by_layer
+
             for one in sent_by_layer(plan, rank, layer):
                 yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
         per_sample = plan.batch.samples * layer.num_experts
@@ -422,7 +430,11 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
 
 def _busiest(plan: RunPlan, first: int) -> set[int]:
     """Return the rank along cp whose attention sends the most, and the rank that sends the most for updates."""
-    moved = bytes_moved_by_rank(plan, plan.mesh.position(first, "pp"))
+    moved: dict[int, int] = {}
+    if _moves_matrices(plan):
+        from meshwright.plan.matrix_owners import bytes_moved_by_rank
+
+        moved = bytes_moved_by_rank(plan, plan.mesh.position(first, "pp"))
     along_cp = max(plan.mesh.line(first, plan.mesh.view("cp")), key=lambda rank: context_bytes(plan, rank))
     return {along_cp, max(moved, key=lambda rank: moved[rank], default=along_cp)}
 
