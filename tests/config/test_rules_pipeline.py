@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.errors import ConfigError, LayoutError, ScheduleError
-from meshwright.plan.make_plan import make_plan
-from meshwright.plan.pipeline_table import layers_per_stage, lowered_table
+from meshwright.plan.make_plan import layers_per_stage, lowered_table, make_plan
 from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
 

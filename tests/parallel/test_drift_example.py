@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.pipeline.actions import ActionKind
-from meshwright.plan.pipeline_table import lowered_table
+from meshwright.plan.make_plan import lowered_table
 from meshwright.plan.rules import load
 from tests.helpers import rank_context
 from tests.prove.proofs import SMALL, SOURCE

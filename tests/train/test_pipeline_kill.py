@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 
 from meshwright.errors import CONTINUE, RunError
-from meshwright.plan.make_plan import make_plan
-from meshwright.plan.pipeline_table import lowered_table
+from meshwright.plan.make_plan import lowered_table, make_plan
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RunSpec

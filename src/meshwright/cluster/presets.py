@@ -137,11 +137,8 @@ class Device:
             ConfigError: the device does not support the format.
         """
         if rate not in self.peak_flops:
-            raise ConfigError(
-                f"{self.name} has no {rate} rate",
-                rule=f"it supports {', '.join(self.peak_flops)}",
-                fix="use one of these, or another device",
-            )
+            rule = f"it supports {', '.join(self.peak_flops)}"
+            raise ConfigError(f"{self.name} has no {rate} rate", rule=rule, fix="use one of these, or another device")
         return self.peak_flops[rate]
 
 

@@ -27,12 +27,8 @@ class Axes:
     def __post_init__(self) -> None:
         for name, size in asdict(self).items():
             if size < 1:
-                raise LayoutError(
-                    f"mesh.{name} = {size} is not a valid size",
-                    where=f"mesh.{name}",
-                    rule="every axis has at least one rank",
-                    fix=f"mesh.{name}=1",
-                )
+                what, rule = f"mesh.{name} = {size} is not a valid size", "every axis has at least one rank"
+                raise LayoutError(what, where=f"mesh.{name}", rule=rule, fix=f"mesh.{name}=1")
 
     @staticmethod
     @cache
@@ -63,11 +59,8 @@ class Axes:
             LayoutError: `rank` is not on this mesh.
         """
         if not 0 <= rank < self.num_ranks():
-            raise LayoutError(
-                f"rank {rank} is not on a mesh of {counted(self.num_ranks(), 'rank')}",
-                rule="ranks count from 0",
-                fix=f"use ranks 0 … {self.num_ranks() - 1}",
-            )
+            what = f"rank {rank} is not on a mesh of {counted(self.num_ranks(), 'rank')}"
+            raise LayoutError(what, rule="ranks count from 0", fix=f"use ranks 0 … {self.num_ranks() - 1}")
         position: dict[str, int] = {}
         for name, size in zip(reversed(self.names()), reversed(self.sizes()), strict=True):
             rank, position[name] = divmod(rank, size)

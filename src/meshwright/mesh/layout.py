@@ -55,11 +55,9 @@ class Layout:
         used += [axis for axis, reduction in enumerate(self.partial) if reduction]
         for axis in used:
             if not 0 <= axis < len(self.axis_sizes) or used.count(axis) > 1:
-                raise LayoutError(
-                    f"axis {axis} is repeated or is not one of the mesh's {counted(len(self.axis_sizes), 'axis')}",
-                    rule="a mesh axis shards one tensor dim, is partial, or is replicated",
-                    fix="use each mesh axis at most once",
-                )
+                what = f"axis {axis} is repeated or is not one of the mesh's {counted(len(self.axis_sizes), 'axis')}"
+                rule = "a mesh axis shards one tensor dim, is partial, or is replicated"
+                raise LayoutError(what, rule=rule, fix="use each mesh axis at most once")
 
     @staticmethod
     def parse(
@@ -103,11 +101,9 @@ class Layout:
             LayoutError: `rank` is not on the mesh.
         """
         if not 0 <= rank < self.num_ranks():
-            raise LayoutError(
-                f"rank {rank} is not on a mesh of {' × '.join(map(str, self.axis_sizes))}",
-                rule="ranks are numbered from 0 within the mesh",
-                fix=f"use ranks 0 … {self.num_ranks() - 1}",
-            )
+            what = f"rank {rank} is not on a mesh of {' × '.join(map(str, self.axis_sizes))}"
+            rule = "ranks are numbered from 0 within the mesh"
+            raise LayoutError(what, rule=rule, fix=f"use ranks 0 … {self.num_ranks() - 1}")
         return tuple(int(index) for index in np.unravel_index(rank, self.axis_sizes)) if self.axis_sizes else ()
 
     def rank(self, coordinate: Sequence[int]) -> int:

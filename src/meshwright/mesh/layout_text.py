@@ -82,20 +82,14 @@ def _is_valid(text: str, axis_sizes: _Sizes, shape: _Sizes, order: _Order, make:
 
 def _read(text: Any, axis_sizes: _Sizes, shape: _Sizes, order: _Order, make: Make[L]) -> L:
     if not isinstance(text, str):
-        raise LayoutError(
-            f"layout is a {type(text).__name__}, not a string: {text!r}",
-            where="text",
-            rule=f"a layout is written as {_EXAMPLE}",
-            fix=f"a string of {counted(len(axis_sizes), 'placement')}, each {_choice(shape)}",
-        )
+        what = f"layout is a {type(text).__name__}, not a string: {text!r}"
+        fix = f"a string of {counted(len(axis_sizes), 'placement')}, each {_choice(shape)}"
+        raise LayoutError(what, where="text", rule=f"a layout is written as {_EXAMPLE}", fix=fix)
     words = text.replace(",", " ").split()
     if len(words) != len(axis_sizes):
-        raise LayoutError(
-            f"{text!r} has {counted(len(words), 'placement')} for {counted(len(axis_sizes), 'mesh axis')}",
-            where=text or "text",
-            rule="a layout has one placement per mesh axis",
-            fix=f"{counted(len(axis_sizes), 'placement')}, each {_choice(shape)}",
-        )
+        what = f"{text!r} has {counted(len(words), 'placement')} for {counted(len(axis_sizes), 'mesh axis')}"
+        fix = f"{counted(len(axis_sizes), 'placement')}, each {_choice(shape)}"
+        raise LayoutError(what, where=text or "text", rule="a layout has one placement per mesh axis", fix=fix)
     partial: list[Reduction | None] = [None] * len(words)
     shards: list[_ParsedShard] = []
     for axis, word in enumerate(words):
@@ -111,11 +105,9 @@ def _read(text: Any, axis_sizes: _Sizes, shape: _Sizes, order: _Order, make: Mak
 
 def _check_sizes(axis_sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if not axis_sizes or min(axis_sizes) < 1:
-        raise LayoutError(
-            f"axis_sizes = {list(axis_sizes)} is not a valid mesh shape",
-            rule="a mesh has at least one axis, and every axis has at least one rank",
-            fix="axis_sizes=(4, 8)",
-        )
+        what = f"axis_sizes = {list(axis_sizes)} is not a valid mesh shape"
+        rule = "a mesh has at least one axis, and every axis has at least one rank"
+        raise LayoutError(what, rule=rule, fix="axis_sizes=(4, 8)")
     if shape and min(shape) < 0:
         raise LayoutError(
             f"shape = {list(shape)} has a negative size", rule="sizes must be non-negative", fix="shape=(8192, 8192)"
@@ -127,12 +119,9 @@ def _parse_shard(axis: int, word: str, match: re.Match[str], shape: tuple[int, .
     dim = signed_dim + len(shape) if signed_dim < 0 else signed_dim
     if not 0 <= dim < len(shape):
         special_fixes = {0: "R, for a 0-d tensor", 1: "S0, for a 1-d tensor"}
-        raise LayoutError(
-            f"{word} shards dim {signed_dim} of a tensor with {counted(len(shape), 'dim')}",
-            where=word,
-            rule="dims are numbered from 0",
-            fix=special_fixes.get(len(shape)) or _shard_choices(shape),
-        )
+        what = f"{word} shards dim {signed_dim} of a tensor with {counted(len(shape), 'dim')}"
+        rule = "dims are numbered from 0"
+        raise LayoutError(what, where=word, rule=rule, fix=special_fixes.get(len(shape)) or _shard_choices(shape))
     parts = int(match["parts"] or 1)
     if parts < 1:
         fix = f"S{dim} or SS{dim}/2"
@@ -145,12 +134,8 @@ def _parse_reduction(word: str, name: str | None) -> Reduction:
     if name is None:
         return Reduction.SUM
     if name not in list(Reduction):
-        raise LayoutError(
-            f"{name!r} is not a reduction",
-            where=word,
-            rule=f"one of P({'), P('.join(Reduction)})",
-            fix=" or ".join(f"P({reduction})" for reduction in Reduction),
-        )
+        what, rule = f"{name!r} is not a reduction", f"one of P({'), P('.join(Reduction)})"
+        raise LayoutError(what, where=word, rule=rule, fix=" or ".join(f"P({reduction})" for reduction in Reduction))
     return Reduction(name)
 
 
@@ -161,23 +146,19 @@ def _ordered_splits(dim: int, shards: list[_ParsedShard], shard_order: _Order, t
         if sorted(order) != [shard.split.axis for shard in of_dim]:
             axes = [shard.split.axis for shard in of_dim]
             suggested = [axis for axis in dict.fromkeys((*order, *axes)) if axis in axes]
-            raise LayoutError(
-                f"shard_order has axes {order} for dim {dim}, which {text!r} shards over axes {axes}",
-                where="shard_order",
-                rule="the order names each axis that shards the dim exactly once",
-                fix=f"shard_order={{{dim}: {suggested}}}" if axes else f"shard_order without dim {dim}",
-            )
+            what = f"shard_order has axes {order} for dim {dim}, which {text!r} shards over axes {axes}"
+            rule = "the order names each axis that shards the dim exactly once"
+            fix = f"shard_order={{{dim}: {suggested}}}" if axes else f"shard_order without dim {dim}"
+            raise LayoutError(what, where="shard_order", rule=rule, fix=fix)
         return tuple(shard.split for shard in sorted(of_dim, key=lambda shard: order.index(shard.split.axis)))
     positions = [shard.position for shard in of_dim]
     if all(position is None for position in positions):
         return tuple(shard.split for shard in of_dim)
     if sorted(-1 if position is None else position for position in positions) != list(range(len(of_dim))):
-        raise LayoutError(
-            f"the shards of dim {dim} have positions {', '.join('none' if p is None else str(p) for p in positions)}",
-            where=text,
-            rule="either all shards of a dim give a position (@0 is applied first, then @1 …) or none does",
-            fix=f"no positions for dim {dim}, or one per shard, from 0 to {len(of_dim) - 1}",
-        )
+        what = f"the shards of dim {dim} have positions {', '.join('none' if p is None else str(p) for p in positions)}"
+        rule = "either all shards of a dim give a position (@0 is applied first, then @1 …) or none does"
+        fix = f"no positions for dim {dim}, or one per shard, from 0 to {len(of_dim) - 1}"
+        raise LayoutError(what, where=text, rule=rule, fix=fix)
     return tuple(shard.split for shard in sorted(of_dim, key=lambda shard: shard.position or 0))
 
 
@@ -272,12 +253,8 @@ def normalize_sizes(value: Any, name: str) -> tuple[int, ...]:
     sizes = _to_ints(value)
     if sizes is None:
         suggested = _suggest_sizes(value) or (4, 8)
-        raise LayoutError(
-            f"{name} = {value!r}",
-            where=name,
-            rule="a sequence of ints, one per " + ("mesh axis" if name == "axis_sizes" else "dim"),
-            fix=f"{name}={suggested}",
-        )
+        rule = "a sequence of ints, one per " + ("mesh axis" if name == "axis_sizes" else "dim")
+        raise LayoutError(f"{name} = {value!r}", where=name, rule=rule, fix=f"{name}={suggested}")
     return sizes
 
 

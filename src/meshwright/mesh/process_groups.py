@@ -74,18 +74,12 @@ def _rendezvous_error(text: str, rank: int) -> MeshwrightError:
     host, port = os.environ.get("MASTER_ADDR", "?"), os.environ.get("MASTER_PORT", "?")
     where, rule = f"rank {rank}, host {socket.gethostname()}", "rank 0 listens on MASTER_ADDR:MASTER_PORT"
     if "EADDRINUSE" in text:
-        return InputError(
-            f"port {port} is used by another program, perhaps an earlier run that still ends",
-            where=where,
-            rule=rule,
-            fix="the same free port as MASTER_PORT on every rank; with torchrun, --master-port PORT",
-        )
-    return RunError(
-        f"no connection to rank 0 at {host}:{port}: {text.splitlines()[0]}",
-        where=where,
-        rule=f"{rule}, and every rank must reach it",
-        fix="start rank 0 too; MASTER_ADDR is its host's name, and no firewall may close the port",
-    )
+        what = f"port {port} is used by another program, perhaps an earlier run that still ends"
+        fix = "the same free port as MASTER_PORT on every rank; with torchrun, --master-port PORT"
+        return InputError(what, where=where, rule=rule, fix=fix)
+    what = f"no connection to rank 0 at {host}:{port}: {text.splitlines()[0]}"
+    fix = "start rank 0 too; MASTER_ADDR is its host's name, and no firewall may close the port"
+    return RunError(what, where=where, rule=f"{rule}, and every rank must reach it", fix=fix)
 
 
 def _loopback() -> str:

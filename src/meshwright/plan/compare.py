@@ -59,10 +59,9 @@ def _model_identity(plan: RunPlan) -> Any:
 def _gradient_layout(plan: RunPlan) -> Any:
     """Return the values that identify the gradient layout, independent of the schedule, micro-batches and weight
     gathering. Kinds are identified by their contents, not by name."""
-    mesh = plan.mesh
     return {
-        "atoms": [[name, size] for name, size in mesh.atoms if size > 1],
-        "nodes": [mesh.node(rank) for rank in range(mesh.num_ranks())],
+        "atoms": [[name, size] for name, size in plan.mesh.atoms if size > 1],
+        "nodes": [plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())],
         "stages": [_stage_layout(plan, stage) for stage in plan.stages],
     }
 
@@ -70,17 +69,13 @@ def _gradient_layout(plan: RunPlan) -> Any:
 def _stage_layout(plan: RunPlan, stage: Stage) -> Any:
     # A unit sends the concatenated shards of its parameters, so their order, identity and sharding matter.
     blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
-    ends = [_units(plan.kind(name)) for name in (*stage.before, *stage.after)]
-    members = [
-        _member(parameter)
-        for kind, _, parameter in plan.parameters(stage)
-        if f"{kind.name}/{parameter.name}" in stage.root.parameters
-    ]
+    in_root = stage.root.parameters
+    members = [_member(p) for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in in_root]
     return {
         "pp_rank": stage.pp_rank,
         "layers": list(stage.layers),
         "units": [blocks[name] for name in stage.kinds],
-        "ends": ends,
+        "ends": [_units(plan.kind(name)) for name in (*stage.before, *stage.after)],
         "root": [_unit(stage.root), members],
     }
 
@@ -132,28 +127,23 @@ def _diff(first: Any, second: Any, path: str) -> Iterator[Difference]:
 
 def _diff_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
     one, two = _by_name(first), _by_name(second)
-    if one is not None and two is not None:
-        for name in (*one, *(name for name in two if name not in one)):
-            place = f"{path}[{name}]"
-            if name in one and name in two:
-                yield from _diff(one[name], two[name], place)
-            else:
-                yield Difference(place, *(_shorten(found[name]) if name in found else MISSING for found in (one, two)))
-        if list(one) != list(two) and one.keys() == two.keys():
-            yield Difference(f"{path}, order", _shorten(list(one)), _shorten(list(two)))
-    elif path == "schedule.actions":
+    is_named = one is not None and two is not None
+    if not is_named and path == "schedule.actions":
         yield from _diff_actions(first, second, path)
-    elif any(isinstance(value, dict | list) for value in (*first, *second)):
-        for number in range(max(len(first), len(second))):
-            place = f"{path}[{number}]"
-            if number < min(len(first), len(second)):
-                yield from _diff(first[number], second[number], place)
-            else:
-                yield Difference(
-                    place, *(_shorten(found[number]) if number < len(found) else MISSING for found in (first, second))
-                )
-    else:
-        yield Difference(path, _shorten(first), _shorten(second))
+        return
+    if one is None or two is None:
+        if not any(isinstance(value, dict | list) for value in (*first, *second)):
+            yield Difference(path, _shorten(first), _shorten(second))
+            return
+        one, two = ({str(number): value for number, value in enumerate(values)} for values in (first, second))
+    for name in (*one, *(name for name in two if name not in one)):
+        place = f"{path}[{name}]"
+        if name in one and name in two:
+            yield from _diff(one[name], two[name], place)
+        else:
+            yield Difference(place, *(_shorten(found[name]) if name in found else MISSING for found in (one, two)))
+    if is_named and list(one) != list(two) and one.keys() == two.keys():
+        yield Difference(f"{path}, order", _shorten(list(one)), _shorten(list(two)))
 
 
 def _diff_actions(first: list[str], second: list[str], path: str) -> Iterator[Difference]:

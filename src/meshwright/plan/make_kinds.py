@@ -12,22 +12,27 @@ normalized input. Parameters, and tables that all blocks share, such as rotary a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
-from meshwright.features.contract import KindPart, PlanFeature
 from meshwright.features.registry import plan_features
-from meshwright.models.contract.model_facts import AuxiliaryLoss, KindFacts, ModelFacts, ParameterFacts, Role, Saved
+from meshwright.models.contract.model_facts import (
+    AuxiliaryLoss,
+    BufferFacts,
+    KindFacts,
+    ModelFacts,
+    ParameterFacts,
+    Role,
+    Saved,
+)
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.context.layers import make_attention_layer
 from meshwright.plan.expert_traffic import predicted_load
 from meshwright.plan.run_plan import (
     BYTES,
@@ -36,6 +41,7 @@ from meshwright.plan.run_plan import (
     Auxiliary,
     Buffer,
     Collective,
+    ContextMethod,
     ExpertLayer,
     Kind,
     Mesh,
@@ -55,15 +61,14 @@ class KindMaker:
 
     def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh) -> None:
         self._config, self._facts, self._mesh = config, facts, mesh
-        self._tp = mesh.view("tp")
+        self._tp, self._ep, self._cp = mesh.view("tp"), mesh.view("ep"), mesh.view("cp")
+        self._tp_size, self._data = mesh.size(*self._tp), mesh.view("batch") + self._cp
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._roles = {name: one.role for name, one in facts.named_parameters()}
-        self._ep = mesh.view("ep")
-        self._data = mesh.view("batch") + mesh.view("cp")
-        self._tokens = facts.tokens // mesh.size(*mesh.view("cp"))
+        self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
-        self._features = plan_features(config=config)
+        self._dtype, self._features = config.train.precision, plan_features(config=config)
         self._kinds: dict[tuple[object, ...], Kind] = {}
 
     def kinds(self) -> tuple[Kind, ...]:
@@ -79,73 +84,49 @@ class KindMaker:
             untied: whether to omit tied parameters because their targets are on the same stage.
             units: FSDP units of the kind; all other parameters belong to the root.
         """
-        own = [self._like_original(p) for p in facts.parameters if not (untied and p.tied_to is not None)]
+        own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
         names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
-        freeze = self._config.train.freeze
-        frozen = [p.frozen or any(fnmatchcase(name, one) for one in freeze) for p, name in zip(own, names, strict=True)]
+        globs = self._config.train.freeze
+        frozen = [p.frozen or any(fnmatchcase(name, one) for one in globs) for p, name in zip(own, names, strict=True)]
         trained = tuple(not one for one in frozen)
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
-        made = ((one, one.make(self._config, self._facts, facts, layer)) for one in self._features)
-        parts = {part: feature for feature, part in made if part is not None}
+        made = [(one, one.make(self._config, self._facts, facts, layer)) for one in self._features]
+        parts = tuple(part for _, part in made if part is not None)
         identity = (facts.name, facts.path, trained, untied, units, policy, *parts)
         if identity not in self._kinds:
             taken = sum(kind.described == facts.name for kind in self._kinds.values())
-            name = facts.name if not taken else f"{facts.name}.{taken + 1}"
-            parameters = tuple(
-                self._parameter(facts, p, is_trained) for p, is_trained in zip(own, trained, strict=True)
+            parameters = tuple(self._parameter(facts, p, one) for p, one in zip(own, trained, strict=True))
+            experts, collectives = self._experts(facts), tuple(self._kind_collectives(facts)) if self._tp else ()
+            changes = [
+                saved
+                for feature, part in made
+                if part is not None
+                for saved in feature.saved(facts, part, tp=self._tp_size)
+            ]
+            self._kinds[identity] = Kind(
+                name=f"{facts.name}.{taken + 1}" if taken else facts.name,
+                described=facts.name,
+                path=facts.path,
+                parameters=parameters,
+                units=_with_members(units, parameters),
+                buffers=tuple(self._buffer(facts, one) for one in facts.buffers),
+                styles=tuple(self._styles.get(facts.name, {}).items()),
+                collectives=collectives,
+                auxiliary=tuple(
+                    Auxiliary(one.name, self._cp + self._loss_axes(one), in_region=one.in_region)
+                    for one in facts.auxiliary
+                ),
+                recompute=policy,
+                compiled=self._config.train.compile and layer is not None,
+                saved=self._saved(facts, experts, collectives, changes),
+                output_elements=int(self._tokens * (facts.output / (self._tp_size if facts.output_divided else 1))),
+                experts=experts,
+                attention=self._attention(facts, policy),
+                parts=parts,
+                tied=tuple(p.name for p in facts.parameters if untied and p.tied_to is not None),
+                everywhere=facts in self._facts.every,
             )
-            tied = tuple(p.name for p in facts.parameters if untied and p.tied_to is not None)
-            kind, attention = self._kind(name, facts, parameters, units, parts, layer), self._attention(facts, policy)
-            self._kinds[identity] = replace(kind, tied=tied, recompute=policy, attention=attention)
         return self._kinds[identity]
-
-    def _like_original(self, one: ParameterFacts) -> ParameterFacts:
-        """Give a tied parameter the role of what it is tied to, or copies on two stages would diverge."""
-        return one if one.tied_to is None else replace(one, role=self._roles[one.tied_to])
-
-    def _kind(
-        self,
-        name: str,
-        facts: KindFacts,
-        parameters: tuple[Parameter, ...],
-        units: tuple[Unit, ...],
-        parts: Mapping[KindPart, PlanFeature[Any]],
-        layer: int | None,
-    ) -> Kind:
-        is_block, tp = layer is not None, self._mesh.size(*self._tp)
-        output = facts.output / (tp if facts.output_divided else 1)
-        collectives = tuple(self._kind_collectives(facts)) if self._tp else ()
-        return Kind(
-            name=name,
-            described=facts.name,
-            path=facts.path,
-            parameters=parameters,
-            units=_with_members(units, parameters),
-            buffers=tuple(self._buffer(facts, number) for number in range(len(facts.buffers))),
-            styles=tuple(self._styles.get(facts.name, {}).items()),
-            collectives=collectives,
-            auxiliary=tuple(
-                Auxiliary(one.name, self._mesh.view("cp") + self._loss_axes(one), in_region=one.in_region)
-                for one in facts.auxiliary
-            ),
-            experts=self._experts(facts),
-            parts=tuple(parts),
-            compiled=self._config.train.compile and is_block,
-            saved=saved_bytes(
-                facts,
-                self._experts(facts),
-                collectives,
-                [one for part, feature in parts.items() for one in feature.saved(facts, part, tp=tp)],
-                element_bytes=BYTES[self._config.train.precision],
-                tokens=self._tokens,
-                tp=tp,
-                ep=self._mesh.size(*self._ep),
-                stream=self.stream_part(),
-                width=prod(self._facts.edge.shape) // self._facts.tokens,
-            ),
-            output_elements=int(self._tokens * output),
-            everywhere=facts in self._facts.every,
-        )
 
     def _loss_axes(self, loss: AuxiliaryLoss) -> Atoms:
         """Return the tp axis if an auxiliary loss is partial over it."""
@@ -163,7 +144,7 @@ class KindMaker:
             layer.width,
             axes=self._ep,
             counted=self._data if layer.over_batch else (),
-            sample_counted=self._mesh.view("cp") if layer.over_sample else (),
+            sample_counted=self._cp if layer.over_sample else (),
             num_groups=layer.num_groups,
             top_groups=layer.top_groups,
             capacity=layer.capacity,
@@ -171,22 +152,19 @@ class KindMaker:
         )
 
     def _attention(self, facts: KindFacts, policy: RecomputePolicy) -> AttentionLayer | None:
-        if facts.attention is None:
+        one = facts.attention
+        if one is None:
             return None
-        config = self._config
-        return make_attention_layer(
-            facts.attention,
-            self._facts,
-            self._mesh,
-            dtype=config.train.precision,
-            packed=config.data.packing != "none",
-            recompute=policy is RecomputePolicy.FULL,
-            method=config.mesh.cp_method,
-        )
+        layer = AttentionLayer(one.module, one.mask, one.num_heads, one.num_kv_heads, one.head_dim, axes=self._cp)
+        if not self._cp:
+            return layer
+        if self._config.mesh.cp_method != "auto":
+            return replace(layer, method=ContextMethod(self._config.mesh.cp_method))
+        from meshwright.plan.context.layers import method_of  # only where cp shards tokens
 
-    def stream_part(self) -> float:
-        """Return the fraction of the stream's tokens held by a rank."""
-        return 1 / self._mesh.size(*self._tp) if self._shards_stream else 1.0
+        recompute, packed = policy is RecomputePolicy.FULL, self._config.data.packing != "none"
+        method = method_of(layer, self._facts, self._mesh, dtype=self._dtype, packed=packed, recompute=recompute)
+        return replace(layer, method=method)
 
     def _style_of(self, facts: KindFacts, name: str) -> Style | None:
         """Return the style of the module that owns a parameter or buffer."""
@@ -195,6 +173,8 @@ class KindMaker:
         return next((style for glob, style in styles.items() if fnmatchcase(module, glob)), None)
 
     def _parameter(self, facts: KindFacts, one: ParameterFacts, trained: bool) -> Parameter:
+        # A tied parameter has the role of what it is tied to, or copies on two stages would diverge.
+        role = one.role if one.tied_to is None else self._roles[one.tied_to]
         style = self._style_of(facts, one.name)
         kind = None if style is None else style.kind
         used: tuple[Shard, ...] = ()
@@ -207,14 +187,14 @@ class KindMaker:
             used = () if dim is None else (Shard(dim, self._tp),)
         if kind is StyleKind.EXPERTS:
             used = (Shard(0, self._tp),)
-        is_expert = one.role is Role.EXPERTS
+        is_expert = role is Role.EXPERTS
         if is_expert and self._ep:
             used = (Shard(0, self._ep), *used)
         data = tuple(axis for axis in self._data if not is_expert or axis not in self._ep)
         is_partial = self._has_sharded_input(kind) or (kind is StyleKind.LOCAL and not used)
         work = data + (self._tp if is_partial else ())
         stored = self._stored_dim(one, used) if is_expert else 0
-        return Parameter(one.name, one.shape, one.role.value, used, work, stored, trained=trained, key=one.tied_to)
+        return Parameter(one.name, one.shape, role.value, used, work, stored, trained=trained, key=one.tied_to)
 
     def _stored_dim(self, one: ParameterFacts, used: tuple[Shard, ...]) -> int:
         """Return the dim of experts that FSDP shards: the first one that is even, since there may be fewer experts than
@@ -229,8 +209,7 @@ class KindMaker:
         """Return whether the input of a module with replicated parameters is sharded over tp."""
         return kind is StyleKind.DIVIDED or (kind is StyleKind.STREAM and self._shards_stream)
 
-    def _buffer(self, facts: KindFacts, number: int) -> Buffer:
-        one = facts.buffers[number]
+    def _buffer(self, facts: KindFacts, one: BufferFacts) -> Buffer:
         style = self._style_of(facts, one.name)
         parts = self._tp if self._has_sharded_input(None if style is None else style.kind) else ()
         work = self._data + parts if one.updated else ()
@@ -238,97 +217,111 @@ class KindMaker:
 
     def _kind_collectives(self, facts: KindFacts) -> Iterator[Collective]:
         """Yield the collectives implied by a kind's styles, module by module."""
-        styles = self._styles.get(facts.name, {})
+        styles, stream = self._styles.get(facts.name, {}), self._facts.edge.shape[-1]
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
         for path, style in styles.items():
             if style.kind is StyleKind.REGION:
-                width = self._facts.edge.shape[-1]
-                yield from self._gather_input(width)
-                yield from self._reduce_output(width, recomputed=style.kept)
-                continue
-            if style.kind is StyleKind.GATHER:
+                yield from self._gather_input(stream)
+                yield from self._reduce_output(stream, recomputed=style.kept)
+            elif style.kind is StyleKind.GATHER:
                 inside = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.*") and len(p.shape) == 2]
-                columns = [p for p in inside if self._is(facts, p, StyleKind.COLUMN)]
+                found = [(p, self._style_of(facts, p.name)) for p in inside]
+                columns = [p for p, one in found if one is not None and one.kind is StyleKind.COLUMN]
                 if not columns:
-                    raise _style_without_matrix(
-                        facts,
-                        path,
-                        "gather() applies to modules that contain column-parallel layers",
-                        "no column-parallel layer inside",
-                    )
+                    rule = "gather() applies to modules that contain column-parallel layers"
+                    raise _style_without_matrix(facts, path, rule, "no column-parallel layer inside")
                 yield from self._gather_input(columns[0].shape[1])
-                continue
-            if style.kind is StyleKind.EXPERTS:
-                yield from self._gather_input(self._facts.edge.shape[-1])
+            elif style.kind is StyleKind.EXPERTS:
+                yield from self._gather_input(stream)
                 yield from self._gather_input(style.top_k)
-                yield from self._reduce_output(self._facts.edge.shape[-1], recomputed=style.kept)
-                continue
-            for width in (style.partial_tail, style.summed_input):
-                if width:
-                    yield from self._gather_input(width)
-            if style.reduced_output:
-                yield from self._reduce_output(style.reduced_output, recomputed=style.kept)
-            weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
-            if style.kind in SHARDED_DIM and not weights:
-                raise _style_without_matrix(
-                    facts,
-                    path,
-                    f"the style {style.kind.value} applies to modules with a weight matrix",
-                    "no weight matrix",
-                )
-            for weight in weights:
-                if style.kind is StyleKind.HEAD:
-                    yield from self._gather_input(weight.shape[1])
-                    yield self._collective("all_reduce", 1, self._reduce_dtype(), forward=LOSS_REDUCTIONS)
-                elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
-                    width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
-                    yield from self._reduce_output(width, recomputed=style.kept)
-                    if style.gathered:
-                        yield self._collective("all_gather", weight.shape[1], None, backward=1)
-                elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
-                    yield from self._gather_input(weight.shape[1])  # the head gathers its own input
-                    if style.gathered:
-                        yield self._collective("all_gather", weight.shape[0], None, forward=1, recomputed=1)
+                yield from self._reduce_output(stream, recomputed=style.kept)
+            else:
+                yield from self._matrix_collectives(facts, path, style, gathering)
 
-    def _is(self, facts: KindFacts, parameter: ParameterFacts, kind: StyleKind) -> bool:
-        style = self._style_of(facts, parameter.name)
-        return style is not None and style.kind is kind
+    def _matrix_collectives(
+        self, facts: KindFacts, path: str, style: Style, gathering: list[str]
+    ) -> Iterator[Collective]:
+        """Yield the collectives of a module with a weight matrix; `gathering` modules gather the input of others."""
+        for width in (style.partial_tail, style.summed_input):
+            if width:
+                yield from self._gather_input(width)
+        if style.reduced_output:
+            yield from self._reduce_output(style.reduced_output, recomputed=style.kept)
+        weights = [p for p in facts.parameters if fnmatchcase(p.name, f"{path}.weight") and len(p.shape) == 2]
+        if style.kind in SHARDED_DIM and not weights:
+            rule = f"the style {style.kind.value} applies to modules with a weight matrix"
+            raise _style_without_matrix(facts, path, rule, "no weight matrix")
+        for weight in weights:
+            if style.kind is StyleKind.HEAD:
+                yield from self._gather_input(weight.shape[1])
+                dtype = "float32" if self._dtype == "bfloat16" else self._dtype
+                yield self._collective("all_reduce", 1, dtype, forward=LOSS_REDUCTIONS)
+            elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
+                width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
+                yield from self._reduce_output(width, recomputed=style.kept)
+                if style.gathered:
+                    yield self._collective("all_gather", weight.shape[1], backward=1)
+            elif style.kind is StyleKind.COLUMN and not any(fnmatchcase(weight.name, f"{g}.*") for g in gathering):
+                yield from self._gather_input(weight.shape[1])  # the head gathers its own input
+                if style.gathered:
+                    yield self._collective("all_gather", weight.shape[0], forward=1, recomputed=1)
 
     def _gather_input(self, width: int) -> Iterator[Collective]:
         """Yield the collectives that gather an input from the stream."""
         if self._shards_stream:
-            yield self._collective("all_gather", width, None, forward=1, recomputed=1)
-            yield self._collective("reduce_scatter", width, None, backward=1)
+            yield self._collective("all_gather", width, forward=1, recomputed=1)
+            yield self._collective("reduce_scatter", width, backward=1)
         else:
-            yield self._collective("all_reduce", width, None, backward=1)
+            yield self._collective("all_reduce", width, backward=1)
 
     def _reduce_output(self, width: int, *, recomputed: bool) -> Iterator[Collective]:
         """Yield the collectives that reduce an output into the stream."""
-        again = int(recomputed)
+        op = "reduce_scatter" if self._shards_stream else "all_reduce"
+        yield self._collective(op, width, forward=1, recomputed=int(recomputed))
         if self._shards_stream:
-            yield self._collective("reduce_scatter", width, None, forward=1, recomputed=again)
-            yield self._collective("all_gather", width, None, backward=1)
-        else:
-            yield self._collective("all_reduce", width, None, forward=1, recomputed=again)
-
-    def _reduce_dtype(self) -> str:
-        return "float32" if self._config.train.precision == "bfloat16" else self._config.train.precision
+            yield self._collective("all_gather", width, backward=1)
 
     def _collective(
-        self, op: str, width: int, dtype: str | None, *, forward: int = 0, backward: int = 0, recomputed: int = 0
+        self, op: str, width: int, dtype: str | None = None, *, forward: int = 0, backward: int = 0, recomputed: int = 0
     ) -> Collective:
         elements = self._tokens * width
-        dtype = dtype or self._config.train.precision
-        return Collective(TENSOR, op, self._tp, elements, dtype, forward, backward, recomputed)
+        return Collective(TENSOR, op, self._tp, elements, dtype or self._dtype, forward, backward, recomputed)
+
+    def _saved(
+        self,
+        facts: KindFacts,
+        experts: ExpertLayer | None,
+        collectives: tuple[Collective, ...],
+        changes: list[Saved],
+    ) -> SavedBytes | None:
+        """Return the bytes saved for the backward per rank and sample, or None if nothing is saved; `changes` are what
+        features change about the tensors."""
+        if facts.saved == Saved():
+            return None
+        order, recalled = _dispatched(experts, self._tokens, self._mesh.size(*self._ep))
+        width = prod(self._facts.edge.shape) // self._facts.tokens
+        """Elements of the stream per token, a block's input."""
+        inputs = Saved(stream=width) + facts.recalled + order + recalled
+        kept = facts.saved if facts.kept is None else facts.kept + Saved(full=recalled.full)
+        size, tp = BYTES[self._dtype], self._tp_size
+        stream = 1 / tp if self._shards_stream else 1.0
+        """Fraction of the stream's tokens that a rank holds."""
+
+        def total(*parts: Saved) -> int:
+            sizes = (one.num_bytes(element_bytes=size, tp=tp, stream=stream) for one in parts)
+            return round(self._tokens * sum(sizes))
+
+        results = 0
+        for one in collectives:
+            elements = one.elements // tp if one.op == "reduce_scatter" else one.elements
+            results += one.forward * elements * BYTES[one.dtype]
+        return SavedBytes(total(facts.saved, order, *changes), total(inputs, kept) + results, total(inputs))
 
 
 def _style_without_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:
-    return LayoutError(
-        f"the style of {path} in kind {facts.name} has {found}",
-        where=f"Family.styles, {facts.name}, {path}",
-        rule=rule,
-        fix="use the path of such a module inside the kind, or a glob over such paths",
-    )
+    what, where = f"the style of {path} in kind {facts.name} has {found}", f"Family.styles, {facts.name}, {path}"
+    fix = "use the path of such a module inside the kind, or a glob over such paths"
+    return LayoutError(what, where=where, rule=rule, fix=fix)
 
 
 def _with_members(units: tuple[Unit, ...], parameters: tuple[Parameter, ...]) -> tuple[Unit, ...]:
@@ -346,72 +339,13 @@ def _with_members(units: tuple[Unit, ...], parameters: tuple[Parameter, ...]) ->
     return tuple(replace(unit, parameters=tuple(members[unit.name])) for unit in units)
 
 
-def largest_matrix(facts: KindFacts) -> int:
-    """Return the number of elements of a kind's largest parameter."""
-    return max((prod(parameter.shape) for parameter in facts.parameters), default=0)
-
-
-def saved_bytes(
-    facts: KindFacts,
-    experts: ExpertLayer | None,
-    collectives: tuple[Collective, ...],
-    changes: Sequence[Saved] = (),
-    *,
-    element_bytes: int,
-    tokens: int,
-    tp: int,
-    ep: int,
-    stream: float,
-    width: int,
-) -> SavedBytes | None:
-    """Return the bytes per rank and sample, or None if nothing is saved.
-
-    Args:
-        facts: the family's description.
-        experts: layer of experts of the kind.
-        collectives: collectives of the kind's operators.
-        changes: what features change about the tensors that are saved.
-        element_bytes: size of an element of the compute dtype.
-        tokens: tokens per sample in a tp group.
-        tp: size of tp.
-        ep: size of ep.
-        stream: fraction of the stream that a rank holds.
-        width: elements of the stream per token, a block's input.
-    """
-    if facts.saved == Saved():
-        return None
-    order, rows = _dispatched(experts, tokens, ep)
-    recalled = Saved(full=rows * (experts.width if experts else 0), wide_full=_weights(experts, tokens) if rows else 0)
-    returned = Saved(full=recalled.full)
-    inputs = Saved(stream=width) + facts.recalled + order + recalled
-    kept = facts.saved if facts.kept is None else facts.kept + returned
-
-    def total(*parts: Saved) -> int:
-        sizes = (one.num_bytes(element_bytes=element_bytes, tp=tp, stream=stream) for one in parts)
-        return round(tokens * sum(sizes))
-
-    results = sum(one.forward * _result_elements(one, tp) * BYTES[one.dtype] for one in collectives)
-    return SavedBytes(total(facts.saved, order, *changes), total(inputs, kept) + results, total(inputs))
-
-
-def _result_elements(one: Collective, ranks: int) -> int:
-    """Return the elements of a collective's result on a rank."""
-    return one.elements // ranks if one.op == "reduce_scatter" else one.elements
-
-
-def _weights(layer: ExpertLayer | None, tokens: int) -> float:
-    """Return the routing weights per token that a rank receives."""
-    if layer is None:
-        return 0.0
-    return float(layer.top_k) if layer.capacity is None else layer.capacity * layer.num_experts / tokens
-
-
-def _dispatched(layer: ExpertLayer | None, tokens: int, ep: int) -> tuple[Saved, float]:
-    """Return the indices of a dispatch over ep beyond those of a local one, and the rows per token that a rank
-    receives, and gets back, under a uniform load."""
+def _dispatched(layer: ExpertLayer | None, tokens: int, ep: int) -> tuple[Saved, Saved]:
+    """Return, per token, the indices of a dispatch over ep beyond those of a local one, and the rows and weights that a
+    rank receives, and gets back, under a uniform load."""
     if layer is None or not layer.axes:
-        return Saved(), 0.0
+        return Saved(), Saved()
     rows = sum(predicted_load(layer, tokens, ep).tokens) / tokens
     # Rows by token and by rank, and choices by row; slots of a capacity have a fixed order instead.
     indices = 2.0 * layer.top_k + rows + 1.0 if layer.capacity is None else 0.0
-    return Saved(fixed_bytes=8.0 * indices), rows
+    weights = float(layer.top_k) if layer.capacity is None else layer.capacity * layer.num_experts / tokens
+    return Saved(fixed_bytes=8.0 * indices), Saved(full=rows * layer.width, wide_full=weights if rows else 0)

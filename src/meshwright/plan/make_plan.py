@@ -1,25 +1,30 @@
-"""Make the run plan from a configuration: stages, kinds, FSDP units, reductions and the schedule.
+"""Make the run plan from a configuration: stages, FSDP units, reductions, and the schedule with its split of layers.
 
-All layout decisions are made here. `make_kinds` shards parameters according to the family's styles, `make_stages`
-makes stages and units, and `pipeline_table` makes the schedule.
+All layout decisions are made here and in `make_kinds`, which shards parameters according to the family's styles. These
+are pure functions of the configuration, so the launcher, ranks and plan always agree.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 from meshwright.comm.compression.catalogue import EXACT, is_lossy
 from meshwright.config.facts_for_family import model_facts, model_version
 from meshwright.config.schema import RunConfig
+from meshwright.errors import ScheduleError
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.optim.planned import planned_optimizer
-from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.split_layers import layer_ranges
-from meshwright.plan.make_kinds import KindMaker, largest_matrix
-from meshwright.plan.pipeline_table import layers_per_stage, lowered_table
+from meshwright.pipeline.generate import generate
+from meshwright.pipeline.lower import LowerOptions, lower
+from meshwright.pipeline.schedule_table import Schedule, single_stage
+from meshwright.pipeline.split_layers import balance_layers, layer_ranges
+from meshwright.pipeline.verify import verify
+from meshwright.plan.make_kinds import KindMaker
 from meshwright.plan.run_plan import (
     EXPERTS,
     FORMAT,
@@ -56,10 +61,9 @@ def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) 
 def _make_plan(config: RunConfig, version: Hashable, nodes: int | tuple[int, ...] | None) -> RunPlan:
     facts, axes, train = model_facts(config), config.mesh.axes(), config.train
     mesh, table = Mesh.of(axes, ep=config.mesh.ep, nodes=nodes), lowered_table(config)
-    kind_maker = KindMaker(config, facts, mesh)
-    maker = StageMaker(config, facts, mesh, table, kind_maker)
+    maker = _StageMaker(config, facts, mesh, table)
     stages = maker.stages()
-    kinds = kind_maker.kinds()
+    kinds = maker.kind_maker.kinds()
     shared = _shared(kinds, stages)
     data, pipelines = mesh.view("batch") + mesh.view("cp"), ("pp",) if axes.pp > 1 else ()
     return RunPlan(
@@ -122,14 +126,16 @@ def _trained_parameters(kinds: tuple[Kind, ...], axes: Atoms, gradient: Gradient
     )
 
 
-class StageMaker:
+class _StageMaker:
     """Factory that splits a model into stages."""
 
-    def __init__(
-        self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, kind_maker: KindMaker
-    ) -> None:
-        self._config, self._facts, self._mesh, self._table, self._kind_maker = config, facts, mesh, table, kind_maker
-        self.edge = self._stream()
+    def __init__(self, config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule) -> None:
+        self._config, self._facts, self._mesh, self._table = config, facts, mesh, table
+        self.kind_maker = KindMaker(config, facts, mesh)
+        axes = mesh.view("cp") + (mesh.view("tp") if config.mesh.sequence_parallel else ())
+        one = facts.edge
+        shards = () if not axes or one.sequence_dim is None else (Shard(one.sequence_dim, axes),)
+        self.edge = Edge(one.name, one.shape, config.train.precision, shards)
         """Tensor sent between stages."""
 
     def stages(self) -> tuple[Stage, ...]:
@@ -141,8 +147,8 @@ class StageMaker:
         facts, last = self._facts, self._table.num_stages - 1
         firsts, lasts = facts.first if number == 0 else (), facts.last if number == last else ()
         before = [self._end(kind, firsts, lasts, layers) for kind in firsts]
-        before += [self._kind_maker.kind(kind, None) for kind in facts.every]
-        blocks = [self._kind_maker.kind(facts.kind_of(n), n, units=self._block_units(facts.kind_of(n))) for n in layers]
+        before += [self.kind_maker.kind(kind, None) for kind in facts.every]
+        blocks = [self.kind_maker.kind(facts.kind_of(n), n, units=self._block_units(facts.kind_of(n))) for n in layers]
         after = [self._end(kind, firsts, lasts, layers) for kind in lasts]
         return Stage(
             pp_rank=self._table.stage_ranks[number],
@@ -167,12 +173,12 @@ class StageMaker:
         is_tied = untied or any(p.name in targets for p in facts.parameters)
         block = max((self._facts.kind_of(n).num_elements for n in layers), default=0)
         units: tuple[Unit, ...] = ()
-        if facts.unit and not is_tied and largest_matrix(facts) > block:
+        if facts.unit and not is_tied and max((math.prod(p.shape) for p in facts.parameters), default=0) > block:
             is_lookup = all(p.role.value == "embedding" for p in facts.parameters)
             # The backward starts with the last unit, so keep it unsharded. A lookup's backward needs no weights.
             is_last = facts in lasts
             units = (self._unit(facts.name, facts.unit, freed=None if not is_last else False, backward=not is_lookup),)
-        return self._kind_maker.kind(facts, None, untied=untied, units=units)
+        return self.kind_maker.kind(facts, None, untied=untied, units=units)
 
     def _block_units(self, facts: KindFacts) -> tuple[Unit, ...]:
         """Return the units of a block. Experts that ep shards are stored on fewer ranks, so they form a unit inside the
@@ -186,17 +192,17 @@ class StageMaker:
             experts = replace(experts, gradients=EXACT, weights=EXACT)  # nothing is sent
         return experts, block
 
-    def _unit(self, name: str, modules: tuple[str, ...], *, freed: bool | None = None, backward: bool = True) -> Unit:
+    def _unit(self, name: str, modules: tuple[str, ...], *, freed: int | None = None, backward: bool = True) -> Unit:
         comm, mesh, train = self._config.comm, self._mesh, self._config.train
         if freed is None:
-            kept = comm.secondary_shards or self._config.mesh.reshard_after_forward
+            freed = comm.secondary_shards or self._config.mesh.reshard_after_forward
         return Unit(
             name=name,
             modules=modules,
             parameters=(),
             sharded=mesh.view("fsdp"),
             replicas=mesh.view("replicas"),
-            freed=kept if freed is None else freed,
+            freed=freed,
             in_backward=backward,
             compute=train.precision,
             reduce="float32" if train.precision == "bfloat16" else train.precision,
@@ -213,12 +219,108 @@ class StageMaker:
             for parameter in kind.parameters
             if not any(parameter.name in unit.parameters for unit in kind.units)
         ]
-        unit = self._unit("root", ("",), freed=False)
-        return replace(unit, parameters=tuple(left))
+        return replace(self._unit("root", ("",), freed=False), parameters=tuple(left))
 
-    def _stream(self) -> Edge:
-        facts, axes = self._facts.edge, self._mesh.view("cp")
-        if self._config.mesh.sequence_parallel:
-            axes += self._mesh.view("tp")
-        shards = () if not axes or facts.sequence_dim is None else (Shard(facts.sequence_dim, axes),)
-        return Edge(facts.name, facts.shape, self._config.train.precision, shards)
+
+def is_table_file(schedule: str) -> bool:
+    """Return whether `pipeline.schedule` is the path of a table file rather than the name of a schedule."""
+    return "/" in schedule or schedule.endswith(".csv")
+
+
+def has_stages(config: RunConfig) -> bool:
+    """Return whether the model is split into several stages, across ranks or as chunks on one rank."""
+    return config.mesh.pp > 1 or (config.pipeline.chunks or 1) > 1
+
+
+def schedule_name(config: RunConfig) -> str:
+    """Return `pipeline.schedule` with `auto` resolved."""
+    if config.pipeline.schedule != "auto":
+        return config.pipeline.schedule
+    return "interleaved" if (config.pipeline.chunks or 1) > 1 else "1f1b"
+
+
+def compute_table(config: RunConfig) -> Schedule:
+    """Return the schedule before lowering; without pipeline parallelism, it has a single stage.
+
+    Raises:
+        ScheduleError: the schedule is unknown, or its file is invalid.
+    """
+    if not has_stages(config):
+        return single_stage(config.train.num_microbatches)
+    chosen = schedule_name(config)
+    if is_table_file(chosen):
+        return read_table(chosen)
+    return generate(
+        chosen,
+        num_stages=config.mesh.pp,
+        num_microbatches=config.train.num_microbatches,
+        num_chunks=config.pipeline.chunks,
+    )
+
+
+def read_table(path: str) -> Schedule:
+    """Read and verify a schedule from a CSV file.
+
+    Raises:
+        ScheduleError: the file can't be read, is not a schedule, or fails verification.
+    """
+    try:
+        source = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"can't read {path}: {getattr(error, 'strerror', None) or error}"
+        rule = "a schedule is a name or the path to a CSV table"
+        raise ScheduleError(what, where="pipeline.schedule", rule=rule, fix="pipeline.schedule=1f1b") from None
+    table = Schedule.from_csv(source, where=path, kind=path)
+    try:
+        verify(table)
+    except ScheduleError as error:
+        raise ScheduleError(error.what, where=f"{path}, {error.where}", rule=error.rule, fix=error.fix) from None
+    return table
+
+
+def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
+    """Return the number of layers per stage, as configured or balanced by FLOPs including the ends.
+
+    FLOPs are those of samples that are one document. Packed ones take fewer, by as much in each block with the same
+    mask, so blocks are overrated beside the ends.
+
+    Raises:
+        ScheduleError: there are more stages than layers.
+    """
+    if config.pipeline.layers_per_stage is not None and has_stages(config):
+        return config.pipeline.layers_per_stage
+    facts = model_facts(config)
+    return balance_layers(
+        [facts.kind_of(layer).flops for layer in range(facts.num_layers)],
+        compute_table(config).num_stages,
+        before=sum(kind.flops for kind in facts.first),
+        after=sum(kind.flops for kind in facts.last),
+        allow_empty=config.pipeline.allow_empty_stages,
+    )
+
+
+def lowered_table(config: RunConfig) -> Schedule:
+    """Return the lowered schedule that a run executes."""
+    table, mesh = compute_table(config), config.mesh
+    reduces = mesh.axes().num_ranks() > mesh.pp or config.train.precision == "bfloat16"
+    options = LowerOptions(
+        release=config.pipeline.release,
+        reduces=reduces,
+        keeps_unsharded=reduces and has_stages(config) and not mesh.reshard_after_forward,
+        shared=_shared_stages(config, table.num_stages),
+    )
+    lowered = lower(table, options)
+    verify(lowered, shared=options.shared)
+    return lowered
+
+
+def _shared_stages(config: RunConfig, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of stages that share parameters: all stages if the family has ends on every stage, and the
+    first and last if parameters are tied."""
+    if num_stages == 1:
+        return ()
+    facts = model_facts(config)
+    groups = {tuple(range(num_stages))} if any(kind.parameters for kind in facts.every) else set()
+    if any(parameter.tied_to for kind in facts.last for parameter in kind.parameters):
+        groups.add((0, num_stages - 1))
+    return tuple(sorted(groups))

@@ -12,18 +12,20 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
-from meshwright.plan.context.exchange import Exchange, make_exchange
-from meshwright.plan.context.layers import attention_dims, batch_shards
-from meshwright.plan.context.method import AttentionDims
-from meshwright.plan.run_plan import BYTES, ContextMethod, Kind, Parameter, RunPlan, SavedBytes, Stage
+from meshwright.plan.run_plan import BYTES, ContextMethod, Kind, RunPlan, SavedBytes, Stage
 from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
 from meshwright.plan.traffic import two_stage_peers
 from meshwright.units import MIB
+
+if TYPE_CHECKING:
+    from meshwright.plan.context.exchange import Exchange
+    from meshwright.plan.context.method import AttentionDims
 
 LIBRARIES = 325 * MIB
 """Memory of a rank on the CPU without its tensors: Python, PyTorch 2.13 (CPU build), and figures that rank 0 draws."""
@@ -87,7 +89,8 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
             stored += math.prod(local)
             if parameter.trained:
                 trained += math.prod(local)
-                state += _state_bytes(plan, parameter, local)
+                states = (one for one in plan.optimizer.update_of(parameter.role).states if one.dims != ())
+                state += sum(math.prod(one.local_shape(local)) * BYTES[one.dtype] for one in states)
     saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
     kept = sum(feature.weight_bytes(plan, stage) for feature in plan_features(plan=plan) for stage in stages)
     return MemoryEstimate(
@@ -98,15 +101,6 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
         errors=feedback_bytes(plan, rank),
-    )
-
-
-def _state_bytes(plan: RunPlan, parameter: Parameter, local: tuple[int, ...]) -> int:
-    """Return the bytes of the optimizer's states for a shard of this shape, without scalars."""
-    return sum(
-        math.prod(one.local_shape(local)) * BYTES[one.dtype]
-        for one in plan.optimizer.update_of(parameter.role).states
-        if one.dims != ()
     )
 
 
@@ -152,8 +146,7 @@ def _ends(plan: RunPlan) -> int:
 def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     """Return the sizes in bytes per micro-batch on a stage: activations saved for the backward, and the output with its
     gradient."""
-    compute, samples = BYTES[stage.root.compute], plan.batch.samples
-    edge = plan.edge
+    compute, samples, edge = BYTES[stage.root.compute], plan.batch.samples, plan.edge
     stream = math.prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
     kept = recompute = 0
     for kind, _ in plan.held(stage):
@@ -189,14 +182,10 @@ def _unit_bytes(plan: RunPlan, rank: int, sizes: UnitSizes) -> int:
     line, num_replicas = plan.mesh.line(rank, sizes.unit.sharded), plan.mesh.size(*sizes.unit.replicas)
     far, total = two_stage_peers(plan.mesh, rank, line)[1], 0
     if len(line) > 1:
-        total += (len(far) + 1 if far else len(line)) * _error_bytes(sizes.num_trained)
+        total += (len(far) + 1 if far else len(line)) * ERROR_CODEC.encoded_bytes(sizes.num_trained)
     if num_replicas > 1:  # one per shard sent, and one for the sum of the local shard
-        total += (num_replicas + 1) * _error_bytes(-(-sizes.num_trained // num_replicas))
+        total += (num_replicas + 1) * ERROR_CODEC.encoded_bytes(-(-sizes.num_trained // num_replicas))
     return total
-
-
-def _error_bytes(num_elements: int) -> int:
-    return ERROR_CODEC.encoded_bytes(num_elements)
 
 
 MERGE_ROWS = 7
@@ -211,6 +200,9 @@ def kept_by_context(plan: RunPlan, kind: Kind) -> SavedBytes:
     layer = kind.attention
     if layer is None or not layer.axes:
         return SavedBytes(0, 0, 0)
+    from meshwright.plan.context.exchange import make_exchange  # only where cp shards tokens
+    from meshwright.plan.context.layers import attention_dims, batch_shards
+
     dims = attention_dims(layer, plan.mesh, plan.edge.dtype)
     if layer.method is ContextMethod.HEADS:
         # The output of all tokens for some heads, and what it becomes: that of some tokens for all heads. Selective

@@ -20,14 +20,15 @@ from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import balance_layers
 from meshwright.plan.compare import differences, hashes
-from meshwright.plan.make_plan import make_plan
-from meshwright.plan.pipeline_table import compute_table, has_stages, is_table_file, read_table, schedule_name
+from meshwright.plan.make_plan import compute_table, has_stages, is_table_file, make_plan, read_table, schedule_name
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import REGENERATE_FIX, from_json
 from meshwright.plan.verify import verify
 from meshwright.settings.violation import Fix, Violation, format_value
 from meshwright.units import counted
 
+SCHEDULE, LAYERS, MICROBATCHES = "pipeline.schedule", "pipeline.layers_per_stage", "train.num_microbatches"
+NO_EMPTY_STAGE = "every stage has a layer, unless empty stages are allowed"
 RUNS_EAGERLY = "a recomputed block with auxiliary losses or step buffers can't be compiled"
 
 
@@ -44,182 +45,118 @@ def violations(config: RunConfig, num_ranks: int | None) -> Iterator[Violation]:
 
 
 def _pipeline(config: RunConfig) -> Iterator[Violation]:
-    if not has_stages(config):
-        yield from _single_stage(config)
-        return
+    name, pp = schedule_name(config), config.mesh.pp
+    meant = value_named(SCHEDULE, name)  # an unknown name in another spelling or framework
+    own: list[Fix] = [{SCHEDULE: meant}] if meant not in (None, name) else []
     try:
-        table = compute_table(config)
+        if has_stages(config):
+            table = compute_table(config)
+        else:  # a single stage ignores its schedule, but it exists, so that a run can resume on fewer ranks
+            read_table(name) if is_table_file(name) else schedule_kind(name)
     except ScheduleError as error:
-        if is_table_file(schedule_name(config)):
+        if is_table_file(name):
             raise
-        meant = _schedule_meant(schedule_name(config))
-        many: list[Fix] = [{**fix, "train.num_microbatches": 2 * config.mesh.pp} for fix in meant]
-        fixes = [*meant, *many, *_other_schedules(config)]
-        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, fixes)
+        fixes: list[Fix] = [*own, {SCHEDULE: "auto"}]
+        if has_stages(config):
+            fixes = [*own, *({**fix, MICROBATCHES: 2 * pp} for fix in own), *_other_schedules(config)]
+        yield Violation(LayoutError, error.what, SCHEDULE, error.rule, fixes)
+        if has_stages(config):
+            return
+    if has_stages(config):
+        yield from _table_file(config, table)
+        yield from _layers(config, table)
+        yield from _split_backward(config, table)
+    elif (layers := config.pipeline.layers_per_stage) is not None and len(layers) > 1:
+        what = f"{LAYERS} = {format_value(layers)}, but the model has one stage"
+        fixes = [{"pipeline.chunks": len(layers)}, {LAYERS: None}]
+        yield Violation(LayoutError, what, LAYERS, "layers are split over mesh.pp × pipeline.chunks stages", fixes)
+
+
+def _other_schedules(config: RunConfig) -> list[Fix]:
+    without_chunks: Fix = {"pipeline.chunks": None} if config.pipeline.chunks else {}
+    fixes = [without_chunks, {MICROBATCHES: 2 * config.mesh.pp}, {SCHEDULE: "1f1b", **without_chunks}]
+    return fixes if without_chunks else fixes[1:]
+
+
+def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
+    """Check that a table file matches the run's number of ranks and micro-batches."""
+    has, number = f"{table.kind} is a schedule for ", table.num_microbatches
+    if table.num_ranks != config.mesh.pp:
+        what = f"{has}{counted(table.num_ranks, 'rank')}, but mesh.pp = {config.mesh.pp}"
+        fixes: list[Fix] = [{"mesh.pp": table.num_ranks}, {SCHEDULE: "1f1b"}]
+        yield Violation(LayoutError, what, SCHEDULE, "a table has one line per pipeline rank", fixes)
+    if number != config.train.num_microbatches:
+        what = f"{has}{counted(number, 'micro-batch')}, but {MICROBATCHES} = {config.train.num_microbatches}"
+        fixes = [{MICROBATCHES: number}, {SCHEDULE: "1f1b"}]
+        yield Violation(LayoutError, what, SCHEDULE, "the number of micro-batches must match the table's", fixes)
+
+
+def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
+    """Check the layers of stages: every stage has one, unless empty stages are allowed."""
+    per_stage, stages, layers = config.pipeline.layers_per_stage, table.num_stages, model_facts(config).num_layers
+    allowed, pp = config.pipeline.allow_empty_stages, config.mesh.pp
+    empty_allowed: Fix = {"pipeline.allow_empty_stages": True}
+    if per_stage is None:
+        if stages > layers and not allowed:
+            fewer: list[Fix] = [{"pipeline.chunks": layers // pp}] if config.pipeline.chunks and layers >= pp else []
+            fewer += [{"mesh.pp": pp * layers // stages}] if pp * layers >= stages else []
+            what = f"{counted(stages, 'stage')} for model.num_layers = {counted(layers, 'layer')}"
+            fixes = [*fewer, empty_allowed, {"model.num_layers": stages}]
+            yield Violation(LayoutError, what, "pipeline.chunks" if pp == 1 else "mesh.pp", NO_EMPTY_STAGE, fixes)
         return
-    yield from _table_file(config, table)
-    yield from _layers(config, table)
-    yield from _split_backward(config, table)
+    fits = balance_layers([1.0] * layers, stages, allow_empty=allowed or stages > layers)
+    fixes = [{LAYERS: fits}, {LAYERS: None}]
+    what = f"{LAYERS} = {format_value(per_stage)}"
+    if len(per_stage) != stages:
+        what += f" has {counted(len(per_stage), 'entry')} for {counted(stages, 'stage')}"
+        rule = "there must be one entry per stage (mesh.pp × chunks), in order"
+        yield Violation(LayoutError, what, LAYERS, rule, fixes)
+    elif sum(per_stage) != layers or min(per_stage) < 0:
+        what += f" has {counted(sum(per_stage), 'layer')} for model.num_layers = {layers}"
+        fixes += [{"model.num_layers": sum(per_stage)}] if min(per_stage) >= 0 else []
+        yield Violation(LayoutError, what, LAYERS, "the numbers of layers must add up to model.num_layers", fixes)
+    elif min(per_stage) == 0 and not allowed:
+        what += f" leaves stage {per_stage.index(0)} without layers"
+        yield Violation(LayoutError, what, LAYERS, NO_EMPTY_STAGE, [empty_allowed, *fixes])
 
 
 def _split_backward(config: RunConfig, table: Schedule) -> Iterator[Violation]:
     """Check that the gradients of all matrices can be deferred if the schedule splits the backward."""
     if not table.splits_backward:
         return
+    name, others = schedule_name(config), _other_schedules(config)[-1:]
     if undeferred := model_facts(config).undeferred:
-        yield Violation(
-            LayoutError,
-            f"{schedule_name(config)} splits the backward, but the gradient of {undeferred} can't be deferred",
-            "pipeline.schedule",
-            "a split backward needs layers that can defer the gradients of their matrices: linear layers, embeddings",
-            _other_schedules(config)[-1:],
-        )
+        what = f"{name} splits the backward, but the gradient of {undeferred} can't be deferred"
+        rule = "a split backward needs layers that can defer the gradients of their matrices: linear layers, embeddings"
+        yield Violation(LayoutError, what, SCHEDULE, rule, others)
     if config.train.compile:
-        yield Violation(
-            ConfigError,
-            f"train.compile with {schedule_name(config)}, which splits the backward",
-            "train.compile",
-            "a compiled block can't defer the gradients of its weights",
-            [{"train.compile": False}, *_other_schedules(config)[-1:]],
-        )
+        rule = "a compiled block can't defer the gradients of its weights"
+        fixes = [{"train.compile": False}, *others]
+        what = f"train.compile with {name}, which splits the backward"
+        yield Violation(ConfigError, what, "train.compile", rule, fixes)
     for feature in plan_features(config=config):
-        yield from feature.split_backward_rules(config, schedule_name(config), _other_schedules(config)[-1:])
+        yield from feature.split_backward_rules(config, name, others)
 
 
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
     """Reject compilation of recomputed blocks with step handles: these are recorded outside the graph, so the block
     would silently run in eager mode."""
-    if not config.train.compile:
-        return
-    for layer, kind in enumerate(model_facts(config).layers):
+    blocks = config.recompute.blocks
+    for layer, kind in enumerate(model_facts(config).layers if config.train.compile else ()):
         policy = policy_of(config.recompute, layer)
         if policy != RecomputePolicy.NONE and (handles := step_handles(config, kind)):
-            blocks = config.recompute.blocks
-            what = f"layer {layer} recomputed under the policy {policy}" if blocks else f"recompute.policy = {policy}"
-            yield Violation(
-                ConfigError,
-                f"train.compile with {what}, but {kind} has {handles[0]}",
-                "train.compile",
-                RUNS_EAGERLY,
-                [
-                    {"recompute.policy": "none", **({"recompute.blocks": ()} if blocks else {})},
-                    {"train.compile": False},
-                ],
-            )
+            has = f"layer {layer} recomputed under the policy {policy}" if blocks else f"recompute.policy = {policy}"
+            what = f"train.compile with {has}, but {kind} has {handles[0]}"
+            off: Fix = {"recompute.policy": "none", **({"recompute.blocks": ()} if blocks else {})}
+            yield Violation(ConfigError, what, "train.compile", RUNS_EAGERLY, [off, {"train.compile": False}])
             return
 
 
 def step_handles(config: RunConfig, kind: str) -> list[str]:
     """Return the auxiliary losses and step buffers in blocks of this kind."""
-    found = (one for one in model_facts(config).kinds if one.name == kind)
-    return [
-        name
-        for one in found
-        for name in (*(loss.name for loss in one.auxiliary), *(buffer.name for buffer in one.buffers if buffer.updated))
-    ]
-
-
-def _single_stage(config: RunConfig) -> Iterator[Violation]:
-    """Check that the schedule exists. A single stage ignores it, but accepts it so a run can resume on fewer ranks."""
-    chosen = schedule_name(config)
-    try:
-        read_table(chosen) if is_table_file(chosen) else schedule_kind(chosen)
-    except ScheduleError as error:
-        if is_table_file(chosen):
-            raise
-        fixes = [*_schedule_meant(chosen), {"pipeline.schedule": "auto"}]
-        yield Violation(LayoutError, error.what, "pipeline.schedule", error.rule, fixes)
-    layers_per_stage = config.pipeline.layers_per_stage
-    if layers_per_stage is not None and len(layers_per_stage) > 1:
-        yield Violation(
-            LayoutError,
-            f"pipeline.layers_per_stage = {format_value(layers_per_stage)}, but the model has one stage",
-            "pipeline.layers_per_stage",
-            "layers are split over mesh.pp × pipeline.chunks stages",
-            [{"pipeline.chunks": len(layers_per_stage)}, {"pipeline.layers_per_stage": None}],
-        )
-
-
-def _schedule_meant(name: str) -> list[Fix]:
-    """Return the schedule that an unknown name means in another spelling or framework."""
-    own = value_named("pipeline.schedule", name)
-    return [{"pipeline.schedule": own}] if own not in (None, name) else []
-
-
-def _other_schedules(config: RunConfig) -> list[Fix]:
-    without_chunks: Fix = {"pipeline.chunks": None} if config.pipeline.chunks else {}
-    return [
-        *([without_chunks] if without_chunks else []),
-        {"train.num_microbatches": 2 * config.mesh.pp},
-        {"pipeline.schedule": "1f1b", **without_chunks},
-    ]
-
-
-def _table_file(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    """Check that a table file matches the run's number of ranks and micro-batches."""
-    if table.num_ranks != config.mesh.pp:
-        yield Violation(
-            LayoutError,
-            f"{table.kind} is a schedule for {counted(table.num_ranks, 'rank')}, but mesh.pp = {config.mesh.pp}",
-            "pipeline.schedule",
-            "a table has one line per pipeline rank",
-            [{"mesh.pp": table.num_ranks}, {"pipeline.schedule": "1f1b"}],
-        )
-    if table.num_microbatches != config.train.num_microbatches:
-        yield Violation(
-            LayoutError,
-            f"{table.kind} is a schedule for {counted(table.num_microbatches, 'micro-batch')}, but "
-            f"train.num_microbatches = {config.train.num_microbatches}",
-            "pipeline.schedule",
-            "the number of micro-batches must match the table's",
-            [{"train.num_microbatches": table.num_microbatches}, {"pipeline.schedule": "1f1b"}],
-        )
-
-
-def _layers(config: RunConfig, table: Schedule) -> Iterator[Violation]:
-    layers_per_stage = config.pipeline.layers_per_stage
-    stages, layers = table.num_stages, model_facts(config).num_layers
-    allowed = config.pipeline.allow_empty_stages
-    if stages > layers and not allowed and layers_per_stage is None:
-        pp = config.mesh.pp
-        fewer: list[Fix] = [{"pipeline.chunks": layers // pp}] if config.pipeline.chunks and layers >= pp else []
-        fewer += [{"mesh.pp": pp * layers // stages}] if pp * layers >= stages else []
-        yield Violation(
-            LayoutError,
-            f"{counted(stages, 'stage')} for model.num_layers = {counted(layers, 'layer')}",
-            "pipeline.chunks" if pp == 1 else "mesh.pp",
-            "every stage has a layer, unless empty stages are allowed",
-            [*fewer, {"pipeline.allow_empty_stages": True}, {"model.num_layers": stages}],
-        )
-    if layers_per_stage is None:
-        return
-    fits = balance_layers([1.0] * layers, stages, allow_empty=allowed or stages > layers)
-    fixes: list[Fix] = [{"pipeline.layers_per_stage": fits}, {"pipeline.layers_per_stage": None}]
-    what = f"pipeline.layers_per_stage = {format_value(layers_per_stage)}"
-    if len(layers_per_stage) != stages:
-        yield Violation(
-            LayoutError,
-            f"{what} has {counted(len(layers_per_stage), 'entry')} for {counted(stages, 'stage')}",
-            "pipeline.layers_per_stage",
-            "there must be one entry per stage (mesh.pp × chunks), in order",
-            fixes,
-        )
-    elif sum(layers_per_stage) != layers or min(layers_per_stage) < 0:
-        yield Violation(
-            LayoutError,
-            f"{what} has {counted(sum(layers_per_stage), 'layer')} for model.num_layers = {layers}",
-            "pipeline.layers_per_stage",
-            "the numbers of layers must add up to model.num_layers",
-            [*fixes, {"model.num_layers": sum(layers_per_stage)}] if min(layers_per_stage) >= 0 else fixes,
-        )
-    elif min(layers_per_stage) == 0 and not allowed:
-        yield Violation(
-            LayoutError,
-            f"{what} leaves stage {layers_per_stage.index(0)} without layers",
-            "pipeline.layers_per_stage",
-            "every stage has a layer, unless empty stages are allowed",
-            [{"pipeline.allow_empty_stages": True}, *fixes],
-        )
+    found = [one for one in model_facts(config).kinds if one.name == kind]
+    losses = [loss.name for one in found for loss in one.auxiliary]
+    return losses + [buffer.name for one in found for buffer in one.buffers if buffer.updated]
 
 
 def load(
@@ -252,12 +189,9 @@ def read_plan(path: Path, *, where: str = "command line, --plan") -> RunPlan:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"can't read {path}: {getattr(error, 'strerror', None) or error}",
-            where=where,
-            rule="a plan is a file written by meshwright plan",
-            fix=f"meshwright plan, with the words of this command and -o {path}",
-        ) from None
+        what = f"can't read {path}: {getattr(error, 'strerror', None) or error}"
+        fix = f"meshwright plan, with the words of this command and -o {path}"
+        raise InputError(what, where=where, rule="a plan is a file written by meshwright plan", fix=fix) from None
     return from_json(text, where=str(path))
 
 
@@ -323,9 +257,5 @@ def _settings(plan: RunPlan, made: RunPlan, config: RunConfig) -> list[str]:
 
 
 def _mismatch(what: str, rule: str, where: str, settings: str = "") -> ConfigError:
-    return ConfigError(
-        what,
-        where=where,
-        rule=rule,
-        fix=f"{settings or 'the preset and overrides of the plan'}, or {REGENERATE_FIX}",
-    )
+    fix = f"{settings or 'the preset and overrides of the plan'}, or {REGENERATE_FIX}"
+    return ConfigError(what, where=where, rule=rule, fix=fix)

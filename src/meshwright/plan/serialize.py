@@ -47,8 +47,9 @@ def encode(value: Any) -> Any:
             "actions": [" ".join(map(str, row)) for row in value.actions],
         }
     if isinstance(value, Kind):
-        values = {field.name: encode(getattr(value, field.name)) for field in fields(value) if field.name != "parts"}
-        return values | dict.fromkeys(PART_NAMES) | {part.feature: encode(part) for part in value.parts}
+        parts = dict.fromkeys(PART_NAMES) | {part.feature: encode(part) for part in value.parts}
+        names = [name for field in fields(value) for name in (PART_NAMES if field.name == "parts" else (field.name,))]
+        return {name: parts[name] if name in parts else encode(getattr(value, name)) for name in names}
     if is_dataclass(value):
         return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
@@ -91,19 +92,12 @@ def from_json(text: str, *, where: str) -> RunPlan:
             f"not a plan: {error}", where=where, rule="a plan is a JSON file", fix=REGENERATE_FIX
         ) from None
     if not isinstance(found, dict) or "format" not in found:
-        raise ConfigError(
-            "not a plan",
-            where=where,
-            rule=f"a plan is a JSON object with a field format = {FORMAT}",
-            fix=REGENERATE_FIX,
-        )
+        rule = f"a plan is a JSON object with a field format = {FORMAT}"
+        raise ConfigError("not a plan", where=where, rule=rule, fix=REGENERATE_FIX)
     if type(found["format"]) is not int or found["format"] != FORMAT:
-        raise ConfigError(
-            f"a plan of format {json.dumps(found['format'])}",
-            where=f"{where}, format",
-            rule=f"this version of Meshwright reads plans of format {FORMAT}",
-            fix=f"{REGENERATE_FIX}, in this version",
-        )
+        what = f"a plan of format {json.dumps(found['format'])}"
+        rule = f"this version of Meshwright reads plans of format {FORMAT}"
+        raise ConfigError(what, where=f"{where}, format", rule=rule, fix=f"{REGENERATE_FIX}, in this version")
     return _Reader(where).read(RunPlan, found, "")
 
 
@@ -162,10 +156,11 @@ class _Reader:
         return {name: self._read(hint, value[name], _join(path, name)) for name, hint in hints.items()}
 
     def _kind(self, value: dict[str, Any], path: str) -> Kind:
-        hints = {name: hint for name, hint in _hints(Kind).items() if name != "parts"}
-        found = self._fields({**hints, **{name: one | None for name, one in part_types().items()}}, value, path)
-        parts = tuple(part for name in PART_NAMES if (part := found.pop(name)) is not None)
-        return Kind(**found, parts=parts)
+        parts = {name: one | None for name, one in part_types().items()}
+        each = (parts if name == "parts" else {name: hint} for name, hint in _hints(Kind).items())
+        found = self._fields({name: hint for one in each for name, hint in one.items()}, value, path)
+        own = tuple(part for name in PART_NAMES if (part := found.pop(name)) is not None)
+        return Kind(**found, parts=own)
 
     def _tuple(self, kinds: tuple[Any, ...], value: list[Any], path: str) -> tuple[Any, ...]:
         if kinds[-1] is Ellipsis:

@@ -24,6 +24,11 @@ from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_b
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
 from meshwright.pipeline.split_layers import stage_groups
+<<<<<<< HEAD
+=======
+from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
+from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes
+>>>>>>> 090e66f8 (Plans: kinds are made by one method, and the checks of attention, experts, batch and loss stand together; context parallelism is imported where it is on)
 from meshwright.plan.run_plan import BYTES, Atoms, Mesh, RunPlan, Stage, StepSum
 from meshwright.plan.stage_sizes import COUNT_BYTES, LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
 
@@ -71,7 +76,11 @@ def _context(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
     for name, layers in Counter(stage.kinds).items():
         kind = plan.kind(name)
         if kind.attention is not None and kind.attention.axes:
+<<<<<<< HEAD
             from meshwright.plan.context.layers import sent_by_attention
+=======
+            from meshwright.plan.context.layers import sent_by_attention  # only where cp shards tokens
+>>>>>>> 090e66f8 (Plans: kinds are made by one method, and the checks of attention, experts, batch and loss stand together; context parallelism is imported where it is on)
 
             for peer, num_bytes in sent_by_attention(plan, rank, kind):
                 yield Message(Purpose.CONTEXT, (peer,), layers * plan.batch.num_microbatches * num_bytes)
@@ -289,8 +298,8 @@ def count_gathers(actions: Iterable[Action], units: Sequence[UnitSizes]) -> list
             fsdp.backward()
         elif action.kind is ActionKind.UNSHARD:
             fsdp.unshard_all()
-        elif action.kind is ActionKind.REDUCE:
-            fsdp.reshard_all()
+        elif action.kind is ActionKind.REDUCE:  # reshard all units after the stage's last backward
+            fsdp.states = [_State.SHARDED for _ in units]
     return fsdp.counts
 
 
@@ -299,7 +308,7 @@ class _FsdpState:
 
     def __init__(self, units: Sequence[UnitSizes]) -> None:
         self._units = units
-        self._states = [_State.SHARDED for _ in units]
+        self.states = [_State.SHARDED for _ in units]
         self._stays_unsharded = False
         self._order: list[int] = []
         """Units in the order their forwards ended during this step."""
@@ -312,7 +321,7 @@ class _FsdpState:
             self._gather(i, _State.UNSHARDED)
             if unit.is_freed:
                 is_kept = unit.unit.num_secondary() is not None
-                self._states[i] = _State.SECONDARY if is_kept else _State.SHARDED
+                self.states[i] = _State.SECONDARY if is_kept else _State.SHARDED
             self._positions[i].append(len(self._order))
             self._order.append(i)
 
@@ -333,28 +342,24 @@ class _FsdpState:
         for i in range(len(self._units)):
             self._gather(i, _State.UNSHARDED)
 
-    def reshard_all(self) -> None:
-        """Reshard all units after the stage's last backward."""
-        self._states = [_State.SHARDED for _ in self._units]
-
     def _gather(self, i: int, into: _State) -> None:
-        if self._states[i] is _State.SHARDED:
+        if self.states[i] is _State.SHARDED:
             self.counts[i].among_all += 1
-        elif self._states[i] is _State.SECONDARY:
+        elif self.states[i] is _State.SECONDARY:
             self.counts[i].among_secondary += 1
-        self._states[i] = into
+        self.states[i] = into
 
     def _prefetch(self, i: int) -> None:
         position = self._positions[i].pop() if self._positions[i] else 0
         ahead = self._order[position - 1] if position > 0 else None
         if ahead is None or not self._units[ahead].unit.in_backward:
             return
-        if self._states[ahead] in (_State.SHARDED, _State.SECONDARY):
+        if self.states[ahead] in (_State.SHARDED, _State.SECONDARY):
             self._gather(ahead, _State.PREFETCHED)
 
     def _free(self, i: int) -> None:
-        if self._states[i] in (_State.UNSHARDED, _State.SECONDARY) and not self._stays_unsharded:
-            self._states[i] = _State.SHARDED
+        if self.states[i] in (_State.UNSHARDED, _State.SECONDARY) and not self._stays_unsharded:
+            self.states[i] = _State.SHARDED
 
 
 @dataclass(frozen=True)
@@ -424,8 +429,7 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
     num_ranks = plan.mesh.num_ranks()
     firsts = range(0, num_ranks, num_ranks // plan.mesh.size("pp"))
     candidates = [one for first in firsts for one in _busiest(plan, first)] if rank is None else [rank]
-    found = [_rank_traffic(plan, candidate) for candidate in candidates]
-    return max(found, key=lambda traffic: traffic.sent().total())
+    return max((_rank_traffic(plan, one) for one in candidates), key=lambda traffic: traffic.sent().total())
 
 
 def _busiest(plan: RunPlan, first: int) -> set[int]:
@@ -440,16 +444,12 @@ def _busiest(plan: RunPlan, first: int) -> set[int]:
 
 
 def _rank_traffic(plan: RunPlan, rank: int) -> Traffic:
-    sent, exact = (_by_purpose(plan, rank, messages(plan, rank, exact=exact)) for exact in (False, True))
-    entries = (TrafficEntry(purpose, sent[purpose], exact[purpose]) for purpose in sent)
+    totals: dict[bool, dict[str, LinkBytes]] = {exact: dict.fromkeys(Purpose, LinkBytes()) for exact in (False, True)}
+    for exact, found in totals.items():
+        for one in messages(plan, rank, exact=exact):
+            found[one.purpose] = found.get(one.purpose, LinkBytes()) + by_link(plan, rank, one)
+    entries = (TrafficEntry(purpose, sent, totals[True][purpose]) for purpose, sent in totals[False].items())
     return Traffic(rank, tuple(entry for entry in entries if entry.sent.total()))
-
-
-def _by_purpose(plan: RunPlan, rank: int, found: Iterable[Message]) -> dict[str, LinkBytes]:
-    totals: dict[str, LinkBytes] = dict.fromkeys(Purpose, LinkBytes())
-    for message in found:
-        totals[message.purpose] = totals.get(message.purpose, LinkBytes()) + by_link(plan, rank, message)
-    return totals
 
 
 def by_link(plan: RunPlan, rank: int, message: Message) -> LinkBytes:

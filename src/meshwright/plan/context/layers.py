@@ -16,7 +16,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from meshwright.errors import ConfigError
-from meshwright.models.contract.model_facts import AttentionFacts, ModelFacts
+from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.attention.mask_spec import Documents, Interval, MaskSpec
 from meshwright.nn.attention.token_layout import Shard
 from meshwright.plan.context.exchange import Intervals, SampleMask, count, make_exchange, union
@@ -24,31 +24,22 @@ from meshwright.plan.context.method import AttentionDims, ContextChoice, choose
 from meshwright.plan.run_plan import BYTES, AttentionLayer, ContextMethod, Kind, Mesh, RunPlan
 
 
-def make_attention_layer(
-    facts: AttentionFacts, model: ModelFacts, mesh: Mesh, *, dtype: str, packed: bool, recompute: bool, method: str
-) -> AttentionLayer:
-    """Return the plan's entry for a block's attention.
+def method_of(
+    layer: AttentionLayer, model: ModelFacts, mesh: Mesh, *, dtype: str, packed: bool, recompute: bool
+) -> ContextMethod:
+    """Return the method that `mesh.cp_method = auto` stands for in a layer.
 
     Args:
-        facts: the family's description of the layer.
+        layer: the layer, without a method.
         model: the family's description of the model.
         mesh: the plan's mesh.
         dtype: dtype of activations.
         packed: whether samples are packed documents.
         recompute: whether the backward repeats the forward, with what it sends.
-        method: name of a `ContextMethod`, or `auto` for the one that `choose` takes.
     """
-    layer = AttentionLayer(
-        facts.module, facts.mask, facts.num_heads, facts.num_kv_heads, facts.head_dim, axes=mesh.view("cp")
-    )
-    if not layer.axes:
-        return layer
-    if method != "auto":
-        return replace(layer, method=ContextMethod(method))
     masks = [kind.attention.mask for kind in map(model.kind_of, range(model.num_layers)) if kind.attention is not None]
     shards = context_shards(masks, model.tokens, mesh.size(*layer.axes))
-    dims = attention_dims(layer, mesh, dtype)
-    return replace(layer, method=_choose(layer.mask, shards, model.tokens, dims, recompute, packed).method)
+    return _choose(layer.mask, shards, model.tokens, attention_dims(layer, mesh, dtype), recompute, packed).method
 
 
 def _choose(
@@ -71,7 +62,8 @@ def explain_method(plan: RunPlan, kind: Kind) -> str:
 
 def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...]:
     """Return the tokens of each context-parallel rank of a micro-batch."""
-    return context_shards(_masks(plan, documents), plan.batch.tokens, plan.mesh.size(*plan.mesh.view("cp")))
+    masks = [replace(layer.mask, documents=documents) for layer in _layers(plan)]
+    return context_shards(masks, plan.batch.tokens, plan.mesh.size(*plan.mesh.view("cp")))
 
 
 def imbalance_of_ranks(plan: RunPlan) -> float:
@@ -84,11 +76,6 @@ def imbalance_of_ranks(plan: RunPlan) -> float:
     excess = imbalance(rings, batch_shards(plan, None), plan.batch.tokens) - 1.0
     total = sum(layer.mask.num_pairs(plan.batch.tokens) for layer in layers)
     return 1.0 + excess * sum(mask.num_pairs(plan.batch.tokens) for mask in rings) / total
-
-
-def _masks(plan: RunPlan, documents: Documents | None) -> list[MaskSpec]:
-    """Return the masks of all layers."""
-    return [replace(layer.mask, documents=documents) for layer in _layers(plan)]
 
 
 def _layers(plan: RunPlan) -> list[AttentionLayer]:

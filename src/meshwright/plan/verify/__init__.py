@@ -9,7 +9,7 @@ from styles; sums come from units, step sums and groups of shared parameters. Th
 Checks run from simple to subtle. They work per kind and stage, so their cost does not depend on the mesh size. `prove`
 checks the actual modules, which this package does not see.
 
-Here are the checks of the mesh, of the batch and its loss, and of experts; the others have files of their own.
+Here are the checks of the mesh, of attention and experts, and of the batch and its loss.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshwright.features.registry import plan_features
-from meshwright.plan.run_plan import FORMAT, ExpertLayer, Kind, Mesh, RunPlan, Shard
-from meshwright.plan.verify.attention import attention_faults
+from meshwright.plan.run_plan import (
+    FORMAT,
+    Atoms,
+    AttentionLayer,
+    ContextMethod,
+    ExpertLayer,
+    Kind,
+    Mesh,
+    RunPlan,
+    Shard,
+)
 from meshwright.plan.verify.fsdp_units import shared_faults, sum_faults, unit_faults
 from meshwright.plan.verify.kinds import kind_faults
 from meshwright.plan.verify.names import Fault, format_count, join_names, merge_faults, name_faults, qualified_name
@@ -42,12 +51,10 @@ def mesh_faults(plan: RunPlan) -> Iterator[Fault]:
         rule = "pp is the outermost axis, of size 1 without pipeline parallelism"
         yield Fault(f"the axes are {join_names(names)}", rule, "mesh.atoms", axis="pp")
     yield from _views(plan.mesh, names)
-    if isinstance(plan.mesh.nodes, int):
-        right, has = plan.mesh.nodes > 0, f"{counted(plan.mesh.nodes, 'rank')} on a node"
-    else:
-        right, has = len(plan.mesh.nodes) == plan.mesh.num_ranks(), f"nodes of {counted(len(plan.mesh.nodes), 'rank')}"
-    if not right:
-        ranks = plan.mesh.num_ranks()
+    nodes, ranks = plan.mesh.nodes, plan.mesh.num_ranks()
+    number = counted(nodes if isinstance(nodes, int) else len(nodes), "rank")
+    if nodes <= 0 if isinstance(nodes, int) else len(nodes) != ranks:
+        has = f"{number} on a node" if isinstance(nodes, int) else f"nodes of {number}"
         yield Fault(f"{has}, on a mesh of {ranks}", "each rank is on a node", "mesh.nodes")
 
 
@@ -83,51 +90,105 @@ def _views(mesh: Mesh, names: list[str]) -> Iterator[Fault]:
             yield Fault(what, "an axis inside a stage is either a data axis or tp", "mesh.views", axis=name)
 
 
+def attention_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults of attention layers: over which ranks their tokens are sharded, and that the method of each can work
+    there. `stage_faults` checks that cp shards the stream between blocks."""
+    cp = plan.mesh.view("cp")
+    axes = cp + (plan.mesh.view("tp") if plan.sequence_parallel else ())
+    if cp and plan.batch.tokens % plan.mesh.size(*axes):
+        what = f"{join_names(axes)} shard samples of {plan.batch.tokens} tokens over {plan.mesh.size(*axes)} ranks"
+        yield Fault(what, "all ranks hold equally many tokens of a sample", "batch.tokens", axis=cp[0])
+    for kind in plan.kinds:
+        field, layer = f"kinds[{kind.name}].attention", kind.attention
+        if layer is None:
+            if cp and kind.is_block:
+                what = f"{kind.name} has no attention, but its tokens are sharded over {join_names(cp)}"
+                rule = "under cp, each block says which of its layers looks at the tokens of other ranks"
+                yield Fault(what, rule, field, axis=cp[0])
+            continue
+        axis = next(iter((*cp, *layer.axes)), None)
+        if layer.axes != cp:
+            what = f"tokens of {kind.name} attend to each other over {join_names(layer.axes)}, not {join_names(cp)}"
+            yield Fault(what, "a sample's tokens are sharded over the view cp", f"{field}.axes", axis=axis)
+        if (layer.method is None) is bool(layer.axes):
+            found = "no method" if layer.method is None else f"the method {layer.method}"
+            what = f"attention of {kind.name} has {found}, with tokens sharded over {join_names(layer.axes)}"
+            rule = "a layer has a method if its tokens are sharded, and none otherwise"
+            yield Fault(what, rule, f"{field}.method", axis=axis)
+        if layer.mask.documents is not None:
+            rule = "documents belong to a micro-batch; a plan has the rules for all of them"
+            yield Fault(f"the mask of {kind.name} has documents", rule, f"{field}.mask")
+        yield from _heads(plan, kind, layer, field)
+
+
+def _heads(plan: RunPlan, kind: Kind, layer: AttentionLayer, field: str) -> Iterator[Fault]:
+    tp, heads, kv_heads = plan.mesh.view("tp"), layer.num_heads, layer.num_kv_heads
+    if min(heads, kv_heads, layer.head_dim) < 1 or heads % kv_heads:
+        what = f"{kind.name} has {counted(heads, 'head')} of {layer.head_dim} elements for {kv_heads} key/value heads"
+        yield Fault(what, "equally many query heads share each key/value head", f"{field}.num_kv_heads")
+        return
+    for name, number in (("num_heads", heads), ("num_kv_heads", kv_heads)):
+        if number % plan.mesh.size(*tp):
+            what = f"tp shards {counted(number, 'head')} of {kind.name} over {plan.mesh.size(*tp)} ranks"
+            yield Fault(what, "tp ranks have equally many heads", f"{field}.{name}", axis=tp[0])
+            return
+    if layer.method is ContextMethod.HEADS:
+        from meshwright.plan.context.layers import attention_dims
+        from meshwright.plan.context.method import why_no_heads
+
+        dims = attention_dims(layer, plan.mesh, plan.edge.dtype)
+        if why := why_no_heads(plan.mesh.size(*plan.mesh.view("cp")), dims):
+            what = f"attention of {kind.name} is sharded by heads, but {why} of a tp rank"
+            axis = next(iter(layer.axes), None)
+            yield Fault(what, "each cp rank gets equally many heads", f"{field}.method", axis=axis)
+
+
 def expert_faults(plan: RunPlan) -> Iterator[Fault]:
     """Yield faults of layers with experts."""
-    for kind in plan.kinds:
-        if kind.experts is not None:
-            yield from _layer(plan, kind, kind.experts)
-
-
-def _layer(plan: RunPlan, kind: Kind, layer: ExpertLayer) -> Iterator[Fault]:
-    field, ep = f"kinds[{kind.name}].experts", plan.mesh.view("ep")
-    axis = next(iter((*ep, *layer.axes)), None)
-    if layer.axes != ep:
-        what = f"tokens of {kind.name} are sent over {join_names(layer.axes) or 'no axis'}, not {join_names(ep)}"
-        yield Fault(what, "tokens are sent over the view ep", f"{field}.axes", axis=axis)
-    cp = plan.mesh.view("cp")
+    ep, cp = plan.mesh.view("ep"), plan.mesh.view("cp")
     scopes = {"counted": ("a micro-batch", plan.mesh.view("batch") + cp), "sample_counted": ("each sample", cp)}
-    for name, (scope, axes) in scopes.items():
-        if (found := getattr(layer, name)) not in ((), axes):
-            what = f"counts of {scope} in {kind.name} are summed over {join_names(found)}, not {join_names(axes)}"
-            rule = "counts are summed over the ranks with different tokens: of a sample over cp, of the batch over all"
-            yield Fault(what, rule, f"{field}.{name}", axis=found[0])
+    for kind in plan.kinds:
+        layer, field = kind.experts, f"kinds[{kind.name}].experts"
+        if layer is None:
+            continue
+        axis = next(iter((*ep, *layer.axes)), None)
+        if layer.axes != ep:
+            what = f"tokens of {kind.name} are sent over {join_names(layer.axes) or 'no axis'}, not {join_names(ep)}"
+            yield Fault(what, "tokens are sent over the view ep", f"{field}.axes", axis=axis)
+        for name, (scope, axes) in scopes.items():
+            if (summed := getattr(layer, name)) not in ((), axes):
+                what = f"counts of {scope} in {kind.name} are summed over {join_names(summed)}, not {join_names(axes)}"
+                rule = "counts are summed over the ranks with different tokens: of a sample over cp, of the batch over "
+                yield Fault(what, f"{rule}all", f"{field}.{name}", axis=summed[0])
+        yield from _expert_parameters(kind, layer, ep, axis)
+        for unit in kind.units if ep else ():
+            if (few := unit.num_secondary()) is not None:
+                what = f"unit {unit.name} of {kind.name} keeps secondary shards over {counted(few, 'rank')}"
+                rule = "with ep, experts and other parameters are stored on different ranks, without secondary shards"
+                yield Fault(what, rule, f"kinds[{kind.name}].units[{unit.name}].freed", axis=axis)
+
+
+def _expert_parameters(kind: Kind, layer: ExpertLayer, ep: Atoms, axis: str | None) -> Iterator[Fault]:
     for parameter in kind.parameters:
-        name = qualified_name(kind, parameter)
         is_inside = parameter.name.startswith(f"{layer.experts}.")
         due = (Shard(0, ep),) if ep and is_inside else ()
         found = tuple(shard for shard in parameter.used if set(shard.axes) & {*ep} or (is_inside and shard.dim == 0))
         if found != due:
             has = ", ".join(f"dim {shard.dim} over {join_names(shard.axes)}" for shard in found) or "no dim"
-            wanted = f"dim 0 over {join_names(ep)}" if due else "no dim"
+            wanted, name = f"dim 0 over {join_names(ep)}" if due else "no dim", qualified_name(kind, parameter)
             rule = f"experts are sharded along dim 0 over ep, where their tokens are sent; here {wanted}"
-            what = f"{name} is sharded along {has}"
-            yield Fault(what, rule, f"kinds[{kind.name}].parameters[{parameter.name}].used", parameter=name, axis=axis)
-    for unit in kind.units if ep else ():
-        if (few := unit.num_secondary()) is not None:
-            what = f"unit {unit.name} of {kind.name} keeps secondary shards over {counted(few, 'rank')}"
-            rule = "with ep, experts and other parameters are stored on different ranks, without secondary shards"
-            yield Fault(what, rule, f"kinds[{kind.name}].units[{unit.name}].freed", axis=axis)
+            field = f"kinds[{kind.name}].parameters[{parameter.name}].used"
+            yield Fault(f"{name} is sharded along {has}", rule, field, parameter=name, axis=axis)
 
 
-def step_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults in the batch and the loss."""
-    yield from _batch(plan)
-    yield from _loss(plan)
+def feature_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults of what features added to a plan."""
+    for feature in plan_features(plan=plan):
+        yield from feature.faults(plan)
 
 
-def _batch(plan: RunPlan) -> Iterator[Fault]:
+def batch_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults in the batch."""
     batch, ranks = plan.batch, plan.mesh.size(*plan.mesh.view("batch"))
     if min(batch.global_batch, batch.num_microbatches, batch.samples, batch.tokens) < 1:
         yield Fault(f"the batch is {batch}", "all batch sizes must be positive", "batch")
@@ -143,44 +204,26 @@ def _batch(plan: RunPlan) -> Iterator[Fault]:
         yield Fault(what, "the schedule must run all micro-batches of the step", "batch.num_microbatches")
 
 
-def _loss(plan: RunPlan) -> Iterator[Fault]:
+def loss_faults(plan: RunPlan) -> Iterator[Fault]:
+    """Yield faults in the reduction of the loss."""
     mesh, loss = plan.mesh, plan.loss
     summed = {*mesh.view("batch"), *mesh.view("cp"), *(["pp"] if mesh.size("pp") > 1 else [])}
     equal = set(mesh.view("tp"))
+    rule = f"it is summed over {join_names(sorted(summed))}, and replicated over {join_names(sorted(equal))}"
     for has, due, words_of in ((loss.summed, summed, "summed"), (loss.equal, equal, "equal")):
         for axis in (*mesh.in_stage(), "pp"):
             if has.count(axis) != (axis in due):
-                what = f"loss.{words_of} names {axis} {has.count(axis)} times, but the loss is "
-                what += "partial there" if axis in summed else "replicated there" if axis in equal else "complete there"
-                rule = (
-                    f"it is summed over {join_names(sorted(summed))}, and replicated over {join_names(sorted(equal))}"
-                )
+                state = "partial" if axis in summed else "replicated" if axis in equal else "complete"
+                what = f"loss.{words_of} names {axis} {has.count(axis)} times, but the loss is {state} there"
                 yield Fault(what, rule, f"loss.{words_of}", axis=axis)
     if loss.units is not None and loss.units < 1:
         yield Fault(f"the loss is divided by {loss.units}", "the divisor of the loss must be positive", "loss.units")
 
 
-def feature_faults(plan: RunPlan) -> Iterator[Fault]:
-    """Yield faults of what features added to a plan."""
-    for feature in plan_features(plan=plan):
-        yield from feature.faults(plan)
-
-
-CHECKS: tuple[tuple[Callable[[RunPlan], Iterator[Fault]], ...], ...] = (
-    (mesh_faults,),
-    (name_faults,),
-    (
-        kind_faults,
-        attention_faults,
-        expert_faults,
-        feature_faults,
-        unit_faults,
-        stage_faults,
-        shared_faults,
-        sum_faults,
-        step_faults,
-    ),
-)
+Check = Callable[[RunPlan], Iterator[Fault]]
+LAYERS: tuple[Check, ...] = (kind_faults, attention_faults, expert_faults, feature_faults)
+REST: tuple[Check, ...] = (unit_faults, stage_faults, shared_faults, sum_faults, batch_faults, loss_faults)
+CHECKS: tuple[tuple[Check, ...], ...] = ((mesh_faults,), (name_faults,), (*LAYERS, *REST))
 """Groups of checks; each group assumes that the previous groups found no faults."""
 
 

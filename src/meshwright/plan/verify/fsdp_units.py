@@ -87,10 +87,11 @@ def _order(unit: Unit, field: str, order: list[str], *stages: int) -> Iterator[F
 def _unit(plan: RunPlan, unit: Unit, field: str, members: list[Parameter], *stages: int) -> Iterator[Fault]:
     mesh = plan.mesh
     in_use = [{axis for shard in member.used for axis in shard.axes} for member in members] or [set()]
-    for has, view, does in (
+    shards, replicates = (
         (unit.sharded, mesh.view("fsdp"), "shards"),
         (unit.replicas, mesh.view("replicas"), "replicates"),
-    ):
+    )
+    for has, view, does in (shards, replicates):
         for axis in mesh.in_stage():
             # An axis that shards parameters in use (experts) can't also shard their storage.
             due = axis in view and not all(axis in axes for axes in in_use)
@@ -107,8 +108,9 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: list[Parameter], *stag
         what = f"unit {unit.name} has secondary shards over {few} of {counted(size, 'rank')}"
         rule = "secondary shards split the ranks that shard a unit into two or more equal groups"
         yield Fault(what, rule, f"{field}.freed", axis=(*unit.sharded, "")[0] or None, stages=stages)
-    if not unit.in_backward and any(member.role != "embedding" for member in members):
-        name = next(member.name for member in members if member.role != "embedding")
+    needing = [member.name for member in members if member.role != "embedding"]
+    if not unit.in_backward and needing:
+        name = needing[0]
         what = f"unit {unit.name} is not gathered for the backward, which needs {name}"
         rule = "only the backward of an embedding lookup needs no weights"
         yield Fault(what, rule, f"{field}.in_backward", parameter=name, stages=stages)
@@ -134,9 +136,8 @@ def sum_faults(plan: RunPlan) -> Iterator[Fault]:
             for parameter in kind.parameters:
                 units = units_of(stage, kind, parameter)
                 if len(units) == 1:  # other cases are reported by unit_faults
-                    yield from _parameter(
-                        plan, kind, parameter, units[0], sums[qualified_name(kind, parameter)], number
-                    )
+                    found = sums[qualified_name(kind, parameter)]
+                    yield from _parameter(plan, kind, parameter, units[0], found, number)
 
 
 def _parameter(
@@ -159,9 +160,8 @@ def _parameter(
         due = int(gradient is GradientPlacement.PARTIAL)
         if done[axis] != due:
             by = f", by unit {unit.name}" if axis in own and not apart[axis] else ""
-            what = (
-                f"{name}: its gradient is {gradient.value} over {axis}, but summed there {format_count(done[axis])}{by}"
-            )
+            times = format_count(done[axis])
+            what = f"{name}: its gradient is {gradient.value} over {axis}, but summed there {times}{by}"
             fix = f"add a sum of {name} over {axis}" if due > done[axis] else f"remove the sum of {name} over {axis}"
             if axis in own and not (due and apart[axis]):
                 fix = f"put {name} into a unit that does not reduce over {axis}"
@@ -225,20 +225,15 @@ def shared_faults(plan: RunPlan) -> Iterator[Fault]:
                 yield Fault(what, rule, "stages", parameter=qualified_name(kind, parameter), stages=(number,))
             names.add(name)
             copies[key].append(_ParameterCopy(number, name, kind, parameter))
-    yield from _originals(copies)
-    yield from _sites(plan, copies)
-    yield from _norm(plan, copies)
-    for key, found in copies.items():
-        yield from _copies_match(plan, key, found)
-
-
-def _originals(copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
-    """Check that the original of each copy exists."""
     for key, found in copies.items():
         if all(copy.parameter.key is not None and copy.name != key for copy in found):
             name = qualified_name(found[0].kind, found[0].parameter)
             what = f"{name} is a copy of {key}, which is on no stage"
             yield Fault(what, "the original of a copy must exist", "kinds", parameter=name, stages=(found[0].stage,))
+    yield from _sites(plan, copies)
+    yield from _norm(plan, copies)
+    for key, found in copies.items():
+        yield from _copies_match(plan, key, found)
 
 
 def _sites(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fault]:
@@ -284,21 +279,18 @@ def _norm(plan: RunPlan, copies: dict[str, list[_ParameterCopy]]) -> Iterator[Fa
 
 def _copies_match(plan: RunPlan, key: str, found: list[_ParameterCopy]) -> Iterator[Fault]:
     """Check that copies stay equal: all must be stored, trained and updated alike."""
-    first = found[0]
+    first, rule = found[0], "copies of a parameter must be stored, trained and updated alike"
+    names = ("shape", "role", "used", "work", "stored_dim", "trained")
     for other in found[1:]:
-        for what, one, two in (
-            *((name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in _COMPARED_FIELDS),
-            ("unit", _reductions(plan, first), _reductions(plan, other)),
-        ):
+        compared = [(name, getattr(first.parameter, name), getattr(other.parameter, name)) for name in names]
+        for differs, one, two in (*compared, ("unit", _reductions(plan, first), _reductions(plan, other))):
             if one != two:
                 both = f"{one} on stage {first.stage} and {two} on stage {other.stage}"
-                said = f"{key}: its copies differ in {what}, {both}"
-                name = qualified_name(other.kind, other.parameter)
-                rule = "copies of a parameter must be stored, trained and updated alike"
-                yield Fault(said, rule, "kinds", parameter=name, axis="pp", stages=(other.stage,))
-
-
-_COMPARED_FIELDS = ("shape", "role", "used", "work", "stored_dim", "trained")
+                what, name = (
+                    f"{key}: its copies differ in {differs}, {both}",
+                    qualified_name(other.kind, other.parameter),
+                )
+                yield Fault(what, rule, "kinds", parameter=name, axis="pp", stages=(other.stage,))
 
 
 def _reductions(plan: RunPlan, copy: _ParameterCopy) -> tuple[str, ...]:

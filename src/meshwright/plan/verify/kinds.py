@@ -10,7 +10,7 @@ from itertools import islice
 
 from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.optim.role import Role
-from meshwright.plan.run_plan import Atoms, Buffer, Collective, Kind, Parameter, RunPlan
+from meshwright.plan.run_plan import Buffer, Collective, Kind, Parameter, RunPlan
 from meshwright.plan.stage_sizes import LOAD_DTYPE
 from meshwright.plan.traffic import Purpose
 from meshwright.plan.verify.names import Fault, format_count, join_names, qualified_name
@@ -18,15 +18,9 @@ from meshwright.units import counted
 
 SHARDED_DIM = {StyleKind.COLUMN: 0, StyleKind.VOCABULARY: 0, StyleKind.HEAD: 0, StyleKind.ROW: 1}
 """Weight dim sharded by tensor parallelism (Shoeybi et al. 2019)."""
-GATHERED = {
-    True: (("all_gather", "forward"), ("reduce_scatter", "backward")),
-    False: (("all_reduce", "backward"),),
-}
+GATHERED = {True: (("all_gather", "forward"), ("reduce_scatter", "backward")), False: (("all_reduce", "backward"),)}
 """Collectives for a gathered input, with (True) and without sequence parallelism."""
-SUMMED = {
-    True: (("reduce_scatter", "forward"), ("all_gather", "backward")),
-    False: (("all_reduce", "forward"),),
-}
+SUMMED = {True: (("reduce_scatter", "forward"), ("all_gather", "backward")), False: (("all_reduce", "forward"),)}
 OPERATORS: dict[str, str] = {Purpose.TENSOR: "tp"}
 """Mesh view of operators' collectives, by purpose."""
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -60,13 +54,10 @@ def _field(kind: Kind, parameter: Parameter) -> str:
     return f"kinds[{kind.name}].parameters[{parameter.name}]"
 
 
-def _data(plan: RunPlan) -> Atoms:
-    return plan.mesh.view("batch") + plan.mesh.view("cp")
-
-
 def _axes(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
     """Check that each data axis shards either the operator's input or the parameter itself (experts)."""
     name, used = qualified_name(kind, parameter), Counter(axis for shard in parameter.used for axis in shard.axes)
+    data = plan.mesh.view("batch") + plan.mesh.view("cp")
     for axis in plan.mesh.in_stage():
         how_often = used[axis] + parameter.work.count(axis)
         if how_often > 1:
@@ -75,7 +66,7 @@ def _axes(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
                 what = f"{name} is sharded over {axis} {format_count(used[axis])}"
             rule = "an axis shards one dim of a parameter, or the operator's input"
             yield Fault(what, rule, _field(kind, parameter), parameter=name, axis=axis)
-        elif axis in _data(plan) and not how_often:
+        elif axis in data and not how_often:
             what = f"{name} is applied to all data, although {axis} shards it"
             rule = "data axes (batch, cp) must be in the work of each parameter that they don't shard in use"
             yield Fault(what, rule, f"{_field(kind, parameter)}.work", parameter=name, axis=axis)
@@ -108,15 +99,16 @@ def _style_match(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fa
             what = f"{name} has {label}, but is sharded over {axis} along {_dims(dims)}, not {_dims([dim])}"
             rule = "column, vocabulary, head and experts shard dim 0, row dim 1 without the bias, local the listed dims"
             yield Fault(what, rule, f"{field}.used", parameter=name, axis=axis)
-        is_partial = _has_sharded_input(plan, style) or (
-            style is not None and style.kind is StyleKind.LOCAL and dim is None
-        )
-        if (axis in parameter.work) is not is_partial:
-            having = "with" if plan.sequence_parallel else "without"
-            stated = "is" if axis in parameter.work else "is not"
+        is_local = style is not None and style.kind is StyleKind.LOCAL and dim is None
+        if (axis in parameter.work) is not (is_local or _has_sharded_input(plan, style)):
+            having, stated = _having(plan), "is" if axis in parameter.work else "is not"
             what = f"{name} has {label}, {having} sequence parallelism, but {axis} {stated} in `work`"
             rule = "tp is in the work of style divided, and with sequence parallelism of style stream"
             yield Fault(what, rule, f"{field}.work", parameter=name, axis=axis)
+
+
+def _having(plan: RunPlan) -> str:
+    return "with" if plan.sequence_parallel else "without"
 
 
 def _dims(dims: list[int] | list[int | None]) -> str:
@@ -169,25 +161,18 @@ def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     matrices = [p.name for p in kind.parameters if len(p.shape) == 2]
     matrices += [name for name in kind.tied if name.endswith(".weight")]
     gathering = [glob for glob, style in kind.styles if style.kind is StyleKind.GATHER]
+    gathered, summed = GATHERED[plan.sequence_parallel], SUMMED[plan.sequence_parallel]
     for glob, style in kind.styles if plan.mesh.view("tp") else ():
-        if style.kind in (StyleKind.GATHER, StyleKind.REGION):
-            due.update(GATHERED[plan.sequence_parallel])
-        if style.kind in (StyleKind.REGION, StyleKind.EXPERTS):
-            due.update(SUMMED[plan.sequence_parallel])
-        if style.kind is StyleKind.EXPERTS:  # tokens, and their weights
-            due.update(2 * GATHERED[plan.sequence_parallel])
-        for width, collectives in (
-            (style.partial_tail, GATHERED),
-            (style.summed_input, GATHERED),
-            (style.reduced_output, SUMMED),
-        ):
-            due.update(collectives[plan.sequence_parallel] if width else ())
+        is_around = style.kind in (StyleKind.GATHER, StyleKind.REGION)
+        num_gathered = 2 if style.kind is StyleKind.EXPERTS else int(is_around)  # experts: tokens, and their weights
+        due.update((num_gathered + bool(style.partial_tail) + bool(style.summed_input)) * gathered)
+        due.update((bool(style.reduced_output) + (style.kind in (StyleKind.REGION, StyleKind.EXPERTS))) * summed)
         for name in (one for one in matrices if fnmatchcase(one.rpartition(".")[0], glob)):
             alone = style.kind is StyleKind.COLUMN and not any(fnmatchcase(name, f"{one}.*") for one in gathering)
             if style.kind is StyleKind.HEAD or alone:
-                due.update(GATHERED[plan.sequence_parallel])
+                due.update(gathered)
             if style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
-                due.update(SUMMED[plan.sequence_parallel])
+                due.update(summed)
             if style.kind is StyleKind.HEAD:
                 due["all_reduce", "forward"] += 1  # for the loss
             if style.gathered:
@@ -201,14 +186,14 @@ def _style_collectives(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     )
     for op, name in dict.fromkeys((*due, *has)):
         if has[op, name] != due[op, name]:
-            having = "with" if plan.sequence_parallel else "without"
             what = f"{kind.name} calls {op} {has[op, name]}× in {name}, but its styles imply {due[op, name]}×"
-            rule = f"collectives must match the styles {having} sequence parallelism"
+            rule = f"collectives must match the styles {_having(plan)} sequence parallelism"
             yield Fault(what, rule, f"kinds[{kind.name}].collectives", axis=next(iter(plan.mesh.view("tp")), None))
 
 
 def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
     name, field = f"{kind.name}/{buffer.name}", f"kinds[{kind.name}].buffers[{buffer.name}]"
+    data = plan.mesh.view("batch") + plan.mesh.view("cp")
     for axis in plan.mesh.in_stage():
         divided, summed = axis in buffer.work, axis in buffer.summed
         if divided is not summed:
@@ -216,7 +201,7 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
             what = f"buffer {name}: {axis} ranks see {sees}, but its update is summed there {format_count(int(summed))}"
             rule = "an update is summed exactly over the axes that shard its inputs"
             yield Fault(what, rule, f"{field}.summed", parameter=name, axis=axis)
-        due = axis in _data(plan) or _has_sharded_input(plan, _style_of(kind, buffer.name))
+        due = axis in data or _has_sharded_input(plan, _style_of(kind, buffer.name))
         if (buffer.work or buffer.load) and divided is not due:
             what = f"buffer {name} has {axis} {'' if divided else 'not '}in `work`"
             rule = "data axes are in the work of an updated buffer, and tp if its module's style implies it"
@@ -227,19 +212,16 @@ def _buffer(plan: RunPlan, kind: Kind, buffer: Buffer) -> Iterator[Fault]:
 
 
 def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
-    rule = "a collective has elements, and runs in the forward or the backward"
     if one.op not in OPS or one.purpose not in OPERATORS:
         rule_op = f"the op must be one of {join_names(OPS)}, the purpose one of {join_names(OPERATORS)}"
         yield Fault(f"{one.op} with purpose {one.purpose}", rule_op, field)
     if one.elements < 1 or min(one.forward, one.backward, one.recomputed) < 0 or not one.forward + one.backward:
         passes = f"{one.forward} forward, {one.backward} backward, {one.recomputed} recomputed"
+        rule = "a collective has elements, and runs in the forward or the backward"
         yield Fault(f"{one.op} of {one.elements} elements, {passes}", rule, field)
-    tokens = max(1, plan.rank_tokens)
-    if one.elements % tokens:
-        what = f"{one.op} of {one.elements} elements, for {tokens} tokens of a sample"
-        yield Fault(
-            what, "all tokens have the same number of elements", f"{field}.elements", axis=next(iter(one.axes), None)
-        )
+    if one.elements % (tokens := max(1, plan.rank_tokens)):
+        what, axis = f"{one.op} of {one.elements} elements, for {tokens} tokens of a sample", next(iter(one.axes), None)
+        yield Fault(what, "all tokens have the same number of elements", f"{field}.elements", axis=axis)
     if one.dtype not in (plan.edge.dtype, plan.masters):
         what = f"{one.op} in {one.dtype}"
         yield Fault(what, f"operators compute in {plan.edge.dtype} or {plan.masters}", f"{field}.dtype")
@@ -258,9 +240,8 @@ def _collective(plan: RunPlan, one: Collective, field: str) -> Iterator[Fault]:
 def _states(plan: RunPlan) -> Iterator[Fault]:
     """Check that each role of a trained parameter has exactly one update, whose states its parameters can have."""
     kept = Counter(role for update in plan.optimizer.updates for role in update.roles)
-    needed = {
-        p.role: qualified_name(kind, p) for kind in reversed(plan.kinds) for p in reversed(kind.parameters) if p.trained
-    }
+    trained = [(kind, p) for kind in plan.kinds for p in kind.parameters if p.trained]
+    needed = {p.role: qualified_name(kind, p) for kind, p in reversed(trained)}
     for role in dict.fromkeys((*needed, *kept)):
         if kept[role] > 1 or (role in needed and not kept[role]):
             name = needed.get(role)
@@ -272,8 +253,9 @@ def _states(plan: RunPlan) -> Iterator[Fault]:
         if len(set(names)) < len(names):
             rule = "a parameter has each state once"
             yield Fault(f"duplicate states: {join_names(names)}", rule, f"optimizer.updates[{number}].states")
-    found = (_update(plan, kind, p) for kind in plan.kinds for p in kind.parameters if p.trained)
-    yield from islice((fault for faults in found for fault in faults), 1)  # others would say the same
+    yield from islice(
+        (fault for kind, p in trained for fault in _update(plan, kind, p)), 1
+    )  # others would say the same
 
 
 def _update(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
@@ -281,11 +263,9 @@ def _update(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
     update = plan.optimizer.update_of(parameter.role)
     for state in update.states:
         if any(not 0 <= dim < dims for dim in state.dims or ()):
-            what = (
-                f"{name} has {counted(dims, 'dim')}, but its state {state.name} has dims {join_names(state.dims or ())}"
-            )
-            rule = "a state has dims of its parameter"
-            yield Fault(what, rule, "optimizer.updates", parameter=name)
+            what = f"{name} has {counted(dims, 'dim')}, but its state {state.name} has dims "
+            what += join_names(state.dims or ())
+            yield Fault(what, "a state has dims of its parameter", "optimizer.updates", parameter=name)
     if update.whole and dims != (3 if parameter.role == Role.EXPERTS else 2):
         what = f"{name} has {counted(dims, 'dim')}, but {update.optimizer} updates whole matrices"
         rule = "a matrix has two dims, and matrices that are stacked, with role experts, three"

@@ -35,7 +35,7 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
     for number, one in enumerate(plan.sums):
         field = f"sums[{number}]"
         yield from _atoms(plan, one.axes, field)
-        yield from _dtype(one.dtype, field, FLOATS)
+        yield from _in(one.dtype, FLOATS, field)
         yield from _in(one.op, ("sum", "mean"), f"{field}.op")
         for name, count in Counter(one.parameters).items():
             yield from _in(name, refs, f"{field}.parameters", parameter=name)
@@ -43,7 +43,7 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
                 yield Fault(f"{name} is listed {count} times", "a sum lists each parameter once", field, parameter=name)
         if not one.axes or not one.parameters:
             yield Fault("a sum without parameters or axes", "a sum has parameters and axes", field)
-    yield from _dtype(plan.masters, "masters", WIDE)
+    yield from _in(plan.masters, WIDE, "masters")
     yield from _edge(plan, plan.edge, "edge")
     for key, sites in plan.shared:
         for site, name in sites:
@@ -54,8 +54,8 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
     yield from _atoms(plan, plan.loss.equal, "loss.equal")
     for number, update in enumerate(plan.optimizer.updates):
         for state in update.states:
-            yield from _dtype(state.dtype, f"optimizer.updates[{number}].states[{state.name}]")
-    yield from _dtype(plan.optimizer.moved, "optimizer.moved", FLOATS)
+            yield from _in(state.dtype, BYTES, f"optimizer.updates[{number}].states[{state.name}]")
+    yield from _in(plan.optimizer.moved, FLOATS, "optimizer.moved")
 
 
 def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
@@ -72,14 +72,14 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
         yield from _parameter(plan, kind, parameter)
     for buffer in kind.buffers:
         place = f"{field}.buffers[{buffer.name}]"
-        yield from _dtype(buffer.dtype, place)
+        yield from _in(buffer.dtype, BYTES, place)
         yield from _atoms(plan, buffer.work, f"{place}.work", of=f"{kind.name}/{buffer.name}")
         yield from _atoms(plan, buffer.summed, f"{place}.summed", of=f"{kind.name}/{buffer.name}")
     for unit in kind.units:
         yield from _unit(plan, unit, f"{field}.units[{unit.name}]", {p.name for p in kind.parameters}, kind)
     for number, one in enumerate(kind.collectives):
         yield from _atoms(plan, one.axes, f"{field}.collectives[{number}]")
-        yield from _dtype(one.dtype, f"{field}.collectives[{number}]")
+        yield from _in(one.dtype, BYTES, f"{field}.collectives[{number}]")
     for auxiliary in kind.auxiliary:
         yield from _atoms(plan, auxiliary.work, f"{field}.auxiliary[{auxiliary.name}]")
 
@@ -91,9 +91,9 @@ def _parameter(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Faul
         rule = "a parameter has at least one dim, which FSDP2 shards, and at least one element"
         yield Fault(f"{name} has shape {parameter.shape}", rule, f"{field}.shape", parameter=name)
         return
-    for dim, what in ((parameter.stored_dim, "stored"), *((shard.dim, "used") for shard in parameter.used)):
+    for dim, how in ((parameter.stored_dim, "stored"), *((shard.dim, "used") for shard in parameter.used)):
         if not 0 <= dim < dims:
-            what = f"{name} is {what} sharded along dim {dim}, but has {counted(dims, 'dim')}"
+            what = f"{name} is {how} sharded along dim {dim}, but has {counted(dims, 'dim')}"
             yield Fault(what, "a sharded dim must exist", field, parameter=name)
     for shard in parameter.used:
         yield from _atoms(plan, shard.axes, f"{field}.used", of=name)
@@ -111,8 +111,8 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
     yield from _unique(f"{field}.modules", unit.modules)
     yield from _atoms(plan, unit.sharded, f"{field}.sharded")
     yield from _atoms(plan, unit.replicas, f"{field}.replicas")
-    yield from _dtype(unit.compute, f"{field}.compute", FLOATS)
-    yield from _dtype(unit.reduce, f"{field}.reduce", WIDE)
+    yield from _in(unit.compute, FLOATS, f"{field}.compute")
+    yield from _in(unit.reduce, WIDE, f"{field}.reduce")
     for name, use in zip((unit.gradients, unit.weights, unit.inside_node), Use, strict=True):
         allowed = [method.name for method in METHODS if use in method.uses]
         if name not in allowed:
@@ -134,7 +134,7 @@ def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
 
 
 def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[Fault]:
-    yield from _dtype(edge.dtype, field, FLOATS)
+    yield from _in(edge.dtype, FLOATS, field)
     yield from _atoms(plan, tuple(axis for shard in edge.shards for axis in shard.axes), f"{field}.shards")
     for shard in edge.shards:
         if not 0 <= shard.dim < len(edge.shape):
@@ -148,14 +148,8 @@ def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) ->
     for atom, count in Counter(atoms).items():
         if atom not in plan.mesh.in_stage():
             size = plan.mesh.sizes.get(atom)
-            why = (
-                "which has one rank"
-                if size == 1
-                else "which is not inside a stage"
-                if size
-                else "which the mesh does not have"
-            )
-            what = f"{field}{about} names {atom}, {why}"
+            why = "has one rank" if size == 1 else "is not inside a stage" if size else "the mesh does not have"
+            what = f"{field}{about} names {atom}, which {why}"
             rule = f"axes here are those inside a stage with more than one rank: {join_names(plan.mesh.in_stage())}"
             yield Fault(what, rule, field, parameter=of, axis=atom)
         if count > 1:
@@ -165,10 +159,6 @@ def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) ->
     if not set(atoms) - set(order) and order != list(dict.fromkeys(atoms)):
         what = f"{field}{about} names {join_names(atoms)}, but mesh order is {join_names(order)}"
         yield Fault(what, "axes are listed in mesh order", field, parameter=of, axis=atoms[0])
-
-
-def _dtype(dtype: str, field: str, known: Iterable[str] = tuple(BYTES)) -> Iterator[Fault]:
-    return _in(dtype, known, field)
 
 
 def _in(name: str, known: Iterable[str], field: str, *, parameter: str | None = None) -> Iterator[Fault]:

@@ -19,13 +19,6 @@ ONCE = "each block and each end is on one stage, except for ends that are on all
 
 def stage_faults(plan: RunPlan) -> Iterator[Fault]:
     """Yield faults in stages and their schedule."""
-    yield from _layers(plan)
-    yield from _kinds(plan)
-    yield from _edges(plan)
-    yield from _schedule(plan)
-
-
-def _layers(plan: RunPlan) -> Iterator[Fault]:
     start = 0
     for number, stage in enumerate(plan.stages):
         first, stop = stage.layers
@@ -37,6 +30,9 @@ def _layers(plan: RunPlan) -> Iterator[Fault]:
             what = f"stage {number} lists {counted(len(stage.kinds), 'kind')} for {counted(stop - first, 'layer')}"
             yield Fault(what, "each layer has a kind", f"stages[{number}].kinds", stages=(number,))
         start = stop
+    yield from _kinds(plan)
+    yield from _edges(plan)
+    yield from _schedule(plan)
 
 
 def _kinds(plan: RunPlan) -> Iterator[Fault]:
@@ -44,15 +40,15 @@ def _kinds(plan: RunPlan) -> Iterator[Fault]:
         at = [n for n, stage in enumerate(plan.stages) if kind.name in (*stage.before, *stage.kinds, *stage.after)]
         ends = sum((*stage.before, *stage.after).count(kind.name) for stage in plan.stages)
         missing = tuple(number for number in range(len(plan.stages)) if number not in at)
-        field = f"kinds[{kind.name}]"
+        field, first = f"kinds[{kind.name}]", next((f"{kind.name}/{p.name}" for p in kind.parameters), None)
         if not kind.is_block and (kind.compiled or kind.recompute != "none"):
             what = f"{kind.name} is an end, but is {'compiled' if kind.compiled else 'recomputed'}"
             yield Fault(what, "only blocks can be compiled or recomputed", field)
         if not at:
-            yield Fault(f"{kind.name} is on no stage", ONCE, field, parameter=_first(plan, kind.name))
+            yield Fault(f"{kind.name} is on no stage", ONCE, field, parameter=first)
         elif kind.everywhere and missing:
             what = f"{kind.name} must be on every stage, but is missing here"
-            yield Fault(what, ONCE, field, parameter=_first(plan, kind.name), stages=missing)
+            yield Fault(what, ONCE, field, parameter=first, stages=missing)
         elif kind.everywhere and kind.is_block:
             yield Fault(f"{kind.name} is a block, but marked as an end of all stages", ONCE, f"{field}.everywhere")
         elif not kind.is_block and ends > (len(plan.stages) if kind.everywhere else 1):
@@ -68,10 +64,6 @@ def _kinds(plan: RunPlan) -> Iterator[Fault]:
                 yield Fault(what, rule, f"{field}.compiled", stages=(number,))
 
 
-def _first(plan: RunPlan, kind: str) -> str | None:
-    return next((f"{kind}/{parameter.name}" for parameter in plan.kind(kind).parameters), None)
-
-
 def _edges(plan: RunPlan) -> Iterator[Fault]:
     last = len(plan.stages) - 1
     for number, stage in enumerate(plan.stages):
@@ -85,14 +77,12 @@ def _edges(plan: RunPlan) -> Iterator[Fault]:
                 if edge is not None and due is not None:
                     what += f" like stage {other}"
                 rule = "a stage receives what the previous one sends; the first receives none, the last sends none"
-                axis = _axis(edge, due)
-                yield Fault(what, rule, f"stages[{number}].{name}", axis=axis, stages=(number,))
+                yield Fault(what, rule, f"stages[{number}].{name}", axis=_axis(edge, due), stages=(number,))
     local = list(plan.edge.shape)
     for shard in plan.edge.shards:
         ranks = plan.mesh.size(*shard.axes)
         if local[shard.dim] % ranks:
-            size = local[shard.dim]
-            over = f"{size} over {counted(ranks, 'rank')}"
+            over = f"{local[shard.dim]} over {counted(ranks, 'rank')}"
             what = f"{plan.edge.name}: {join_names(shard.axes)} shard dim {shard.dim} of {over}"
             yield Fault(what, "edges must be sharded evenly", "edge.shards", axis=shard.axes[0])
         local[shard.dim] //= ranks
