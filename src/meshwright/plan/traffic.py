@@ -24,11 +24,6 @@ from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_b
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
 from meshwright.pipeline.split_layers import stage_groups
-<<<<<<< HEAD
-=======
-from meshwright.plan.expert_traffic import COUNT_BYTES, sent_by_layer
-from meshwright.plan.matrix_owners import bytes_moved_by_rank, moved_bytes
->>>>>>> 090e66f8 (Plans: kinds are made by one method, and the checks of attention, experts, batch and loss stand together; context parallelism is imported where it is on)
 from meshwright.plan.run_plan import BYTES, Atoms, Mesh, RunPlan, Stage, StepSum
 from meshwright.plan.stage_sizes import COUNT_BYTES, LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
 
@@ -76,11 +71,7 @@ def _context(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
     for name, layers in Counter(stage.kinds).items():
         kind = plan.kind(name)
         if kind.attention is not None and kind.attention.axes:
-<<<<<<< HEAD
             from meshwright.plan.context.layers import sent_by_attention
-=======
-            from meshwright.plan.context.layers import sent_by_attention  # only where cp shards tokens
->>>>>>> 090e66f8 (Plans: kinds are made by one method, and the checks of attention, experts, batch and loss stand together; context parallelism is imported where it is on)
 
             for peer, num_bytes in sent_by_attention(plan, rank, kind):
                 yield Message(Purpose.CONTEXT, (peer,), layers * plan.batch.num_microbatches * num_bytes)
