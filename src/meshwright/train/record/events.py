@@ -14,7 +14,6 @@ from typing import Any
 from meshwright.errors import MeshwrightError, RunError, StoppedError
 from meshwright.log import get_logger
 from meshwright.output_files import write_output
-from meshwright.train.continued_run import naming
 from meshwright.train.record.record_files import EVENTS, REPORT, EventLog
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
 
@@ -108,6 +107,8 @@ def reporting(folder: Path) -> Iterator[None]:
 
     For the process that outlives the ranks: the launcher or, under another one, rank 0.
     """
+    from meshwright.train.continued_run import naming
+
     try:
         with recording_end(folder), naming(folder):
             yield
