@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.errors import RunError
-from meshwright.nn.experts.row_map import RowMap
+from meshwright.nn.experts.grouped_linear import RowMap
 from meshwright_bench.benchmarks import DeviceChoice, Options
 from meshwright_bench.expert_layers import benchmark, cases, layer_time
 from meshwright_bench.expert_layers.benchmark import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright.mesh.process_groups import process_group
-from meshwright.nn.deferred_weight_gradients import compute_deferred
+from meshwright.nn.linear import compute_deferred
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import lower, num_slots
 from meshwright.pipeline.verify import verify

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from meshwright.capture.lifetimes import follows_another
 from meshwright.capture.run import capture as capture_module
 from meshwright.capture.run.capture import capture, observe
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, compute_deferred, defer_weight_gradients
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 
 K = ActionKind

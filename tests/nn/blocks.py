@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.module import Attention, token_contexts
-from meshwright.nn.attention.rope import RotaryEmbedding
-from meshwright.nn.attention.token_layout import TokenLayout
-from meshwright.nn.transformer_block import TransformerBlock
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
+from meshwright.nn.attention.positions import RotaryEmbedding
+from meshwright.nn.transformer_block import Attention, TransformerBlock, token_contexts
 
 CAUSAL = MaskSpec(causal=True)
 

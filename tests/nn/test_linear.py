@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import (
+    DefersWeightGradients,
+    Linear,
+    WeightGradStore,
+    compute_deferred,
+    defer_weight_gradients,
+    undeferred_parameters,
+)
 from meshwright.nn.recompute import recompute
 from tests.nn import blocks
 
@@ -108,3 +114,121 @@ def test_a_recomputed_forward_runs_exactly_once_more(splits):
     y.sum().backward()
     compute_deferred(store.take())
     assert len(calls) == 2 and layer.weight.grad is not None
+
+
+class Experts(nn.Module):
+    """A layer that knows nothing of `Linear`: x @ weights[i] for the i-th part of x, one parameter for all."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 4, 5))
+        self.shift = nn.Parameter(torch.randn(3, 5))
+        self.weight_gradients = None
+
+    def deferred_parameters(self):
+        return [self.weights, self.shift]
+
+    def forward(self, x_ntd):
+        return Products.apply(x_ntd, self.weights, self.shift, self.weight_gradients)
+
+
+class Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_ntd, weights, shift, store):
+        ctx.save_for_backward(x_ntd)
+        ctx.weights, ctx.shift, ctx.store = weights, shift, store
+        return x_ntd @ weights + shift.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x_ntd,) = ctx.saved_tensors
+        of_x, store = gradient @ ctx.weights.mT, ctx.store
+        if store is not None and store.defers:
+            store.put(ctx.weights, of_weights, x_ntd, gradient)
+            store.put(ctx.shift, of_shift, gradient)
+            return of_x, None, None, None
+        return of_x, of_weights(x_ntd, gradient), of_shift(gradient), None
+
+
+def of_weights(x_ntd, gradient):
+    return x_ntd.mT @ gradient
+
+
+def of_shift(gradient):
+    return gradient.sum(1)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_anybody_s_layer_is_deferred(recomputes):
+    torch.manual_seed(0)
+    stage = nn.Sequential(Linear(4, 4), Experts(), nn.Tanh(), Linear(5, 2, bias=True)).double()
+    if recomputes:
+        recompute(stage)
+    batches = [torch.randn(3, 6, 4, dtype=torch.float64) for _ in range(2)]
+    for x in batches:
+        stage(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in stage.parameters()]
+    stage.zero_grad()
+    store = defer_weight_gradients(stage)
+    store.defers = True
+    for x in batches:
+        stage(x).square().sum().backward()
+        later = store.take()
+        assert [one.parameter for one in later] == [stage[3].weight, stage[1].weights, stage[1].shift, stage[0].weight]
+        assert all(one.parameter.grad is None for one in later) == (x is batches[0])
+        compute_deferred(later)
+    assert all(torch.equal(p.grad, g) for p, g in zip(stage.parameters(), expected, strict=True))
+
+
+def test_what_is_deferred_is_all_that_is_held():
+    """The tensors live as long as what was taken, and the layer's own store keeps none of them."""
+    layer = Linear(3, 2)
+    store = defer_weight_gradients(layer)
+    store.defers = True
+    layer(torch.randn(4, 3)).sum().backward()
+    ((parameter, _, tensors),) = store.take()
+    assert parameter is layer.weight and [tuple(x.shape) for x in tensors] == [(4, 3), (4, 2)]
+    assert store.take() == []
+
+
+class Mixed(nn.Module):
+    def __init__(self, other):
+        super().__init__()
+        self.ours, self.other = Linear(2, 2), other
+
+
+def test_a_matrix_that_no_layer_defers_is_named():
+    mixed = nn.ModuleDict({"block": Mixed(nn.Linear(2, 2))})
+    assert undeferred_parameters(mixed) == ["block.other.weight"]
+    assert defer_weight_gradients(mixed) is None and mixed["block"].ours.weight_gradients is None
+    mixed.requires_grad_(False)
+    assert undeferred_parameters(mixed) == ["block.other.weight"], (
+        "whether a stage splits does not depend on what is frozen"
+    )
+    assert undeferred_parameters(Mixed(nn.Conv1d(2, 2, 3))) == ["other.weight"]
+
+
+def test_lookups_and_vectors_need_no_deferring():
+    stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2), nn.RMSNorm(2))
+    store = defer_weight_gradients(stage)
+    assert (
+        isinstance(store, WeightGradStore) and stage[1].weight_gradients is store and undeferred_parameters(stage) == []
+    )
+
+
+def test_an_embedding_of_another_stage_has_no_weight():
+    stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2))
+    del stage[0].weight
+    assert undeferred_parameters(stage) == [] and defer_weight_gradients(stage) is not None
+
+
+@pytest.mark.parametrize("stage", [nn.RMSNorm(2), nn.Sequential(nn.Embedding(4, 2), nn.RMSNorm(2)), nn.Module()])
+def test_a_stage_without_anything_to_defer_is_not_split(stage):
+    assert defer_weight_gradients(stage) is None and undeferred_parameters(stage) == []
+
+
+def test_the_protocol_is_what_a_layer_has_not_what_it_is():
+    assert isinstance(Linear(2, 2), DefersWeightGradients) and isinstance(Experts(), DefersWeightGradients)
+    layer = Linear(2, 2, bias=True)
+    assert [id(parameter) for parameter in layer.deferred_parameters()] == [id(layer.weight)]
+    assert not isinstance(nn.Linear(2, 2), DefersWeightGradients)

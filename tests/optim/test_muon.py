@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.optim.catalogue import SIZE, Muon, orthogonalize
 from meshwright.optim.contract import Settings, Slot
-from meshwright.optim.muon import SIZE, Muon, orthogonalize
 from meshwright.optim.role import Role
 
 SETTINGS = Settings(lr=0.1, weight_decay=0.5, beta1=0.9, beta2=0.9, eps=1e-8, momentum=0.8)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from meshwright.comm.alltoallv import _in_flight
 from meshwright.comm.collective_log import group_record
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.linear import compute_deferred, defer_weight_gradients
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 

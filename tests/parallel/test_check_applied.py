@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import LayoutError
-from meshwright.parallel.check_applied import FirstGradientCheck, check_placements
+from meshwright.parallel.apply_plan import FirstGradientCheck, check_placements
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import Shard

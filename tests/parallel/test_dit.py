@@ -16,11 +16,10 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.dit.module import DiT
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
+from meshwright.nn.linear import compute_deferred, defer_weight_gradients
 from meshwright.parallel.apply_plan import apply_plan
-from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync
+from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync, sync_partial_gradients
 from meshwright.parallel.rank_model import part_of
-from meshwright.parallel.tp_gradient_reduction import sync_partial_gradients
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.plan.verify import verify

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshwright.comm.collective_log import group_record
 from meshwright.nn.experts.router import Routing
-from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.kept_results import ForwardCache
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from tests.parallel.expert_layers import EXPERTS, NUM_EXPERTS, B, Case, D, T, make, on_rank, reference
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.comm.overlap import switch_task
-from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, defer_weight_gradients
 from meshwright.nn.recompute import recompute
 
 WIDTH = 4

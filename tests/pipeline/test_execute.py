@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, defer_weight_gradients
 from meshwright.nn.recompute import recompute
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 from meshwright.pipeline.execute import Executor

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.models.contract.tp_styles import COLUMN, gather
-from meshwright.optim.planned import OptimizerState
+from meshwright.optim.catalogue import OptimizerState
 from meshwright.plan.run_plan import Shard
 from tests.plan.plans import (
     ALL,

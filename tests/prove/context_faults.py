@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.mesh.local_shards import to_local
-from meshwright.nn.attention.core import AttentionCore
-from meshwright.nn.attention.module import Attention
-from meshwright.nn.attention.rope import RotaryEmbedding, rope_tables
-from meshwright.nn.attention.token_indices import shard_indices
-from meshwright.nn.attention.token_layout import TokenLayout
-from meshwright.parallel.context import ring
+from meshwright.nn.attention.attention import AttentionCore
+from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import RotaryEmbedding, rope_tables, shard_indices
+from meshwright.nn.transformer_block import Attention
+from meshwright.parallel import context_attention
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.plan.context.layers import contiguous
 from meshwright.prove.record.layout_run import Tamper
@@ -197,14 +196,14 @@ def without_documents(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def merge_nothing(job: Job, step: TrainStep) -> None:
     """What arrives from other ranks is not merged into the result."""
-    ring.merge = lambda out, lse, other, other_lse: (out + 0.0 * other, lse)
+    context_attention.merge = lambda out, lse, other, other_lse: (out + 0.0 * other, lse)
 
 
 def without_source(rank: int) -> Tamper:
     """What arrives from one rank is not merged into the result."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        real_entries, real_merge, sources = ring._by_entry, ring.merge, []
+        real_entries, real_merge, sources = context_attention._by_entry, context_attention.merge, []
 
         def by_entry(received: Tensor, hop: Any, num_samples: int) -> list[Tensor]:
             sources.append(hop.source)
@@ -215,7 +214,7 @@ def without_source(rank: int) -> Tamper:
                 return real_merge(out, lse, other, other_lse)
             return out + 0.0 * other, lse
 
-        ring._by_entry, ring.merge = by_entry, merge
+        context_attention._by_entry, context_attention.merge = by_entry, merge
 
     return tamper
 
@@ -224,7 +223,7 @@ def received_gradient_times(factor: float, *, only_values: bool = False) -> Tamp
     """Scale the gradients that are returned for received keys and values."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        real = ring.RingAttention._start
+        real = context_attention.RingAttention._start
 
         def start(self: Any, kv_bs2mh: Tensor, hop: Any) -> Any:
             scaled = factor * kv_bs2mh + (1.0 - factor) * kv_bs2mh.detach()
@@ -232,7 +231,7 @@ def received_gradient_times(factor: float, *, only_values: bool = False) -> Tamp
                 scaled = torch.stack((kv_bs2mh[:, :, 0], scaled[:, :, 1]), dim=2)
             return real(self, scaled, hop)
 
-        ring.RingAttention._start = start  # type: ignore[method-assign]
+        context_attention.RingAttention._start = start  # type: ignore[method-assign]
 
     return tamper
 

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.mesh.local_shards import to_local
-from meshwright.nn.experts.balance import drop_over_capacity
-from meshwright.nn.experts.dispatcher import Dispatch, ExpertRows
-from meshwright.nn.experts.layer import Experts, MixtureOfExperts
-from meshwright.nn.experts.router import Router, Routing
-from meshwright.nn.experts.row_map import RowMap
+from meshwright.nn.experts.grouped_linear import RowMap
+from meshwright.nn.experts.layer import Dispatch, ExpertRows, Experts, MixtureOfExperts
+from meshwright.nn.experts.router import Router, Routing, drop_over_capacity
 from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train import optimizer as optimizer_module

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.rope import RotaryEmbedding
+from meshwright.nn.attention.positions import RotaryEmbedding
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from meshwright.optim.catalogue import COEFFICIENTS, TINY, Muon
 from meshwright.optim.contract import Settings, Slot
-from meshwright.optim.muon import COEFFICIENTS, TINY, Muon
 from meshwright.optim.owner_updates import Site
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job

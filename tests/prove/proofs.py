@@ -17,8 +17,7 @@ import torch.distributed as dist
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
 from meshwright.models.dit.config import DiTConfig
-from meshwright.parallel import pipeline_shared_gradients
-from meshwright.parallel.context import ring
+from meshwright.parallel import context_attention, pipeline_shared_gradients
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
@@ -169,7 +168,10 @@ def record_few_steps(rank: int, world_size: int, config: RunConfig, data: ImageD
     return record_rank(config, rank_context(rank, world_size), corpus, num_steps=FEW_STEPS, nonfinite=False)
 
 
-REPLACED = (train_step, pipeline_stages, optimizer, pipeline_shared_gradients, ring, ring.RingAttention, dist)
+REPLACED = (
+    train_step, pipeline_stages, optimizer, pipeline_shared_gradients, context_attention,
+    context_attention.RingAttention, dist,
+)  # fmt: skip
 """Modules and classes in which faults replace functions."""
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.comm.collective_log import group_record
-from meshwright.parallel.context.heads import HeadsAttention
-from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context_attention import HeadsAttention, RingAttention
 from meshwright.plan.context.layers import sent_by_attention
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import ContextMethod

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.comm import alltoallv
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.linear import WeightGradStore
 from meshwright.pipeline import overlapped_pair
 from meshwright.train.pipeline_stages import ModelStage
 from tests.helpers import small_corpus

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.errors import RunError
-from meshwright.nn.experts.balance import ExpertLoad
+from meshwright.nn.experts.router import ExpertLoad
 from meshwright.plan.rules import load
 from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.launcher import launch

@@ -35,7 +35,7 @@ OFF = ("capture", "reshard", "prove", "api", "features.float8.plan", "features.f
        "features.compression.run", "features.capture.run", "features.all_to_alls.run",
        "nn.experts", "nn.recompute", "comm.kernels",
        "comm.compression.fsdp_compress", "parallel.tensor_parallel", "parallel.expert_dispatch",
-       "parallel.context.ring",
+       "parallel.context_attention",
        "train.record.figures", "train.record.loss_curves", "train.record.trackers", "train.record.sink", "train.report",
        "train.launch.launcher", "train.own_optimizer", "optim.trial", "config.rules", "plan.rules", "figure",
        "pipeline.draw")  # fmt: skip

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.comm.collective_log import group_records
 from meshwright.comm.collectives import ALL_GATHER, REDUCE_SCATTER, all_reduce_sum
-from meshwright.parallel.data_parallel import fsdp_modules
-from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients
+from meshwright.parallel.data_parallel import average_replicated_gradients, fsdp_modules
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import Purpose, predict_traffic
 from meshwright.train import train_step

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.capture.plan import CapturePlan
 from meshwright.capture.run.capture import CaptureSession, Layers
-from meshwright.nn.attention.module import TokenContext
+from meshwright.nn.transformer_block import TokenContext
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import alternate
 from meshwright_bench.capture.cases import (

@@ -12,9 +12,9 @@ from meshwright.capture.run.scopes import select
 from meshwright.config.facts_for_family import run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
-from meshwright.nn.attention.module import TokenContext, token_contexts
-from meshwright.nn.attention.rope import RotaryEmbedding
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import RotaryEmbedding
+from meshwright.nn.transformer_block import TokenContext, token_contexts
 from meshwright.pipeline import generate, lower
 from meshwright.pipeline.actions import COMPUTE, ActionKind
 from meshwright.plan.rules import load

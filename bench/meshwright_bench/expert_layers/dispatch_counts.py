@@ -21,7 +21,7 @@ from meshwright.comm.collectives import all_gather_object, rank, world_size
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.experts.router import Routing
-from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.kept_results import ForwardCache
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.benchmarks import Benchmark

@@ -19,11 +19,10 @@ from meshwright.comm.collective_log import group_record
 from meshwright.comm.collectives import world_size
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
-from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
-from meshwright.nn.experts.layer import Experts, MixtureOfExperts
+from meshwright.nn.experts.layer import Dispatch, Dispatcher, ExpertRows, Experts, MixtureOfExperts
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.kept_results import ForwardCache
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import alternate

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import RunError
+from meshwright.nn.experts.grouped_linear import RowMap, sort_by_expert
 from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright.nn.experts.row_map import RowMap, sort_by_expert
 from meshwright_bench.alternate import Timer, Work, alternate
 from meshwright_bench.benchmarks import Benchmark
 from meshwright_bench.expert_layers.cases import (

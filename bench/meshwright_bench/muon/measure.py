@@ -14,8 +14,8 @@ from meshwright.comm.collectives import all_gather_object, all_gather_rows
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
+from meshwright.optim.catalogue import Muon
 from meshwright.optim.contract import Settings, Slot
-from meshwright.optim.muon import Muon
 from meshwright.optim.owner_updates import OwnerUpdates, Site
 from meshwright.optim.role import Role
 from meshwright.optim.whole_matrix import WholeMatrix

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.mesh.process_groups import process_group
-from meshwright.nn.deferred_weight_gradients import defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, defer_weight_gradients
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import alternate

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.comm.collectives import open_channels
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.linear import WeightGradStore
 from meshwright.pipeline.execute import ExecutableStage, Executor, channel_keys
 from meshwright.pipeline.lower import LowerOptions, lower
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec

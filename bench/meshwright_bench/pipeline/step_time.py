@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.mesh.process_groups import process_group
-from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
+from meshwright.nn.linear import DeferredGradient, WeightGradStore
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.schedule_table import Schedule

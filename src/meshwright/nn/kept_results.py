@@ -1,29 +1,35 @@
-"""Results that selective recomputation keeps: matrix products, attention, top-k and collectives (Korthikanti et al.
-2022, section 5, keeps the same but attention, which fused kernels make cheap to keep).
+"""What a recomputed forward takes from the first one: results that selective recomputation keeps, and values that no
+forward may compute twice.
 
-A dispatch mode stores each kept operator's results in order in the first forward, and another returns them in the
-recomputed one, which thus multiplies and communicates nothing twice. Tensor subclasses are unwrapped first: what is
-kept are the local results of DTensor's operators, and those of the collectives inside them.
+Selective recomputation keeps matrix products, attention, top-k and collectives (Korthikanti et al. 2022, section 5,
+keeps the same but attention, which fused kernels make cheap to keep). A dispatch mode stores each kept operator's
+results in order in the first forward, and another returns them in the recomputed one, which thus multiplies and
+communicates nothing twice. Tensor subclasses are unwrapped first: what is kept are the local results of DTensor's
+operators, and those of the collectives inside them.
 
 `torch.utils.checkpoint` has such modes, too, which `torch.compile` understands; compiled blocks use them. They count
-all operators by position, so a forward that skips work when it is recomputed (`nn/forward_cache.py`) would get wrong
-results, and they run the collectives inside DTensor's operators again.
+all operators by position, so a forward that skips work when it is recomputed would get wrong results, and they run the
+collectives inside DTensor's operators again.
+
+A `ForwardCache` holds chosen experts, and rows received from other ranks: choosing again could change shapes after an
+update of a bias, and receiving again would repeat a collective.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from enum import Enum
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.errors import LayoutError
 from meshwright.nn.private import TorchDispatchMode, detached, num_changes
+from meshwright.nn.step_handles import StepHandle
 
 MATRIX_PRODUCTS = frozenset(
     f"aten::{name}"
@@ -53,7 +59,7 @@ forwards: an input that was pending in the first one no longer is.
 """
 
 
-@cache
+@functools.cache
 def is_kept(operator: Any) -> bool:
     """Return whether the results of an operator are kept."""
     name: str = operator.name()
@@ -201,3 +207,54 @@ def _detached(result: Any) -> Any:
     if isinstance(result, tuple | list):
         return type(result)(_detached(one) for one in result)
     return detached(result) if isinstance(result, Tensor) else result
+
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+class ForwardCache(StepHandle):
+    """Cache of values of one forward, to be returned again when the forward is recomputed.
+
+    Without recomputation (`nn/recompute.py`) it computes every value and keeps none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source: Iterator[tuple[Any, ...]] | None = None
+        """Values of the forward that is being recomputed."""
+        self.sinks: tuple[list[tuple[Any, ...]], ...] = ()
+        """Where values of the current forward are kept: one list per recomputed module that it runs in."""
+        self.kept: tuple[KeptResults, ...] = ()
+        """Kept results of the selectively recomputed modules that the current forward runs in."""
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Context of work that a recomputed forward skips, because it recalls what comes of it.
+
+        Selective recomputation then keeps no results of it. `recall` is such a context itself.
+        """
+        with ExitStack() as stack:
+            for kept in self.kept:
+                stack.enter_context(kept.paused())
+            yield
+
+    def recall(self, compute: Callable[[], T]) -> T:
+        """Return `compute()`, or in a recomputed forward the tuple that it returned in the first one.
+
+        Recalled tensors are detached, and require gradients if they did, so that autograd saves what it saved before.
+        """
+        values: Any
+        if self.source is None:
+            with self.skipped():
+                values = compute()
+        else:
+            values = _leaves(next(self.source))
+        for sink in self.sinks:
+            sink.append(_leaves(values))
+        result: T = values
+        return result
+
+
+def _leaves(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    # A tensor with its graph would keep the graph alive in a cycle that Python's collector can't see.
+    return tuple(x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values)

@@ -8,8 +8,8 @@ and runs a backward inside a backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,12 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.nn.forward_cache import ForwardCache, RecallingForward, SavingForward
-from meshwright.nn.kept_results import KeepingMode, KeptResults, RecallingMode, compiled_policy
+from meshwright.nn.kept_results import (
+    ForwardCache,
+    KeepingMode,
+    KeptResults,
+    RecallingMode,
+    compiled_policy,
+)
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.nn.step_handles import StepHandle
 
 Forward = Callable[..., Any]
+Values = dict[ForwardCache, list[tuple[Any, ...]]]
 
 
 def recompute(
@@ -53,7 +59,8 @@ def recompute(
         def run(*positional: Any) -> Any:
             return function(self, *positional, **named)  # bind keywords here: checkpoint has its own
 
-        if not _needs_backward(self, (*inputs, *named.values())):
+        takes_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in (*inputs, *named.values()))
+        if not takes_gradient and not any(parameter.requires_grad for parameter in self.parameters()):
             return run(*inputs)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
         handles = [inner for inner in self.modules() if isinstance(inner, StepHandle)]
@@ -64,13 +71,6 @@ def recompute(
         return checkpoint(run, *inputs, **options)
 
     module.forward = MethodType(recomputed, module)
-
-
-def _needs_backward(module: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Return whether a parameter or an input requires a gradient."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in inputs) or any(
-        parameter.requires_grad for parameter in module.parameters()
-    )
 
 
 _compiled_contexts = functools.partial(create_selective_checkpoint_contexts, compiled_policy)
@@ -88,53 +88,62 @@ def _keeping_contexts() -> tuple[KeepingMode, RecallingMode]:
 def _checkpoint_with_handles(
     run: Forward, handles: list[StepHandle], is_selective: bool, options: dict[str, Any], inputs: tuple[Any, ...]
 ) -> Any:
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         kept = KeptResults() if is_selective else None
-        saving = SavingForward([handle for handle in handles if isinstance(handle, ForwardCache)], kept)
-        recomputing = _Recomputing(handles, saving)
-        if kept is None:
-            return saving, recomputing
-        return _Both(saving, KeepingMode(kept)), _Both(recomputing, RecallingMode(kept))
+        values: Values = {handle: [] for handle in handles if isinstance(handle, ForwardCache)}
+        return _saving(values, kept), _Recalling(lambda: _recalling(handles, values, kept))
 
     return checkpoint(run, *inputs, context_fn=contexts, **options)
 
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts, entered together any number of times."""
+@contextmanager
+def _saving(values: Values, kept: KeptResults | None) -> Iterator[None]:
+    """Context of a forward whose cached values are kept, and other results in `kept` if it is given."""
+    before = [(cache.sinks, cache.kept) for cache in values]
+    for cache, sink in values.items():
+        cache.sinks = (*cache.sinks, sink)  # of modules around this one, too: they are recomputed first
+        cache.kept = cache.kept if kept is None else (*cache.kept, kept)
+    try:
+        with nullcontext() if kept is None else KeepingMode(kept):
+            yield
+    finally:
+        for cache, state in zip(values, before, strict=True):
+            cache.sinks, cache.kept = state
 
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts = contexts
-        self._entered: list[ExitStack] = []
+
+class _Recalling(AbstractContextManager[None]):
+    """Context of a recomputed forward, made whenever it is entered: once for each backward over the same graph."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered.append(stack.pop_all())
+        context = self._make()
+        context.__enter__()
+        self._entered.append(context)
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.pop().__exit__(*raised)
 
 
-class _Recomputing(AbstractContextManager[None]):
-    """Context that marks step handles as recomputing, and restores their previous state on exit.
-
-    Entered once per recomputation, that is, once for each backward over the same graph.
-    """
-
-    def __init__(self, handles: list[StepHandle], saved: SavingForward) -> None:
-        self._handles, self._recalling = handles, RecallingForward(saved)
-        self._before: list[list[bool]] = []
-
-    def __enter__(self) -> None:
-        self._recalling.__enter__()
-        self._before.append([handle.recomputing for handle in self._handles])
-        for handle in self._handles:
-            handle.recomputing = True
-
-    def __exit__(self, *raised: object) -> None:
-        self._recalling.__exit__(*raised)
-        for handle, value in zip(self._handles, self._before.pop(), strict=True):
+@contextmanager
+def _recalling(handles: list[StepHandle], values: Values, kept: KeptResults | None) -> Iterator[None]:
+    """Mark step handles as recomputing, and let caches recall the values and results of the first forward."""
+    before = [(cache.source, cache.sinks, cache.kept) for cache in values]
+    counted = [handle.recomputing for handle in handles]
+    for cache, saved in values.items():
+        # No sinks: those of a forward under way, which another task interrupted, are not for these values.
+        cache.source, cache.sinks, cache.kept = iter(saved), (), ()
+    for handle in handles:
+        handle.recomputing = True
+    try:
+        with nullcontext() if kept is None else RecallingMode(kept):
+            yield
+    finally:
+        for cache, state in zip(values, before, strict=True):
+            cache.source, cache.sinks, cache.kept = state
+        for handle, value in zip(handles, counted, strict=True):
             handle.recomputing = value
 
 

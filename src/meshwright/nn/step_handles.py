@@ -23,18 +23,20 @@ class StepHandle(nn.Module):
         super().__init__()
         self.recomputing = False
         """True during a recomputed forward, which has already been counted."""
+        self._contribution: Tensor | None = None
 
     def discard(self) -> None:
         """Drop the contributions of this step's forwards."""
-        raise NotImplementedError
+        self._contribution = None
 
     def take_contribution(self) -> Tensor | None:
         """Return and clear what this step's forwards contributed; None if they contributed nothing."""
-        return None
+        contribution, self._contribution = self._contribution, None
+        return contribution
 
     def add_contribution(self, contribution: Tensor) -> None:
         """Add what another forward contributed, as returned by `take_contribution`."""
-        raise NotImplementedError
+        self._contribution = contribution if self._contribution is None else self._contribution + contribution
 
     def _trains(self) -> bool:
         """Return True if a backward will follow."""
@@ -54,26 +56,16 @@ class AuxiliaryLoss(StepHandle):
     """
 
     def __init__(self, name: str, weight: float) -> None:
-        """Create the handle.
-
-        Args:
-            name: display name.
-            weight: weight relative to the main loss.
-        """
+        """Create the handle with its display name, and its weight relative to the main loss."""
         super().__init__()
         self.name, self.weight, self.scale = name, weight, 1.0
-        self._sum: Tensor | None = None
 
     def forward(self, x: Tensor, loss_sum: Tensor) -> Tensor:
-        """Attach the loss to the autograd graph of `x`.
+        """Attach the loss to the autograd graph of `x`, any tensor that the main loss depends on, and return `x`.
 
-        Args:
-            x: any tensor that the main loss depends on.
-            loss_sum: scalar sum of the per-sample losses of this micro-batch; with a sharded residual stream, over this
-                rank's tokens only. The gradient has the same dtype: use float32 when training in bfloat16.
-
-        Returns:
-            `x`; in evaluation mode or without gradients, the loss is ignored.
+        `loss_sum` is the scalar sum of the per-sample losses of this micro-batch; with a sharded residual stream, over
+        this rank's tokens only. The gradient has the same dtype: use float32 when training in bfloat16. In evaluation
+        mode or without gradients, the loss is ignored.
         """
         if not self._trains():
             return x
@@ -94,20 +86,7 @@ class AuxiliaryLoss(StepHandle):
 
     def take(self) -> Tensor | None:
         """Return and clear the sum of `weight × scale × loss_sum`, in float32 or wider; None if nothing was added."""
-        value, self._sum = self._sum, None
-        return value
-
-    def take_contribution(self) -> Tensor | None:
-        """Return and clear the sum, as `take` does."""
-        return self.take()
-
-    def add_contribution(self, contribution: Tensor) -> None:
-        """Add to the sum."""
-        self._sum = contribution if self._sum is None else self._sum + contribution
-
-    def discard(self) -> None:
-        """Drop the sum."""
-        self._sum = None
+        return self.take_contribution()
 
 
 class StepBuffer(StepHandle):
@@ -116,16 +95,9 @@ class StepBuffer(StepHandle):
     value: Tensor
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, saved: bool = True) -> None:
-        """Create the buffer with `value` zero.
-
-        Args:
-            shape: shape of the buffer.
-            dtype: dtype of the buffer and of its updates.
-            saved: True to include the buffer in checkpoints.
-        """
+        """Create the buffer, `value`, as zeros; checkpoints include it if it is `saved`."""
         super().__init__()
         self.register_buffer("value", torch.zeros(shape, dtype=dtype), persistent=saved)
-        self._pending: Tensor | None = None
 
     def add(self, delta: Tensor) -> None:
         """Add this micro-batch's contribution; ignored outside training and in a recomputed forward."""
@@ -136,18 +108,13 @@ class StepBuffer(StepHandle):
     @torch.no_grad()
     def add_contribution(self, contribution: Tensor) -> None:
         """Add to the contributions, whatever the mode."""
-        pending = torch.zeros_like(self.value) if self._pending is None else self._pending
-        self._pending = pending.add_(contribution.detach())
-
-    def take_contribution(self) -> Tensor | None:
-        """Return and clear the sum of this rank's contributions."""
-        pending, self._pending = self._pending, None
-        return pending
+        pending = torch.zeros_like(self.value) if self._contribution is None else self._contribution
+        self._contribution = pending.add_(contribution.detach())
 
     @torch.no_grad()
     def pending(self) -> Tensor:
         """Return the sum of this rank's contributions since the last commit."""
-        return torch.zeros_like(self.value) if self._pending is None else self._pending.clone()
+        return torch.zeros_like(self.value) if self._contribution is None else self._contribution.clone()
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
@@ -155,10 +122,6 @@ class StepBuffer(StepHandle):
         self._check(total)
         self.value.add_(total)
         self.discard()
-
-    def discard(self) -> None:
-        """Drop the pending contributions."""
-        self._pending = None
 
     def _check(self, update: Tensor) -> None:
         if update.shape != self.value.shape:

@@ -19,14 +19,9 @@ BLOCK_ELEMENTS = 1 << 18
 def normal_shard(
     seed: int, name: str, shape: Sequence[int], *, std: float, index: Sequence[slice] | None = None
 ) -> Tensor:
-    """Draw a shard of the parameter's initial values N(0, std²), in float32 on the CPU.
+    """Draw a shard of a parameter's initial values N(0, std²), by its name and full shape, in float32 on the CPU.
 
-    Args:
-        seed: the run's seed.
-        name: the parameter's qualified name.
-        shape: shape of the full parameter, at least one dim.
-        std: standard deviation.
-        index: one slice with start and stop per dim; None for the full tensor.
+    The index is one slice with start and stop per dim; None for the full tensor.
     """
     return _shard(torch.randn, seed, name, shape, index).mul_(std)
 
@@ -34,15 +29,7 @@ def normal_shard(
 def uniform_shard(
     seed: int, name: str, shape: Sequence[int], *, bound: float, index: Sequence[slice] | None = None
 ) -> Tensor:
-    """Draw a shard of the parameter's initial values, uniform in [-bound, bound), in float32 on the CPU.
-
-    Args:
-        seed: the run's seed.
-        name: the parameter's qualified name.
-        shape: shape of the full parameter, at least one dim.
-        bound: largest absolute value.
-        index: one slice with start and stop per dim; None for the full tensor.
-    """
+    """Draw a shard as `normal_shard` does, of values uniform in [-bound, bound)."""
     return _shard(torch.rand, seed, name, shape, index).mul_(2 * bound).sub_(bound)
 
 
@@ -56,13 +43,9 @@ def _shard(
     blocks = [torch.empty((0, *(dim.stop - dim.start for dim in index[1:])))]
     for block in range(start // rows, math.ceil(stop / rows) if stop > start else 0):
         first, last = block * rows, min((block + 1) * rows, shape[0])
-        generator = torch.Generator().manual_seed(_block_seed(seed, name, block))
+        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = draw((last - first, *shape[1:]), generator=generator)
         keep = slice(max(start, first) - first, min(stop, last) - first)
         blocks.append(values[(keep, *index[1:])])
     return torch.cat(blocks)
-
-
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,20 +1,81 @@
 """AdamW and SGD, the optimizer that `train.optimizer` names, and what updates the parameters of each role. Doesn't
 import torch when it is imported, unless an optimizer of the user's own does.
+
+The optimizer in a run's plan: what updates the parameters of each role, and their states. Doesn't import torch.
+
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): momentum, made orthogonal matrix by matrix.
+
+With weight decay and updates of the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", equation 4),
+so that learning rate and decay found for AdamW are a good start.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.optim.contract import MatrixOptimizer, Optimizer, Settings, Slot, State
-from meshwright.optim.muon import Muon
 from meshwright.optim.role import Role
 from meshwright.settings.import_object import import_object, raised
 from meshwright.settings.violation import format_value
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients a, b, c of a X + b (X Xᵀ) X + c (X Xᵀ)² X, which drives singular values to 0.7 … 1.2 (Jordan 2024)."""
+NUM_ITERATIONS = 5
+SIZE = 0.2
+"""Root mean square of an update's elements, about that of AdamW's (Liu et al. 2025, section 2.2)."""
+TINY = 1e-7
+"""Added to a matrix's norm, by which it is divided."""
+
+
+class Muon(MatrixOptimizer):
+    """Muon for matrices, of experts too; AdamW updates embeddings, the output head and vectors."""
+
+    def states(self, role: Role) -> Mapping[str, State]:
+        """Return the momentum."""
+        return {"momentum": State()}
+
+    def prepare(self, slot: Slot, settings: Settings) -> Tensor:
+        """Return Nesterov's momentum: m ← μ m + g, then g + μ m."""
+        momentum = slot.state["momentum"].mul_(settings.momentum).add_(slot.gradient)
+        return slot.gradient.add(momentum, alpha=settings.momentum)
+
+    def transform(self, matrices: Tensor) -> Tensor:
+        """Return matrices with the same singular vectors whose singular values are all about 1."""
+        return orthogonalize(matrices)
+
+    def apply(self, slot: Slot, update: Tensor, settings: Settings) -> None:
+        """Decay the parameter and add the update, scaled by its longer side so that its elements have AdamW's size."""
+        slot.parameter.mul_(1 - settings.lr * settings.weight_decay)
+        slot.parameter.add_(update, alpha=-settings.lr * SIZE * max(slot.shape[-2:]) ** 0.5)
+
+    def cost(self, rows: int, columns: int) -> int:
+        """Return the multiplications of an iteration: X Xᵀ, its square, and their sum times X."""
+        short, long = sorted((rows, columns))
+        return short * short * (2 * long + short)
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Run the Newton–Schulz iteration on matrices [..., rows, columns], in their dtype.
+
+    The shorter side is made orthonormal, which is cheaper and the same (Jordan 2024).
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
+    x = x / (x.square().sum((-2, -1), keepdim=True).sqrt() + TINY)
+    for _ in range(NUM_ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+
 
 KEY = "train.optimizer"
 OTHERS = "adamw"
@@ -147,3 +208,63 @@ def _state_problem(name: Any, state: Any) -> str:
 def _bad(name: str, what: str) -> ConfigError:
     fix = f"correct it: {HOW}"
     return ConfigError(f"{name}: {what}" if not what.startswith(name) else what, where=KEY, rule=OWN_RULE, fix=fix)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """A state that an optimizer keeps for each parameter."""
+
+    name: str
+    dims: tuple[int, ...] | None
+    """Dims of the parameter that the state has, along which it is sharded alike; None for all."""
+    dtype: str
+
+    def local_shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape for a parameter, or a shard of one, of this shape."""
+        return parameter if self.dims is None else tuple(parameter[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class RoleUpdate:
+    """Update of the parameters with certain roles."""
+
+    roles: tuple[str, ...]
+    optimizer: str
+    states: tuple[OptimizerState, ...]
+    whole: bool
+    """Whether it is computed from whole matrices, each by one of the ranks that have a shard (`plan.matrix_owners`)."""
+
+
+@dataclass(frozen=True)
+class PlannedOptimizer:
+    """The optimizer: what updates parameters, and their states."""
+
+    name: str
+    updates: tuple[RoleUpdate, ...]
+    moved: str
+    """Dtype in which whole matrices are moved and their updates computed."""
+
+    def update_of(self, role: str) -> RoleUpdate:
+        """Return the update of parameters with this role."""
+        return next(one for one in self.updates if role in one.roles)
+
+
+def planned_optimizer(name: str, *, masters: str, moved: str) -> PlannedOptimizer:
+    """Return the plan of an optimizer; roles that are updated alike, with the same states, are joined.
+
+    Args:
+        name: `train.optimizer`.
+        masters: dtype of parameters, and of states that don't ask for another.
+        moved: dtype in which whole matrices are moved.
+    """
+    by_update: dict[RoleUpdate, list[Role]] = {}
+    for role, (found, optimizer) in optimizers_by_role(name).items():
+        states = tuple(
+            OptimizerState(state, one.dims, one.stored(masters)) for state, one in optimizer.states(role).items()
+        )
+        by_update.setdefault(RoleUpdate((), found, states, isinstance(optimizer, MatrixOptimizer)), []).append(role)
+    updates = (
+        RoleUpdate(tuple(role.value for role in roles), update.optimizer, update.states, update.whole)
+        for update, roles in by_update.items()
+    )
+    return PlannedOptimizer(name, tuple(updates), moved)

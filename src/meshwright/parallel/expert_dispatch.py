@@ -22,13 +22,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from meshwright.comm.alltoallv import AllToAllHandle, SplitExchange, start_all_to_all
 from meshwright.comm.collectives import all_reduce_sum, world_size
-from meshwright.nn.experts.balance import BatchCounts, SampleCounts
-from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
-from meshwright.nn.experts.grouped_linear import RowGroups
-from meshwright.nn.experts.padded_slots import PaddedSlots
-from meshwright.nn.experts.router import Routing
-from meshwright.nn.experts.row_map import RowMap, sort_by_expert
-from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.experts.grouped_linear import RowGroups, RowMap, sort_by_expert
+from meshwright.nn.experts.layer import Dispatch, Dispatcher, ExpertRows, PaddedSlots
+from meshwright.nn.experts.router import BatchCounts, Routing, SampleCounts
+from meshwright.nn.kept_results import ForwardCache
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh
 from meshwright.plan.run_plan import Atoms, ExpertLayer, Kind, RunPlan, Stage

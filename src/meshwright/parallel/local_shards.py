@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.nn.deferred_weight_gradients import OWNER, LocalShardOwner
+from meshwright.nn.linear import OWNER, LocalShardOwner
 from meshwright.parallel.private import parameter_dict
 
 NOTHING: Mapping[str, float] = MappingProxyType({})

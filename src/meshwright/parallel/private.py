@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
 from meshwright.mesh.process_groups import inherit_timeout, submesh
-from meshwright.nn.deferred_weight_gradients import ACCUMULATE
+from meshwright.nn.linear import ACCUMULATE
 
 JOINED = "+"
 """Separator between axes in the name of a joined mesh dim."""

@@ -1,12 +1,28 @@
-"""One rank's stages of a model, with tensors addressed by their names in the full model."""
+"""One rank's stages of a model, with tensors addressed by their names in the full model.
+
+A rank's tokens of each micro-batch, and outputs of all tokens from those of the ranks.
+
+Shapes: b batch, t tokens of a full sample, s tokens on this rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.comm.collectives import all_gather_rows
 from meshwright.models.contract.model_facts import Part
+from meshwright.models.contract.task import Batch
+from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import shard_indices
+from meshwright.parallel.private import joined_mesh
 from meshwright.plan.run_plan import RunPlan, Stage
 
 
@@ -101,3 +117,82 @@ class RankModel:
 def part_of(plan: RunPlan, number: int) -> Part:
     """Return the part of the model that a stage holds."""
     return Part(range(*plan.stages[number].layers), stage=number, num_stages=len(plan.stages))
+
+
+class TokenShards:
+    """The tokens of this rank: those that context parallelism assigns to it, and of these the part of the stream that
+    it holds between tensor-parallel regions."""
+
+    def __init__(self, plan: RunPlan, mesh: DeviceMesh | None, rank: int) -> None:
+        cp, tp = plan.mesh.view("cp"), plan.mesh.view("tp") if plan.sequence_parallel else ()
+        self._plan, self._is_sharded = plan, bool(cp)
+        self._group = None if mesh is None or not cp else context_group(mesh, plan)
+        self._rank = plan.mesh.line(rank, cp).index(rank)
+        self._stream = (plan.mesh.line(rank, tp).index(rank), plan.mesh.size(*tp))
+
+    def localize(self, batch: Batch) -> Batch:
+        """Return this rank's tokens of a micro-batch; its conditions tell which these are."""
+        return _LocalBatch(batch, tuple(self._localize(one) for one in batch.conditions), self._is_sharded)
+
+    def _localize(self, condition: Any) -> Any:
+        if not isinstance(condition, TokenLayout):
+            return condition
+        layout = replace(condition, stream=self._stream)
+        if not self._is_sharded:
+            return layout
+        from meshwright.plan.context.layers import batch_shards
+
+        return layout.on(batch_shards(self._plan, layout.documents), self._rank)
+
+    def gather(self, out_bs: Tensor, batch: Batch) -> Tensor:
+        """Return the outputs [b, t, …] of all tokens from those [b, s, …] of this rank's; all ranks must call this."""
+        if not self._is_sharded:
+            return out_bs
+        layout = _layout_of(self.localize(batch).conditions)
+        assert layout.shards is not None
+        parts_Rbs = all_gather_rows(out_bs[None], group=self._group)
+        token_t = torch.cat([shard_indices(shard) for shard in layout.shards], dim=-1).to(out_bs.device)
+        out_bt = parts_Rbs.transpose(0, 1).flatten(1, 2)
+        return _take(out_bt, token_t.argsort(-1))
+
+
+@dataclass(frozen=True)
+class _LocalBatch:
+    """A rank's tokens of a micro-batch."""
+
+    batch: Batch
+    conditions: tuple[Any, ...]
+    is_sharded: bool
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return shard_indices(_layout_of(self.conditions).shard)
+
+    @property
+    def inputs(self) -> Tensor:
+        """Inputs [b, s, …] of this rank's tokens."""
+        return self._local(self.batch.inputs)
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets [b, s, …] of this rank's tokens."""
+        return self._local(self.batch.targets)
+
+    def _local(self, x_bt: Tensor) -> Tensor:
+        return _take(x_bt, self._index.to(x_bt.device)) if self.is_sharded else x_bt
+
+
+def _layout_of(conditions: tuple[Any, ...]) -> TokenLayout:
+    return next(one for one in conditions if isinstance(one, TokenLayout))
+
+
+def _take(x_bt: Tensor, index_s: Tensor) -> Tensor:
+    """Return tokens of each sample."""
+    if index_s.dim() == 1:
+        return x_bt.index_select(1, index_s)
+    return x_bt.take_along_dim(index_s.reshape(*index_s.shape, *[1] * (x_bt.dim() - 2)), dim=1)
+
+
+def context_group(mesh: DeviceMesh, plan: RunPlan) -> ProcessGroup:
+    """Return the process group of the ranks that share this rank's samples; all ranks must call this."""
+    return joined_mesh(mesh, [plan.mesh.view("cp")]).get_group()

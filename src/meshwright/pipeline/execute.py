@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.comm.collectives import Channel, Transfer
 from meshwright.comm.overlap import helper_thread
-from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore, compute_deferred
+from meshwright.nn.linear import DeferredGradient, WeightGradStore, compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, FREES, Action, ActionKind, Overlap
 from meshwright.pipeline.overlapped_pair import Operation, OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers

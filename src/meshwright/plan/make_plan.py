@@ -18,7 +18,7 @@ from meshwright.config.facts_for_family import model_facts, model_version
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ScheduleError
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
-from meshwright.optim.planned import planned_optimizer
+from meshwright.optim.catalogue import planned_optimizer
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import LowerOptions, lower
 from meshwright.pipeline.schedule_table import Schedule, single_stage

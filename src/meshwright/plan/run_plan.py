@@ -23,7 +23,7 @@ from meshwright.mesh.axes import Axes
 from meshwright.models.contract.tp_styles import Style
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.optim.planned import PlannedOptimizer
+from meshwright.optim.catalogue import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import SharedParameter
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.mesh.axes import Axes
-from meshwright.nn.attention.mask_spec import Documents
-from meshwright.nn.attention.token_layout import Shard
+from meshwright.nn.attention.mask_spec import Documents, Shard
 from meshwright.plan.context.layers import batch_shards
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.diagnose.phrases import rank_words

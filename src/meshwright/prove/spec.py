@@ -14,7 +14,7 @@ from meshwright.config.rules import lossless_value, lossy_keys
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.features.registry import plan_features
-from meshwright.optim.planned import OptimizerState
+from meshwright.optim.catalogue import OptimizerState
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
 from meshwright.settings.violation import format_fix

@@ -29,8 +29,7 @@ from meshwright.models.contract.family import Family
 from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Stored
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.weight_init import normal_shard, uniform_shard
-from meshwright.parallel.apply_plan import apply_plan, needs_mesh
-from meshwright.parallel.check_applied import check_placements
+from meshwright.parallel.apply_plan import apply_plan, check_placements, needs_mesh
 from meshwright.parallel.data_parallel import reduce_unused, secondary_shards
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule

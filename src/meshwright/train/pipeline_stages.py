@@ -17,12 +17,17 @@ from meshwright.comm.overlap import SwitchesTasks
 from meshwright.errors import LayoutError
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.task import Batch
-from meshwright.nn.deferred_weight_gradients import WeightGradStore, defer_weight_gradients, undeferred_parameters
-from meshwright.parallel.check_applied import FirstGradientCheck
-from meshwright.parallel.context.token_shards import TokenShards
-from meshwright.parallel.data_parallel import keep_unsharded, reduce_gradients, reshard, set_gradient_sync
-from meshwright.parallel.rank_model import StagePart
-from meshwright.parallel.tp_gradient_reduction import average_replicated_gradients, sync_partial_gradients
+from meshwright.nn.linear import WeightGradStore, defer_weight_gradients, undeferred_parameters
+from meshwright.parallel.apply_plan import FirstGradientCheck
+from meshwright.parallel.data_parallel import (
+    average_replicated_gradients,
+    keep_unsharded,
+    reduce_gradients,
+    reshard,
+    set_gradient_sync,
+    sync_partial_gradients,
+)
+from meshwright.parallel.rank_model import StagePart, TokenShards
 from meshwright.pipeline.execute import ChannelKey, ExecutableStage, Executor, channel_keys
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule

@@ -10,8 +10,7 @@ from torch import nn
 
 from meshwright.capture import capture, observe, plan_capture
 from meshwright.errors import CaptureError
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, compute_deferred, defer_weight_gradients
 from meshwright.pipeline import Action, ActionKind, Schedule, generate, lower
 from tests.capture.plans import SCALED, plan
 from tests.capture.simulated import Bench

@@ -15,8 +15,7 @@ from meshwright.capture import capture, observe, plan_capture
 from meshwright.capture.lifetimes import GRADIENTS, Content, Role
 from meshwright.capture.run.observe import Observer
 from meshwright.errors import CaptureError
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, compute_deferred, defer_weight_gradients
 from meshwright.pipeline import generate, lower
 
 M = 3

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from meshwright.features.float8 import linear as float8_linear
 from meshwright.features.float8.linear import E4M3, E5M2, AmaxHistory, Float8Linear, product, scaled_cast
 from meshwright.features.float8.private import scaled_mm
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients, undeferred_parameters
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, compute_deferred, defer_weight_gradients, undeferred_parameters
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
 from tests.features.float8.rounding import rounding_error

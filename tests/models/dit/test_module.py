@@ -13,7 +13,7 @@ from meshwright.models.contract.model_facts import Part
 from meshwright.models.dit.description import describe
 from meshwright.models.dit.family import INIT_STD
 from meshwright.models.dit.module import DiT
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
+from meshwright.nn.linear import compute_deferred, defer_weight_gradients
 from meshwright.nn.recompute import recompute
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.make_plan import make_plan

@@ -20,7 +20,7 @@ from meshwright.models.foreign.facts_cache import cached_structure
 from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.source import Source
-from meshwright.nn.deferred_weight_gradients import undeferred_parameters
+from meshwright.nn.linear import undeferred_parameters
 from meshwright.prove.record.reference_run import build_reference, fill_tensors
 from meshwright.prove.spec import as_proof
 from tests.helpers import clean_environment, quick_and_slow

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.nn.attention import cpu_blocks
 from meshwright.nn.attention.attention import attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
-from meshwright.nn.attention.backends import cpu_blocks
 from meshwright.nn.attention.mask_spec import MaskSpec
 from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
 

@@ -10,9 +10,8 @@ from torch._dynamo.utils import counters
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.attention.attention import attention
-from meshwright.nn.attention.attention_mask import AttentionMask
+from meshwright.nn.attention.attention_mask import AttentionMask, key_bounds
 from meshwright.nn.attention.backend import Backend
-from meshwright.nn.attention.key_bounds import key_bounds
 from meshwright.nn.attention.mask_spec import MaskSpec
 from tests.nn.attention.dense_masks import dense_batch, masks, shards
 
@@ -58,7 +57,7 @@ def test_another_mix_of_documents_does_not_recompile(backend, window):
 
 
 def test_the_operator_is_registered_right():
-    from meshwright.nn.attention.backends.cpu_blocks import block_attention
+    from meshwright.nn.attention.cpu_blocks import block_attention
 
     bounds = AttentionMask(MaskSpec(causal=True, window=3, documents=((4, 8),)), 12, device=CPU).bounds
     tensors = [torch.randn(1, 12, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.nn.recompute import recompute
 from tests.nn.blocks import context, make_block
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.nn.dropout_add.eager import DropoutKey
 from meshwright.nn.dropout_add.module import dropout_add
-from meshwright.nn.dropout_add.random import DropoutKey
 
 KEY = DropoutKey(0x9876_5432_10FE_DCBA, 5)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

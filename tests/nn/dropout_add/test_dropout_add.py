@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.dropout_add import eager
+from meshwright.nn.dropout_add.eager import DropoutKey, drop_threshold, keep_mask, keep_scale
 from meshwright.nn.dropout_add.module import DropoutAdd, dropout_add
-from meshwright.nn.dropout_add.random import DropoutKey, drop_threshold, keep_mask, keep_scale
 from tests.nn.dropout_add.cases import DTYPES, KEY, drop, inputs
 
 

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.nn.dropout_add import eager
 from meshwright.nn.dropout_add import module as operator
-from meshwright.nn.dropout_add.random import DropoutKey, drop_threshold, keep_mask
+from meshwright.nn.dropout_add.eager import DropoutKey, drop_threshold, keep_mask
 from tests.gangs.gang import Gang
 from tests.nn.dropout_add.cases import DTYPES, drop, inputs, python_mask, python_philox
 from tests.triton_interpreter import interpret_triton, needs_triton

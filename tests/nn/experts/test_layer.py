@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.nn.deferred_weight_gradients import compute_deferred, defer_weight_gradients
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router_config import RouterConfig, Score
+from meshwright.nn.linear import compute_deferred, defer_weight_gradients
 from meshwright.nn.recompute import recompute
 from meshwright.nn.step_handles import step_buffers
 from tests.nn.experts import routing as slow

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.nn.experts.balance import balance_loss, drop_over_capacity, sample_counts, z_loss
-from meshwright.nn.experts.router import Router
+from meshwright.nn.experts.router import Router, balance_loss, drop_over_capacity, sample_counts, z_loss
 from meshwright.nn.experts.router_config import RouterConfig, Score
 from meshwright.nn.recompute import recompute
 from meshwright.nn.step_handles import handles, step_buffers

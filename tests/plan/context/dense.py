@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from meshwright.nn.attention.mask_spec import Documents, MaskSpec
-from meshwright.nn.attention.token_layout import Shard
+from meshwright.nn.attention.mask_spec import Documents, MaskSpec, Shard
 from meshwright.plan.context.exchange import Intervals, union
 from meshwright.plan.context.layers import batch_shards
 from meshwright.plan.run_plan import BYTES, Kind, RunPlan

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.token_layout import Shard
+from meshwright.nn.attention.mask_spec import MaskSpec, Shard
 from meshwright.plan.context.exchange import make_exchange
 from meshwright.plan.context.layers import (
     LayerCosts,

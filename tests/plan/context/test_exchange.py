@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.token_layout import Shard
+from meshwright.nn.attention.mask_spec import MaskSpec, Shard
 from meshwright.plan.context.exchange import Exchange, SampleMask, intersection, local_rows, make_exchange, union
 from meshwright.plan.context.layers import contiguous, zigzag
 from tests.nn.attention.dense_masks import num_pairs_in

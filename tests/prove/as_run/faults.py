@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from meshwright.nn.dropout_add.eager import DropoutKey
 from meshwright.nn.dropout_add.module import DropoutAdd
-from meshwright.nn.dropout_add.random import DropoutKey
 from meshwright.parallel import data_parallel, tensor_parallel
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.train import train_step as step_module

@@ -11,8 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
-from meshwright.parallel import data_parallel, tensor_parallel
-from meshwright.parallel.context import ring
+from meshwright.parallel import context_attention, data_parallel, tensor_parallel
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.prove.as_run.configuration import as_configured, num_steps
@@ -32,8 +31,8 @@ SIZES = {
 
 
 REPLACED = (
-    train_step, pipeline_stages, optimizer, tensor_parallel, data_parallel, ring, ring.RingAttention, dist, FSDPParam,
-    nn.Module,
+    train_step, pipeline_stages, optimizer, tensor_parallel, data_parallel, context_attention,
+    context_attention.RingAttention, dist, FSDPParam, nn.Module,
 )  # fmt: skip
 
 

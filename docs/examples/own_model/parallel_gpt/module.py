@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
-from meshwright.nn.attention.core import LocalAttention
-from meshwright.nn.attention.token_indices import token_positions
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.attention import LocalAttention
+from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import token_positions
 from meshwright.nn.linear import Linear
 from meshwright.nn.step_handles import AuxiliaryLoss, StepBuffer
 from parallel_gpt.config import MASK, GptConfig

@@ -26,7 +26,7 @@ from meshwright.capture.run.observe import Observation, flatten, rebuild
 from meshwright.capture.run.private import using_parameters
 from meshwright.capture.run.static_tensors import Static, StaticWeights, WeightGradients
 from meshwright.errors import CaptureError
-from meshwright.nn.deferred_weight_gradients import DeferredGradient, WeightGradStore
+from meshwright.nn.linear import DeferredGradient, WeightGradStore
 from meshwright.nn.step_handles import StepHandle
 
 

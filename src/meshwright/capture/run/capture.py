@@ -34,7 +34,7 @@ from meshwright.capture.run.static_tensors import (
 from meshwright.capture.signature import LayerSignature
 from meshwright.capture.verify import verify_capture
 from meshwright.errors import CaptureError
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.linear import WeightGradStore
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.units import counted

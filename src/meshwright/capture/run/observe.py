@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.capture.run.private import TorchDispatchMode
 from meshwright.capture.run.static_tensors import TensorFacts, is_same
 from meshwright.capture.signature import ITEM_BYTES, ArgumentSignature, LayerSignature, ResultSignature, TensorSignature
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
+from meshwright.nn.linear import WeightGradStore
 from meshwright.nn.step_handles import StepHandle
 
 HOST_READS = frozenset({

@@ -27,7 +27,7 @@ from meshwright.capture.run.observe import difference, flatten, host_state, rebu
 from meshwright.capture.run.static_tensors import Static, StaticTensors, TensorFacts
 from meshwright.capture.signature import LayerSignature
 from meshwright.errors import CaptureError
-from meshwright.nn.deferred_weight_gradients import compute_deferred
+from meshwright.nn.linear import compute_deferred
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 
 K = ActionKind

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from meshwright.config.section_rules import REGION
-from meshwright.nn.attention.module import Attention
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router import Router
+from meshwright.nn.transformer_block import Attention
 
 FEED_FORWARD_NAMES = ("ffn", "mlp", "feed_forward")
 

@@ -28,7 +28,7 @@ from meshwright.capture.run.observe import flatten
 from meshwright.capture.run.private import TorchDispatchMode
 from meshwright.capture.run.static_tensors import Static
 from meshwright.errors import CaptureError
-from meshwright.nn.deferred_weight_gradients import DeferredGradient
+from meshwright.nn.linear import DeferredGradient
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,9 @@ from torch.distributed import ProcessGroup
 
 from meshwright.comm.collective_log import ALL_TO_ALL, group_record
 from meshwright.features.contract import OnRank, RunFeature
-from meshwright.nn.attention.mask_spec import Documents
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import Documents, TokenLayout
 from meshwright.nn.step_handles import LoadCounter, load_counters
-from meshwright.parallel.context.heads import HeadsAttention
-from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context_attention import HeadsAttention, RingAttention
 from meshwright.parallel.expert_dispatch import AllToAllDispatcher
 from meshwright.plan.context.layers import sent_by_attention
 from meshwright.plan.expert_traffic import RankLoad, counted_load, sent_by_layer

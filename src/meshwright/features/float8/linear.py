@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.features.float8.private import has_scaled_mm, scaled_mm
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
-from meshwright.nn.linear import Linear
+from meshwright.nn.linear import Linear, WeightGradStore
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 """Formats of inputs and weights, and of gradients, which need more range than precision."""

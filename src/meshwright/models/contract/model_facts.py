@@ -127,7 +127,7 @@ class AttentionFacts:
 
     module: str
     """Path of the layer inside the block. Context parallelism replaces its attribute `core`
-    (`nn.attention.core.AttentionCore`)."""
+    (`nn.attention.attention.AttentionCore`)."""
     mask: MaskSpec
     """Rules of the mask, without documents."""
     num_heads: int
@@ -180,7 +180,7 @@ class KindFacts:
     """Results that selective recomputation keeps (`nn/kept_results.py`), without the input and collectives' results;
     None if unknown, which counts as much as `saved`."""
     recalled: Saved = Saved()
-    """What any recomputed block keeps besides its input: indices, and values of `nn/forward_cache.py`."""
+    """What any recomputed block keeps besides its input: indices, and values of `nn/kept_results.py`."""
     output: float = 0.0
     """Elements per token of an output on which a loss is computed; it is stored together with its gradient."""
     output_divided: bool = False
@@ -245,7 +245,7 @@ class ModelFacts:
     keeps_documents_apart: bool = False
     """Whether the model masks packed documents by itself, from the token layout, without `KindFacts.attention`."""
     undeferred: str = ""
-    """A matrix whose gradient no layer can defer (`nn/deferred_weight_gradients.py`), so that schedules can't split the
+    """A matrix whose gradient no layer can defer (`nn/linear.py`), so that schedules can't split the
     backward; empty if there is none, or if it is unknown."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys ignored by the family, with the models they apply to."""

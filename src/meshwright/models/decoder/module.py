@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.decoder.description import DecoderSpec
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.module import Attention, token_contexts
-from meshwright.nn.attention.rope import RopeScaling, RotaryEmbedding
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
+from meshwright.nn.attention.positions import RopeScaling, RotaryEmbedding
 from meshwright.nn.dropout_add.module import BlockDropout
 from meshwright.nn.linear import Linear
-from meshwright.nn.transformer_block import TransformerBlock
+from meshwright.nn.transformer_block import Attention, TransformerBlock, token_contexts
 
 
 def make_block(spec: DecoderSpec, layer: int, dropout: BlockDropout) -> TransformerBlock:

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.dit.description import FREQUENCY_DIM, DiTSpec
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.module import Attention, TokenContext, token_contexts
-from meshwright.nn.attention.token_layout import TokenLayout
-from meshwright.nn.condition_embedding import MlpEmbedder, sinusoids
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.nn.dropout_add.module import NO_DROPOUT, BlockDropout
+from meshwright.nn.embeddings import MlpEmbedder, PatchGrid, position_table, sinusoids
 from meshwright.nn.linear import Linear
-from meshwright.nn.patch_embedding import PatchGrid, position_table
+from meshwright.nn.transformer_block import Attention, TokenContext, token_contexts
 
 NORM_EPS = 1e-6
 

@@ -18,7 +18,7 @@ from meshwright.models.dit.config import DiffusionConfig, DiTConfig
 from meshwright.models.dit.diffusion import Diffusion
 from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
 from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 
 DTYPE = torch.float64
 

@@ -28,7 +28,7 @@ from meshwright.models.foreign.probe import TIMES, NoForward, probe
 from meshwright.models.foreign.stage import stub_shapes
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
-from meshwright.nn.deferred_weight_gradients import undeferred_parameters
+from meshwright.nn.linear import undeferred_parameters
 from meshwright.units import format_count
 
 NOTHING_SAVED = Saved()

@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.structure import FillFacts, Structure
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.linear import Linear
 
 LAYER_LISTS = (nn.ModuleList, nn.Sequential)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.foreign.origin import Origin
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 
 MIN_LENGTH, MAX_TRIED = 16, 128
 """Tokens of a sample that a model is tried with, at least and, if it isn't cheap, at most."""

@@ -24,7 +24,7 @@ from meshwright.models.foreign.findings import BATCH_DIM, BATCH_TIME_DIM, TIME_D
 from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.foreign.origin import LAYER_LISTS, Origin
 from meshwright.models.foreign.structure import Structure
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 
 
 class _End(Exception):

@@ -44,7 +44,7 @@ from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter
 from meshwright.models.hf.lora_names import is_adapter
 from meshwright.models.hf.source import KEY, Source
 from meshwright.models.hf.tiny_config import limits_of, shrunken_config
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 
 EXPERTS_ON_META, SAVING_EXPERTS = "batched_mm", "grouped_mm"
 """Implementations of experts whose shapes depend on no values, and that save what experts save on the meta device."""

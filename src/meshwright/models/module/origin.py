@@ -48,7 +48,7 @@ from meshwright.models.foreign.stage import make_stage
 from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.module.config import ModuleConfig
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.settings.import_object import import_object
 
 BUILDER = "model.builder"

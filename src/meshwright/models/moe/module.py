@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.decoder.module import Decoder, make_attention, make_block
 from meshwright.models.moe.description import MoeSpec
-from meshwright.nn.attention.module import TokenContext
 from meshwright.nn.dropout_add.module import NO_DROPOUT, BlockDropout
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router_config import RouterConfig
+from meshwright.nn.transformer_block import TokenContext
 
 
 class MoeTransformer(Decoder):

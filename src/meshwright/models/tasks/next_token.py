@@ -27,7 +27,7 @@ from meshwright.models.contract.run_facts import Prompt, RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, SimpleBatch, Task
 from meshwright.models.tasks.text_data import encode_prompt
 from meshwright.models.tasks.text_sources import end_ids
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 
 PROMPT = "def "
 TEMPERATURE = 0.7

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.mixtures.mixture import Text, corpora, train_order
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 
 LossSum = Callable[[Tensor, Tensor], Tensor]
 """Sum of the losses of tokens, given logits […, v] and targets […], of which `IGNORED_TARGET` is none."""

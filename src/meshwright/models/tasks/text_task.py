@@ -26,7 +26,7 @@ from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, HostBatch, Reference, Task
 from meshwright.models.tasks.next_token import NextTokenTask, OwnLoss, TextBatch, TextTask
 from meshwright.models.tasks.next_token_reference import LossSum, TextReference, cross_entropy_sum
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.step_handles import handles
 
 Span = tuple[int, int]

@@ -1,24 +1,26 @@
-"""Attention with any mask by any backend (Vaswani et al. 2017; grouped queries: Ainslie et al. 2023).
+"""Attention with any mask by any backend (Vaswani et al. 2017; grouped queries: Ainslie et al. 2023), and the part of
+an attention layer between its projections, which context parallelism replaces.
 
 The chosen backend supports all of a call, or the call raises; a mask or an option is never dropped.
 
-Shapes: b batch, s queries, t keys, n heads, m key/value heads, h head_dim.
+Shapes: b batch, s queries, t keys, n heads, m key/value heads, g queries per key/value head, h head_dim.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.errors import LayoutError
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
-from meshwright.nn.attention.backends.cpu_blocks import block_attention
-from meshwright.nn.attention.backends.reference import reference_attention
-from meshwright.nn.attention.backends.sdpa import sdpa_attention
-from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.cpu_blocks import block_attention
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.units import counted
 
 
@@ -29,9 +31,7 @@ def attention(
     """Return outputs [b, s, n, h]; 0 for queries without visible keys.
 
     Args:
-        q_bsnh: queries.
-        k_btmh: keys; the number of their heads divides that of the queries'.
-        v_btmh: values.
+        q_bsnh, k_btmh, v_btmh: queries, keys and values; the number of key/value heads divides that of the queries'.
         mask: a mask prepared for all layers, or a `MaskSpec` of whole samples, which is prepared for this call.
         scale: factor of the scores; None for 1 / sqrt(h).
         dropout_p: probability of dropping a weight, by PyTorch's generator.
@@ -45,20 +45,19 @@ def attention(
     exact_scale = q_bsnh.shape[-1] ** -0.5 if scale is None else scale
     if mask.backend is Backend.SDPA:
         if mask.is_dense or request.device == "cuda":
-            causal, visible = mask.rules.causal, mask.visible_bst
-            return sdpa_attention(q_bsnh, k_btmh, v_btmh, causal=causal, visible_bst=visible, scale=scale)
+            return _sdpa(q_bsnh, k_btmh, v_btmh, mask, scale)
         return _by_blocks(q_bsnh, k_btmh, v_btmh, mask, exact_scale)[0]
     if mask.backend is Backend.VARLEN:
-        from meshwright.nn.attention.backends.varlen import varlen_attention
+        from meshwright.nn.attention.packed import varlen_attention
 
         return varlen_attention(q_bsnh, k_btmh, v_btmh, starts=mask.starts, rules=mask.rules, scale=scale)
     if mask.backend is Backend.SPLASH:
-        from meshwright.nn.attention.backends.splash import splash_attention
+        from meshwright.nn.attention.packed import splash_attention
 
         segments = mask.segments_bt
         return splash_attention(q_bsnh, k_btmh, v_btmh, segments_bs=segments, rules=mask.rules, scale=exact_scale)
     if mask.backend is Backend.FLEX:
-        from meshwright.nn.attention.backends.flex import flex
+        from meshwright.nn.attention.flex import flex
 
         return flex(q_bsnh, k_btmh, v_btmh, mask.blocks, scale=exact_scale)
     return _by_reference(q_bsnh, k_btmh, v_btmh, mask, exact_scale, dropout_p)[0]
@@ -70,31 +69,56 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return outputs [b, s, n, h], and the logarithm of each softmax' denominator [b, n, s] in at least float32.
 
-    Both are differentiable. A query without visible keys has outputs of 0, an lse of -inf and no gradients. `merge`
-    combines the results for disjoint keys. Arguments and errors are those of `attention`.
+    Both are differentiable. A query without visible keys has outputs of 0, an lse of -inf and no gradients. `merge` in
+    `parallel.context_attention` combines the results for disjoint keys. Arguments and errors are those of `attention`.
     """
     mask, _ = _checked(q_bsnh, k_btmh, v_btmh, mask, backend, dropout_p=0.0, needs_lse=True)
     scale = q_bsnh.shape[-1] ** -0.5 if scale is None else scale
     if mask.backend is Backend.SDPA:
         return _by_blocks(q_bsnh, k_btmh, v_btmh, mask, scale)
     if mask.backend is Backend.FLEX:
-        from meshwright.nn.attention.backends.flex import flex_with_lse
+        from meshwright.nn.attention.flex import flex_with_lse
 
         return flex_with_lse(q_bsnh, k_btmh, v_btmh, mask.blocks, scale=scale)
     return _by_reference(q_bsnh, k_btmh, v_btmh, mask, scale, dropout_p=0.0)
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-    bounds = mask.bounds
-    out: tuple[Tensor, Tensor] = block_attention(q, k, v, bounds.first_bs, bounds.last_bs, bounds.positions_bt, scale)
+    out: tuple[Tensor, Tensor] = block_attention(q, k, v, *mask.bounds, scale)
     return out
 
 
 def _by_reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float, dropout_p: float
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: AttentionMask, scale: float, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
+    """Return outputs and lse by plain operations in at least float32, with memory for all scores: the oracle of the
+    other backends."""
     assert mask.visible_bst is not None, "the mask is prepared for the reference"
-    return reference_attention(q, k, v, mask.visible_bst, scale=scale, dropout_p=dropout_p)
+    exact = torch.promote_types(q_bsnh.dtype, torch.float32)
+    q_bsmgh = torch.unflatten(q_bsnh.to(exact), 2, (k_btmh.shape[2], -1))
+    scores = torch.einsum("bsmgh,btmh->bmgst", q_bsmgh * scale, k_btmh.to(exact))
+    scores = scores.masked_fill(~mask.visible_bst[:, None, None], -math.inf)
+    # A constant shift: it cancels in the result, so it needs no gradient.
+    shift = scores.detach().amax(-1, keepdim=True)
+    shift = shift.masked_fill(shift == -math.inf, 0)
+    weights = (scores - shift).exp()
+    total = weights.sum(-1, keepdim=True)
+    hidden = total == 0
+    total = total.masked_fill(hidden, 1)
+    lse_bmgs = (shift + total.log()).masked_fill(hidden, -math.inf).squeeze(-1)
+    out = torch.einsum("bmgst,btmh->bsmgh", F.dropout(weights / total, dropout_p), v_btmh.to(exact))
+    return out.flatten(2, 3).to(q_bsnh.dtype), lse_bmgs.flatten(1, 2)
+
+
+def _sdpa(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: AttentionMask, scale: float | None) -> Tensor:
+    """Return outputs of PyTorch's `scaled_dot_product_attention`. Causal and full masks need no mask tensor."""
+    visible = mask.visible_bst
+    out_bnsh = F.scaled_dot_product_attention(
+        q_bsnh.transpose(1, 2), k_btmh.transpose(1, 2), v_btmh.transpose(1, 2),
+        attn_mask=None if visible is None else visible[:, None], is_causal=mask.rules.causal and visible is None,
+        scale=scale, enable_gqa=q_bsnh.shape[2] != k_btmh.shape[2],
+    )  # fmt: skip
+    return out_bnsh.transpose(1, 2)
 
 
 def _checked(
@@ -117,13 +141,6 @@ def _checked(
             rule="a prepared mask holds the tensors of one backend",
             fix=f"AttentionMask(..., backend={str(backend)!r}), or leave out `backend` here",
         )
-    _check_shapes(q_bsnh, k_btmh, mask)
-    request = AttentionRequest(mask=mask.rules, whole=mask.whole, **inputs)
-    choose_backend(mask.backend, request)
-    return mask, request
-
-
-def _check_shapes(q_bsnh: Tensor, k_btmh: Tensor, mask: AttentionMask) -> None:
     samples_fit = mask.num_samples in (1, q_bsnh.shape[0])
     if not samples_fit or (mask.num_queries, mask.num_keys) != (q_bsnh.shape[1], k_btmh.shape[1]):
         raise LayoutError(
@@ -132,3 +149,45 @@ def _check_shapes(q_bsnh: Tensor, k_btmh: Tensor, mask: AttentionMask) -> None:
             rule="a mask has the shapes of its queries and keys; documents are given for each sample of the batch",
             fix="prepare the mask for this micro-batch; for a part of the keys or queries, use AttentionMask.at",
         )
+    request = AttentionRequest(mask=mask.rules, whole=mask.whole, **inputs)
+    choose_backend(mask.backend, request)
+    return mask, request
+
+
+@runtime_checkable
+class AttentionCore(Protocol):
+    """Scaled dot-product attention over the tokens of a micro-batch."""
+
+    backend: str
+    """Name of a backend, see `attention`."""
+
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> Any:
+        """Return the mask of a micro-batch in the form that this core takes; made once for all layers of a stage.
+
+        The backend is chosen by `request`, the dtype and heads of the calls; float32 by default.
+        """
+
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any) -> Tensor:
+        """Return the output [b, s, n, h]; keys and values may have fewer heads."""
+
+
+@dataclass(frozen=True)
+class LocalAttention(AttentionCore):
+    """Attention over tokens that are all on this rank."""
+
+    backend: str = "auto"
+
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> AttentionMask:
+        """Return the prepared mask. Tokens of a shard attend to that shard alone."""
+        own = None if layout.shards is None else layout.shard
+        return AttentionMask(
+            mask, layout.seq_len, device=device, backend=self.backend, request=request, queries=own, keys=own
+        )
+
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: AttentionMask) -> Tensor:
+        """Return the output [b, s, n, h]."""
+        return attention(q_bsnh, k_bsnh, v_bsnh, mask=mask, backend=self.backend)

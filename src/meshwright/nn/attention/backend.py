@@ -1,7 +1,7 @@
-"""Attention backends: their names, what each supports, and the choice among them. Doesn't import torch.
+"""Attention backends: their names, what each supports, and the choice among them. Doesn't import torch, so that a plan
+can ask what would run where.
 
-All claims are in this file, apart from the kernels, so that a plan can ask what would run where without torch. `auto`
-depends on the device, the kind of mask and the inputs, never on lengths of documents, so all ranks choose alike.
+`auto` depends on the device, the kind of mask and the inputs, never on lengths of documents, so all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def choose_backend(backend: Backend, request: AttentionRequest) -> Backend:
         ConfigError: the backend does not support the request.
     """
     if backend is Backend.AUTO:
-        backend = next(filter(lambda one: _is_automatic(one, request), _preference(request)), Backend.REFERENCE)
+        # On CUDA, sdpa skips no block, so only dense masks go there.
+        skipped = Backend.SDPA if request.device == "cuda" and not request.is_dense else None
+        preferred = (one for one in PREFERENCE.get(request.device, DEFAULT_PREFERENCE) if one is not skipped)
+        backend = next((one for one in preferred if not refusal(one, request)), Backend.REFERENCE)
     if reason := refusal(backend, request):
         others = ", ".join(supporting(request)) or "none"
         raise ConfigError(
@@ -101,20 +104,6 @@ def choose_backend(backend: Backend, request: AttentionRequest) -> Backend:
             fix=f"use a backend that supports it: {others}",
         )
     return backend
-
-
-def _preference(request: AttentionRequest) -> tuple[Backend, ...]:
-    return PREFERENCE.get(request.device, DEFAULT_PREFERENCE)
-
-
-def _is_automatic(backend: Backend, request: AttentionRequest) -> bool:
-    """Return whether `auto` may take a backend: on CUDA, sdpa skips no block, so only dense masks go there."""
-    wasteful = backend is Backend.SDPA and request.device == "cuda" and not request.is_dense
-    return not wasteful and not refusal(backend, request)
-
-
-def _reference(request: AttentionRequest) -> str:
-    return ""
 
 
 def _sdpa(request: AttentionRequest) -> str:
@@ -172,7 +161,7 @@ def _splash(request: AttentionRequest) -> str:
 
 
 _REFUSALS: dict[Backend, Callable[[AttentionRequest], str]] = {
-    Backend.REFERENCE: _reference,
+    Backend.REFERENCE: lambda request: "",
     Backend.SDPA: _sdpa,
     Backend.FLEX: _flex,
     Backend.VARLEN: _varlen,

@@ -1,4 +1,5 @@
-"""Attention masks as values: causal, sliding window, prefix, documents, and their intersections. Doesn't import torch.
+"""Attention masks as values: causal, sliding window, prefix, documents, and their intersections; and the placement of
+a micro-batch's tokens, by which every stage computes masks, positions and random counters. Doesn't import torch.
 
 Inside a document, the keys that a query may attend to are one interval, whose ends grow with the query. So unions over
 consecutive queries are intervals too, and numbers of pairs have closed forms, exact for any length.
@@ -7,7 +8,7 @@ consecutive queries are intervals too, and numbers of pairs have closed forms, e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError
 
@@ -73,25 +74,58 @@ class MaskSpec:
 
     def keys_of(self, queries: Interval, seq_len: int, sample: int = 0) -> Iterator[Interval]:
         """Yield the keys that any query of an interval may attend to: one interval per document."""
-        for start, length, (first, last) in self._overlaps(queries, seq_len, sample):
-            yield start + self.visible(first - start, length)[0], start + self.visible(last - 1 - start, length)[1]
+        start = 0
+        for length in self.lengths(sample, seq_len):
+            first, last = max(queries[0], start), min(queries[1], start + length)
+            if first < last:
+                yield start + self.visible(first - start, length)[0], start + self.visible(last - 1 - start, length)[1]
+            start += length
 
     def flops(self, seq_len: int, sample: int = 0, *, num_heads: int, head_dim: int) -> int:
         """Return the floating-point operations of a sample's two products in a forward: queries with keys, and weights
         with values. Hidden pairs cost nothing."""
         return 4 * num_heads * head_dim * self.num_pairs(seq_len, sample)
 
-    def _overlaps(self, queries: Interval, seq_len: int, sample: int) -> Iterator[tuple[int, int, Interval]]:
-        """Yield start and length of each document with queries in the interval, and those queries."""
-        start = 0
-        for length in self.lengths(sample, seq_len):
-            first, last = max(queries[0], start), min(queries[1], start + length)
-            if first < last:
-                yield start, length, (first, last)
-            start += length
-
 
 def _capped_sum(count: int, window: int, cap: int) -> int:
     """Return the sum of min(cap, i + window) over i in range(count)."""
     below = min(count, max(0, cap - window))
     return below * (below - 1) // 2 + below * window + (count - below) * cap
+
+
+Shard = tuple[tuple[Interval, ...], ...]
+"""Tokens of a rank: the intervals of each sample, in the order in which the rank holds them; a single entry if they
+are the same for all samples. All samples have the same number of tokens on a rank."""
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Placement of the tokens of a micro-batch."""
+
+    seq_len: int
+    """Tokens of a full sample."""
+    documents: Documents | None = None
+    """Lengths of the documents of each sample; None if each sample is a single document."""
+    samples: tuple[int, ...] | None = None
+    """Numbers of the samples, counted from the start of the run over all ranks; needed for random numbers."""
+    shards: tuple[Shard, ...] | None = None
+    """Tokens of each context-parallel rank; None if the rank holds all tokens."""
+    rank: int = 0
+    """Context-parallel index of this rank."""
+    stream: tuple[int, int] = (0, 1)
+    """Index and number of the equal parts of this rank's tokens, of which it holds one between tensor-parallel
+    regions."""
+
+    def on(self, shards: tuple[Shard, ...], rank: int) -> TokenLayout:
+        """Return the layout on a context-parallel rank."""
+        return replace(self, shards=shards, rank=rank)
+
+    @property
+    def shard(self) -> Shard:
+        """Tokens of this rank."""
+        return (((0, self.seq_len),),) if self.shards is None else self.shards[self.rank]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sample on this rank."""
+        return sum(stop - start for start, stop in self.shard[0])

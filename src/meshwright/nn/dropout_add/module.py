@@ -4,15 +4,14 @@ A custom operator, opaque to torch.compile, so that a compiled block has the sam
 numbers and computes the mask again. It is the same operator without a residual, hence differentiable, too.
 
 Shapes: b batch, t time, d channels; more or fewer leading dims work as well.
-
-A block has one for each of its two branches, at sites numbered by layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,46 +19,27 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.log import get_logger
 from meshwright.nn.dropout_add import eager
-from meshwright.nn.dropout_add.random import DropoutKey, drop_threshold
-
-if TYPE_CHECKING:
-    from meshwright.nn.dropout_add.triton_launch import Launch
-
+from meshwright.nn.dropout_add.eager import DropoutKey, drop_threshold
 
 _log = get_logger(__name__)
 
 
 class DropoutAdd(nn.Module):
-    """Residual dropout: `residual + dropout(x)` while training, `residual + x` otherwise.
+    """Residual dropout: `residual + dropout(x)` while training, `residual + x` otherwise. The site is the number of
+    this dropout in the whole model.
 
     Raises:
         ConfigError: p, the seed or the site is out of range.
     """
 
     def __init__(self, p: float, *, seed: int, site: int) -> None:
-        """Create the layer.
-
-        Args:
-            p: probability of dropping.
-            seed: seed of the run.
-            site: number of this dropout in the whole model, such as 2 · layer + branch.
-        """
         super().__init__()
         drop_threshold(p)
         self.p = p
         self.key = DropoutKey(seed, site)
 
     def forward(self, x_btd: Tensor, residual_btd: Tensor, rows_bt: Tensor | None = None) -> Tensor:
-        """Add [b, t, d] to the residual [b, t, d].
-
-        Args:
-            x_btd: output of a layer.
-            residual_btd: residual stream.
-            rows_bt: int64 numbers of the tokens, unique in the run; may be None if nothing is dropped.
-
-        Raises:
-            ConfigError: there are no numbers, but dropout.
-        """
+        """Add [b, t, d] to the residual [b, t, d]; rows are those of `dropout_add`, or None if nothing is dropped."""
         return dropout_add(x_btd, residual_btd, self.p, training=self.training, key=self.key, rows_bt=rows_bt)
 
     def extra_repr(self) -> str:
@@ -68,26 +48,15 @@ class DropoutAdd(nn.Module):
 
 
 def dropout_add(
-    x_btd: Tensor,
-    residual_btd: Tensor,
-    p: float,
-    *,
-    training: bool,
-    key: DropoutKey | None = None,
-    rows_bt: Tensor | None = None,
-    first_column: int = 0,
-) -> Tensor:
+    x_btd: Tensor, residual_btd: Tensor, p: float, *, training: bool, key: DropoutKey | None = None,
+    rows_bt: Tensor | None = None, first_column: int = 0,
+) -> Tensor:  # fmt: skip
     """Return `residual + dropout(x)`; exactly `residual + x` if not training, or if p drops nothing.
 
     Computed in float32 (float64 if an input is) and rounded once, to the promoted dtype of the inputs.
 
     Args:
-        x_btd: output of a layer […, d].
-        residual_btd: residual stream […, d].
-        p: probability of dropping.
-        training: whether to drop.
-        key: constants of the mask.
-        rows_bt: int64 […], the tokens' numbers, unique in the run (`token_rows.py`).
+        rows_bt: int64 […], the tokens' numbers, unique in the run (`attention.positions.token_rows`).
         first_column: channel of the first column, if x holds a shard of the channels.
 
     Raises:
@@ -166,7 +135,7 @@ _dropout_add.register_autograd(_backward, setup_context=_save_rows)
 
 
 @cache
-def find_triton() -> Launch | None:
+def find_triton() -> Callable[..., None] | None:
     """Return the Triton implementation; None, with one warning, if Triton cannot be imported."""
     try:
         from meshwright.nn.dropout_add.triton_launch import launch
@@ -176,26 +145,18 @@ def find_triton() -> Launch | None:
     return launch
 
 
-BRANCHES = 2
-"""Branches of a block: attention, and the feed-forward layer or experts."""
-
-
 @dataclass(frozen=True)
 class BlockDropout:
-    """Dropout of one block."""
+    """Dropout of one block, with the run's seed."""
 
     p: float
-    """Probability of dropping."""
     seed: int
-    """Seed of the run."""
     layer: int
 
     def adds(self) -> tuple[DropoutAdd, DropoutAdd]:
-        """Return the residual additions of the branches."""
-        first, second = (
-            DropoutAdd(self.p, seed=self.seed, site=BRANCHES * self.layer + branch) for branch in range(BRANCHES)
-        )
-        return first, second
+        """Return the residual additions of the two branches: attention, and the feed-forward layer or experts."""
+        site = 2 * self.layer
+        return DropoutAdd(self.p, seed=self.seed, site=site), DropoutAdd(self.p, seed=self.seed, site=site + 1)
 
 
 NO_DROPOUT = BlockDropout(0.0, seed=0, layer=0)

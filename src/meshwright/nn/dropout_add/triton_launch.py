@@ -8,7 +8,7 @@ Shapes: r rows, d channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.nn.dropout_add import triton_program
-from meshwright.nn.dropout_add.random import LANES, keep_scale
+from meshwright.nn.dropout_add.eager import LANES, keep_scale
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options. Fused multiply-adds are disabled: they round once where `eager` rounds twice."""
@@ -25,25 +25,10 @@ _TILE = 2048
 _TILE_COLUMNS = 512
 
 
-class Launch(Protocol):
-    """Signature of `eager.dropout_add` and `launch`."""
-
-    def __call__(
-        self, x_rd: Tensor, residual_rd: Tensor | None, rows_r: Tensor, words: Sequence[int], *, threshold: int,
-        first_column: int, out: Tensor,
-    ) -> None: ...  # fmt: skip
-
-
 def launch(
-    x_rd: Tensor,
-    residual_rd: Tensor | None,
-    rows_r: Tensor,
-    words: Sequence[int],
-    *,
-    threshold: int,
-    first_column: int,
-    out: Tensor,
-) -> None:
+    x_rd: Tensor, residual_rd: Tensor | None, rows_r: Tensor, words: Sequence[int], *, threshold: int,
+    first_column: int, out: Tensor,
+) -> None:  # fmt: skip
     """Compute `eager.dropout_add` on the current stream of the tensors' device."""
     if out.numel() == 0:
         return

@@ -1,32 +1,26 @@
-"""Routing of tokens to experts: softmax or sigmoid scores, top-k within groups, balancing losses or a bias.
+"""Routing of tokens to experts: softmax or sigmoid scores, top-k within groups, and what keeps the load of experts
+balanced, losses or a bias.
 
-Chosen experts are kept for a recomputed forward (`nn/forward_cache.py`); scores are recomputed.
+Chosen experts are kept for a recomputed forward (`nn/kept_results.py`); scores are recomputed. The scope of a balance
+loss is a sample, or the global batch, never a rank's micro-batch, whose size and contents depend on the layout.
 
 Shapes: b samples, t tokens, d model width, e experts, k experts per token, n = b · t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.deferred_weight_gradients import WeightGradStore
-from meshwright.nn.experts.balance import (
-    BatchCounts,
-    ExpertLoad,
-    SampleCounts,
-    balance_loss,
-    drop_over_capacity,
-    sample_counts,
-    z_loss,
-)
+from meshwright.nn.experts.grouped_linear import count
 from meshwright.nn.experts.router_config import RouterConfig, Score
-from meshwright.nn.forward_cache import ForwardCache
-from meshwright.nn.step_handles import AuxiliaryLoss
+from meshwright.nn.kept_results import ForwardCache
+from meshwright.nn.linear import WeightGradStore, computed_or_deferred
+from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepHandle
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,12 @@ class Router(nn.Module):
     def _choose(self, scores_bte: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return experts and whether they have a slot [b, t, k], and the counts for the balance loss [b, e]."""
         config = self.config
-        experts_btk = self._uniform(scores_bte) if config.uniform else self.best(scores_bte)
+        if config.uniform:
+            num_choices = scores_bte.shape[1] * config.top_k
+            choices = torch.arange(num_choices, device=scores_bte.device) % config.num_experts
+            experts_btk = choices.view(1, -1, config.top_k).repeat(len(scores_bte), 1, 1)
+        else:
+            experts_btk = self.best(scores_bte)
         counts_be = sample_counts(experts_btk, config.num_experts)
         self.load.add(counts_be.sum(0))
         capacity = config.capacity(scores_bte.shape[1])
@@ -119,11 +118,6 @@ class Router(nn.Module):
             allowed_btg = torch.zeros_like(best_btg, dtype=torch.bool).scatter_(-1, groups_btg, True)
             scores_bte = scores_btgm.masked_fill(~allowed_btg[..., None], -torch.inf).flatten(-2)
         return scores_bte.topk(config.top_k, -1).indices
-
-    def _uniform(self, scores_bte: Tensor) -> Tensor:
-        num_samples, num_tokens, num_experts = scores_bte.shape
-        choices = torch.arange(num_tokens * self.config.top_k, device=scores_bte.device) % num_experts
-        return choices.view(1, num_tokens, self.config.top_k).repeat(num_samples, 1, 1)
 
 
 class Gate(nn.Linear):
@@ -155,11 +149,7 @@ class _Gate(torch.autograd.Function):
         (x, weight_ed), (gradient,) = ctx.saved_tensors, gradients
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = (gradient @ _wide(weight_ed)).to(x.dtype) if needs_x else None
-        grad_weight = None
-        if needs_weight and ctx.store is not None and ctx.store.defers:
-            ctx.store.put(ctx.weight, _gate_gradient, x, gradient)
-        elif needs_weight:
-            grad_weight = _gate_gradient(x, gradient)
+        grad_weight = computed_or_deferred(ctx.store, ctx.weight, _gate_gradient, x, gradient) if needs_weight else None
         return grad_x, grad_weight, None
 
 
@@ -175,3 +165,92 @@ def _positive(sums: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ExpertLoad(LoadCounter):
+    """Tokens sent to each expert since the start of training, and an optional bias that balances them.
+
+    Each step, the bias of every expert with less than the mean load rises by `bias_rate`, and that of every expert with
+    more falls (auxiliary-loss-free balancing; Wang et al. 2024, algorithm 1).
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, num_experts: int, *, bias_rate: float = 0.0) -> None:
+        super().__init__(num_experts)
+        self.bias_rate = bias_rate
+        self.register_buffer("bias", torch.zeros(num_experts) if bias_rate else None)
+
+    @torch.no_grad()
+    def commit(self, total: Tensor) -> None:
+        """Add the step's counts, summed over all ranks, and update the bias."""
+        if self.bias is not None:
+            # Integers, so that every rank and layout gets the same signs.
+            surplus_e = total * total.numel() - total.sum()
+            self.bias.sub_(surplus_e.sign().to(self.bias.dtype), alpha=self.bias_rate)
+        super().commit(total)
+
+
+class _SharedCounts(StepHandle):
+    """Counts that ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce: Callable[[Tensor], Tensor] = lambda counts: counts
+        """Sum over these ranks; set by whoever knows them."""
+
+
+class BatchCounts(_SharedCounts):
+    """Counts of the global batch, from those of a micro-batch that is a rank's whole share of it; the ranks are all
+    with different tokens."""
+
+
+class SampleCounts(_SharedCounts):
+    """Counts of full samples, from those of the tokens on this rank; the ranks are those that share a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_parts = 1
+        """Number of these ranks; all hold the same number of tokens."""
+
+
+def sample_counts(experts_btk: Tensor, num_experts: int) -> Tensor:
+    """Return how many of each sample's tokens chose each expert, int64 [b, e]."""
+    num_samples = experts_btk.shape[0]
+    sample_b = torch.arange(num_samples, device=experts_btk.device) * num_experts
+    flat = (experts_btk.flatten(1) + sample_b[:, None]).flatten()
+    return count(flat, num_samples * num_experts).view(num_samples, num_experts)
+
+
+def balance_loss(counts_be: Tensor, probabilities_bte: Tensor, *, top_k: int, num_parts: int = 1) -> Tensor:
+    """Return the sum over samples of e · Σ_e f_e · p_e (Fedus et al. 2022, equation 4), or this rank's part of it.
+
+    The counts are per sample, or of the global batch divided by its samples. `num_parts` ranks share a sample's tokens
+    equally; the loss is the sum of their parts.
+    """
+    num_tokens, num_experts = probabilities_bte.shape[1] * num_parts, probabilities_bte.shape[2]
+    share_be = counts_be.to(probabilities_bte.dtype) * (num_experts / (top_k * max(1, num_tokens)))
+    return (share_be * _token_mean(probabilities_bte, num_parts)).sum()
+
+
+def z_loss(logits_bte: Tensor, *, num_parts: int = 1) -> Tensor:
+    """Return the sum over samples of the mean squared logsumexp of a token's logits (Zoph et al. 2022, equation 5), or
+    this rank's part of it."""
+    return _token_mean(logits_bte.logsumexp(-1).square(), num_parts).sum()
+
+
+def _token_mean(x_bt: Tensor, num_parts: int) -> Tensor:
+    """Return the sum over tokens on this rank, divided by the number of a sample's tokens; 0 without any."""
+    return x_bt.sum(1) / max(1, x_bt.shape[1] * num_parts)
+
+
+def drop_over_capacity(experts_btk: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return which choices find a slot [b, t, k]: in each sample, an expert's first `capacity` tokens in order."""
+    num_samples, num_choices = experts_btk.shape[0], experts_btk.shape[1] * experts_btk.shape[2]
+    flat_bc = experts_btk.flatten(1)
+    order_bc = flat_bc.argsort(dim=1, stable=True)
+    ends_be = sample_counts(experts_btk, num_experts).cumsum(1)
+    starts_be = torch.cat((ends_be.new_zeros(num_samples, 1), ends_be[:, :-1]), 1)
+    places_bc = torch.arange(num_choices, device=flat_bc.device).expand_as(order_bc)
+    slot_bc = places_bc - starts_be.gather(1, flat_bc.gather(1, order_bc))
+    return torch.empty_like(slot_bc).scatter_(1, order_bc, slot_bc).lt(capacity).view_as(experts_btk)

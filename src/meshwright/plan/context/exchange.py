@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from meshwright.nn.attention.mask_spec import Interval, MaskSpec
-from meshwright.nn.attention.token_layout import Shard
+from meshwright.nn.attention.mask_spec import Interval, MaskSpec, Shard
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from itertools import accumulate
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import ModelFacts
-from meshwright.nn.attention.mask_spec import Documents, Interval, MaskSpec
-from meshwright.nn.attention.token_layout import Shard
+from meshwright.nn.attention.mask_spec import Documents, Interval, MaskSpec, Shard
 from meshwright.plan.context.exchange import Intervals, SampleMask, count, make_exchange, union
 from meshwright.plan.context.method import AttentionDims, ContextChoice, choose
 from meshwright.plan.run_plan import BYTES, AttentionLayer, ContextMethod, Kind, Mesh, RunPlan

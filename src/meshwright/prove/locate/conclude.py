@@ -13,8 +13,8 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Reference
-from meshwright.nn.attention.token_indices import shard_indices
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import shard_indices
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.compare.result import (
     Diagnosis,

@@ -16,13 +16,12 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
+from meshwright.nn.attention.attention import AttentionCore
+from meshwright.nn.attention.attention_mask import key_bounds
 from meshwright.nn.attention.backend import AttentionRequest
-from meshwright.nn.attention.core import AttentionCore
-from meshwright.nn.attention.key_bounds import key_bounds
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.module import Attention
-from meshwright.nn.attention.rope import RotaryEmbedding, rope_tables
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
+from meshwright.nn.attention.positions import RotaryEmbedding, rope_tables
+from meshwright.nn.transformer_block import Attention
 from meshwright.prove.record.token_table import TokenTable
 
 TokenIndex = Callable[[TokenTable], Tensor]

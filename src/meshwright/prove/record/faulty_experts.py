@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.nn.experts.balance import drop_over_capacity
-from meshwright.nn.experts.dispatcher import Dispatch, Dispatcher, ExpertRows
-from meshwright.nn.experts.layer import MixtureOfExperts
-from meshwright.nn.experts.router import Router, Routing
-from meshwright.nn.forward_cache import ForwardCache
+from meshwright.nn.experts.layer import Dispatch, Dispatcher, ExpertRows, MixtureOfExperts
+from meshwright.nn.experts.router import Router, Routing, drop_over_capacity
+from meshwright.nn.kept_results import ForwardCache
 from meshwright.prove.expert_placement import ExpertPlacement
 
 Change = Callable[[nn.Module], None]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.contract.task import Batch, Reference, ShowsSamples, Task
-from meshwright.nn.attention.token_layout import TokenLayout
+from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.prove.record.evidence import Contents
 
 DOCUMENTS = "documents"

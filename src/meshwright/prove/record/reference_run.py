@@ -26,7 +26,7 @@ from meshwright.models.contract.initial_values import Computed, Constant, Stored
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Reference, SimpleBatch
-from meshwright.nn.experts.balance import BatchCounts, ExpertLoad
+from meshwright.nn.experts.router import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence

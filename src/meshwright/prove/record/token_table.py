@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshwright.nn.attention.token_indices import document_starts, shard_indices
-from meshwright.nn.attention.token_layout import Shard, TokenLayout
+from meshwright.nn.attention.mask_spec import Shard, TokenLayout
+from meshwright.nn.attention.positions import document_starts, shard_indices
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,13 +20,12 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.nn.attention import backend
+from meshwright.nn.attention import backend, packed
 from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
-from meshwright.nn.attention.backends import splash
-from meshwright.nn.attention.backends.splash import config_fields, document_numbers, splash_attention
 from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.nn.attention.packed import config_fields, document_numbers, splash_attention
 from tests.helpers import clean_environment
 from tests.nn.attention.dense_masks import dense_batch, softmax_attention, wrong_masks
 
@@ -203,7 +202,7 @@ def test_only_these_names_of_torch_xla_are_used(calls, on_xla, spec):
         "torch_xla.experimental.splash_attention.SplashAttentionConfig",
         "torch_xla.experimental.splash_attention.splash_attention",
     }
-    for path in Path(splash.__file__).parents[1].rglob("*.py"):
+    for path in Path(packed.__file__).parents[1].rglob("*.py"):
         assert not [name for name in REMOVED if name in path.read_text("utf-8")], path
 
 
@@ -231,12 +230,12 @@ class Finder:
             found.append(name)
 sys.meta_path.insert(0, Finder())
 modules = [one.name for one in walk_packages(package.__path__, package.__name__ + ".")]
-assert package.__name__ + ".backends.splash" in modules
+assert package.__name__ + ".packed" in modules
 for name in modules:
     import_module(name)
 assert not found, found
 import torch
-from meshwright.nn.attention.backends.splash import splash_attention
+from meshwright.nn.attention.packed import splash_attention
 from meshwright.nn.attention.mask_spec import MaskSpec
 x = torch.zeros(1, 128, 1, 128)
 try:
@@ -258,3 +257,52 @@ def test_torch_xla_that_is_not_installed_is_an_error(monkeypatch):
     with pytest.raises(ConfigError) as error:
         splash_attention(q, q, q, segments_bs=None, rules=MaskSpec(), scale=1.0)
     assert "torch_xla" in error.value.what
+
+
+def test_starts_are_those_of_the_flattened_batch():
+    from meshwright.nn.attention.packed import document_starts
+
+    starts = document_starts(((3, 5), (8,)))
+    assert starts.tolist() == [0, 3, 8] + [16] * 62
+    assert len(document_starts(((1,) * 65,))) == 129
+
+
+@pytest.mark.parametrize(("rules", "size"), [
+    (MaskSpec(causal=True), (-1, 0)), (MaskSpec(), (-1, -1)), (MaskSpec(causal=True, window=1), (0, 0)),
+    (MaskSpec(window=8), (7, 7)),
+])  # fmt: skip
+def test_windows_exclude_the_query(rules, size):
+    from meshwright.nn.attention.packed import window_size
+
+    assert window_size(rules) == size
+
+
+VARLEN_SPECS = [
+    MaskSpec(causal=True, documents=((100, 28), (1, 127))), MaskSpec(documents=((64, 64), (128,))),
+    MaskSpec(causal=True, window=9), MaskSpec(window=20, documents=((5, 123), (128,))),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", VARLEN_SPECS)
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize("backend", ["varlen", "flex", "sdpa", "reference"])
+def test_it_agrees_with_the_softmax_on_cuda(spec, num_kv_heads, backend):
+    shapes = [(2, 128, heads, 64) for heads in (4, num_kv_heads, num_kv_heads)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    expected, _ = softmax_attention(*inputs, dense_batch(spec, 128, 2).cuda())
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, inputs, grad)
+    found = attention(*inputs, mask=spec, backend=backend)
+    assert distance(found, expected) < 2e-2
+    for one, other in zip(torch.autograd.grad(found, inputs, grad.bfloat16()), wanted, strict=True):
+        assert distance(one, other) < 3e-2
+    masks = [one for one in wrong_masks(spec, 128).values() if not one.prefix or backend != "varlen"]
+    assert masks
+    for wrong in masks:
+        assert distance(attention(*inputs, mask=wrong, backend=backend), expected) > 2e-2
+
+
+def distance(found, expected):
+    """Largest difference over the largest value."""
+    return ((found.double() - expected).abs().max() / expected.abs().max()).item()

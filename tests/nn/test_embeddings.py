@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.nn.patch_embedding import PatchGrid, position_table
+from meshwright.nn.embeddings import MlpEmbedder, PatchGrid, position_table, sinusoids
 
 small = st.integers(1, 3)
 CPU = torch.device("cpu")
@@ -57,3 +59,34 @@ def test_each_axis_has_its_share_of_the_features():
 def test_any_width_and_a_single_patch(dim):
     assert position_table((1, 1, 1), dim, device=CPU, dtype=torch.float32).shape == (1, dim)
     assert position_table((2, 2, 2), dim, device=CPU, dtype=torch.float32).shape == (8, dim)
+
+
+def test_sines_and_cosines():
+    values = torch.tensor([0, 1, 7, 999])
+    found = sinusoids(values, 6, dtype=torch.float64)
+    for row, value in zip(found.tolist(), values.tolist(), strict=True):
+        angles = [value * 10000 ** (-i / 3) for i in range(3)]
+        expected = [math.cos(a) for a in angles] + [math.sin(a) for a in angles]
+        torch.testing.assert_close(torch.tensor(row), torch.tensor(expected), rtol=0, atol=1e-12)
+    assert sinusoids(values[None], 6, dtype=torch.bfloat16).shape == (1, 4, 6)
+
+
+def test_every_timestep_is_told_from_every_other():
+    features = sinusoids(torch.arange(1000), 256, dtype=torch.float32)
+    distances = torch.cdist(features, features) + 1e9 * torch.eye(1000)
+    assert distances.min() > 0.1
+
+
+def test_a_smaller_dtype_has_the_same_rounded_once():
+    values = torch.arange(0, 1000, 13)
+    exact = sinusoids(values, 64, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(sinusoids(values, 64, dtype=dtype), exact.to(dtype))
+
+
+def test_the_embedder():
+    embedder = MlpEmbedder(6, 8).double()
+    x = torch.randn(3, 6).double()
+    hidden = x @ embedder.fc1.weight.T + embedder.fc1.bias
+    expected = (hidden * hidden.sigmoid()) @ embedder.fc2.weight.T + embedder.fc2.bias
+    torch.testing.assert_close(embedder(x), expected, rtol=0, atol=1e-13)

@@ -2,7 +2,8 @@
 
 A mask is given by bounds: each query sees the keys whose positions are in one interval, which holds for every
 `MaskSpec`, on any part of a sample in any order. They are tensors of fixed shape, and blocks are found inside an
-operator, so compiled code sees neither lengths nor blocks, and never recompiles for other documents.
+operator, so compiled code sees neither lengths nor blocks, and never recompiles for other documents. Consecutive blocks
+with the same pattern, as in a window, form a run, which is a single call of the kernel.
 
 The gradient of lse costs no extra pass. With P the weights, dS = P ∘ (dP - delta + dlse), where the fused kernel
 computes delta as the row sums of dO ∘ O. An extra column of ones in dO and of -dlse in O, with zeros in Q, K and V,
@@ -10,12 +11,6 @@ changes delta to delta - dlse and nothing else.
 
 Shapes: b batch, s queries, t keys, n heads, m key/value heads, h head_dim; of a run of blocks, c samples and blocks, r
 rows: queries of a block, for each query head of a key/value head.
-
-Blocks of a mask that are not empty, for attention on CPU, found from the bounds of the queries' visible keys.
-
-Consecutive blocks with the same pattern, as in a window, form a run, which is a single call of the kernel.
-
-Shapes: b samples, s queries, t keys, r rows of a block: its queries, for each query head of a key/value head.
 """
 
 from __future__ import annotations
@@ -37,14 +32,9 @@ aten = torch.ops.aten
 
 @torch.library.custom_op("meshwright::block_attention", mutates_args=())
 def block_attention(
-    q_bsnh: Tensor,
-    k_btmh: Tensor,
-    v_btmh: Tensor,
-    first_bs: Tensor,
-    last_bs: Tensor,
-    positions_bt: Tensor,
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, first_bs: Tensor, last_bs: Tensor, positions_bt: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return outputs [b, s, n, h], and lse [b, n, s] in at least float32; differentiable in both.
 
     A query without visible keys gets outputs of 0 and an lse of -inf. `BlockFinder.find` describes the bounds.
@@ -56,7 +46,7 @@ def block_attention(
     finder = BlockFinder(q_bsnh.shape[2] // num_kv_heads, q_bsnh.dtype)
     for run in finder.find(first_bs, last_bs, positions_bt, len(q_bsnh)):
         # The kernel counts rows to tell which keys are hidden, so heads that share keys can't be below each other.
-        groups = q_bsnh.shape[2] // num_kv_heads if run.is_causal else 1
+        groups = finder.groups if run.is_causal else 1
         k, v = (_keys(x, run, groups) for x in (k_btmh, v_btmh))
         out_cmrh, lse_cmr = aten._scaled_dot_product_flash_attention_for_cpu(
             _rows(q_bsnh, run, num_kv_heads * groups), k, v, 0.0, run.is_causal, attn_mask=run.bias, scale=scale
@@ -86,7 +76,7 @@ def block_attention_backward(
         out_bsnh = torch.cat((out_bsnh, -grad_lse.transpose(1, 2)[..., None].to(out_bsnh.dtype)), -1)
     finder = BlockFinder(q_bsnh.shape[2] // num_kv_heads, q_bsnh.dtype)
     for run in finder.find(first_bs, last_bs, positions_bt, len(q_bsnh)):
-        groups = q_bsnh.shape[2] // num_kv_heads if run.is_causal else 1
+        groups = finder.groups if run.is_causal else 1
         grad, q, out, lse = (_rows(x, run, num_kv_heads * groups) for x in (grad_out, q_bsnh, out_bsnh, lse_bsn1))
         k, v = (_keys(x, run, groups) for x in (k_btmh, v_btmh))
         dq_cmrh, *dkv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -102,8 +92,7 @@ def block_attention_backward(
 def _empty_results(q_bsnh: Tensor) -> tuple[Tensor, Tensor]:
     b, s, n, _ = q_bsnh.shape
     exact = torch.promote_types(q_bsnh.dtype, torch.float32)
-    out = torch.empty(q_bsnh.shape, dtype=q_bsnh.dtype, device=q_bsnh.device)
-    return out, torch.empty(b, n, s, dtype=exact, device=q_bsnh.device)
+    return q_bsnh.new_empty(q_bsnh.shape), q_bsnh.new_empty((b, n, s), dtype=exact)
 
 
 def _rows(x_bsnh: Tensor, run: Run, num_kv_heads: int) -> Tensor:
@@ -152,7 +141,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, 
 def _fake_backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: object
 ) -> tuple[Tensor, ...]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -229,6 +218,11 @@ class Run:
         """All keys."""
         return slice(self.first_key, self.first_key + (self.count - 1) * self.num_queries + self.num_keys)
 
+    def next_keys(self) -> slice:
+        """Return the keys of a block that would continue the run."""
+        start = self.first_key + self.count * self.num_queries
+        return slice(start, start + self.num_keys)
+
 
 @dataclass(frozen=True)
 class BlockFinder:
@@ -240,26 +234,17 @@ class BlockFinder:
     """Dtype of the scores."""
 
     def find(self, first_bs: Tensor, last_bs: Tensor, positions_bt: Tensor, batch: int) -> Iterator[Run]:
-        """Yield all blocks.
-
-        Args:
-            first_bs: position of the first visible key of each query, for all samples or for each.
-            last_bs: position after the last visible key, likewise.
-            positions_bt: position of each key, likewise.
-            batch: number of samples.
-        """
+        """Yield all blocks of a batch, by the fields of `KeyBounds`, for all samples or for each."""
         first, last, positions = first_bs.numpy(), last_bs.numpy(), positions_bt.numpy()
         num_queries, num_keys = first.shape[1], positions.shape[1]
         if batch * num_queries * num_keys <= MAX_DENSE_PAIRS:
             pattern = self._pattern(_visible(first, last, positions))
             yield Run(slice(None), 0, num_queries, 0, num_keys, pattern)
-        elif first.shape[0] == 1:
-            runs = list(self._runs(first[0], last[0], positions[0]))
-            yield from (replace(run, samples=slice(i, i + 1)) for i in range(batch) for run in runs)
-        else:
-            for i in range(batch):
-                for run in self._runs(first[i], last[i], positions[i]):
-                    yield replace(run, samples=slice(i, i + 1))
+            return
+        shared = list(self._runs(first[0], last[0], positions[0])) if len(first) == 1 else None
+        for i in range(batch):
+            for run in self._runs(first[i], last[i], positions[i]) if shared is None else shared:
+                yield replace(run, samples=slice(i, i + 1))
 
     def _runs(self, first: Ints, last: Ints, positions: Ints) -> Iterator[Run]:
         """Yield the runs of a sample."""
@@ -279,7 +264,7 @@ class BlockFinder:
             rows = slice(start, min(start + starts.step, starts.stop))
             keys = _needed(positions, first[rows].min(), last[rows].max(), in_order)
             before, ends = ends, np.concatenate((first[rows], last[rows])) - start
-            if run is not None and keys == _next_keys(run) and in_order and np.array_equal(ends, before):
+            if run is not None and keys == run.next_keys() and in_order and np.array_equal(ends, before):
                 run = replace(run, count=run.count + 1)
                 continue
             if run is not None:
@@ -318,12 +303,6 @@ def _needed(positions: Ints, first: int, last: int, in_order: bool) -> slice | N
         return slice(start, stop) if start < stop else None
     needed = np.flatnonzero((positions >= first) & (positions < last))
     return slice(int(needed[0]), int(needed[-1]) + 1) if needed.size else None
-
-
-def _next_keys(run: Run) -> slice:
-    """Return the keys of a block that would continue the run."""
-    start = run.first_key + run.count * run.num_queries
-    return slice(start, start + run.num_keys)
 
 
 def _visible(first: Ints, last: Ints, positions: Ints) -> Bools:

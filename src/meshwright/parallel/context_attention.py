@@ -5,29 +5,42 @@ Each rank attends to its own keys while those of others travel, then to what arr
 results by their logsumexps. Only visible keys are sent, once, and kept for the backward, which returns their gradients.
 
 Shapes: b batch, s tokens on this rank, n heads, h head_dim; m tokens received from a rank.
+
+Merge of attention over disjoint sets of keys, as in online softmax (Milakov and Gimelshein 2018) and ring attention
+(Liu et al. 2023).
+
+Shapes: b batch, s queries, n heads, h head_dim.
+
+Context parallelism by heads: all-to-alls turn shards of tokens into shards of heads and back (Jacobs et al. 2023,
+"DeepSpeed-Ulysses").
+
+Shapes: b batch, s tokens on this rank, t tokens of a full sample, n heads, h head_dim, R ranks.
+
+Context parallelism applied to a stage's module: attention layers exchange keys, values or heads.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.comm.alltoallv import AllToAllHandle, start_all_to_all
+from meshwright.comm.alltoallv import AllToAllHandle, all_to_all, start_all_to_all
 from meshwright.comm.collectives import world_size
-from meshwright.nn.attention.attention import attention, attention_with_lse
+from meshwright.nn.attention.attention import AttentionCore, attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
-from meshwright.nn.attention.core import AttentionCore
-from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.merge import merge
-from meshwright.nn.attention.token_indices import shard_indices
-from meshwright.nn.attention.token_layout import Shard, TokenLayout
+from meshwright.nn.attention.mask_spec import MaskSpec, Shard, TokenLayout
+from meshwright.nn.attention.positions import shard_indices
+from meshwright.parallel.rank_model import context_group
 from meshwright.plan.context.exchange import Exchange, Intervals, count, local_rows, make_exchange
+from meshwright.plan.run_plan import ContextMethod, RunPlan, Stage
 
 
 @dataclass(frozen=True)
@@ -167,3 +180,97 @@ def _attend(
 
 def _join(outs: list[Tensor]) -> Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def merge(out_a_bsnh: Tensor, lse_a_bns: Tensor, out_b_bsnh: Tensor, lse_b_bns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and lse of attention over both sets of keys; differentiable in all arguments.
+
+    Rows without keys have an lse of -inf and don't contribute, also not to gradients. The result is computed in the
+    dtype of lse and returned in the outputs' promoted dtype: give float32 outputs to accumulate many.
+    """
+    # A constant shift: it cancels in the result, so it needs no gradient.
+    shift = torch.maximum(lse_a_bns, lse_b_bns).detach()
+    shift = shift.masked_fill(shift == -math.inf, 0)
+    weight_a, weight_b = (lse_a_bns - shift).exp(), (lse_b_bns - shift).exp()
+    total = weight_a + weight_b
+    hidden = total == 0
+    total = total.masked_fill(hidden, 1)
+    lse_bns = (shift + total.log()).masked_fill(hidden, -math.inf)
+    share_a, share_b = ((weight / total).transpose(1, 2)[..., None] for weight in (weight_a, weight_b))
+    out = share_a * out_a_bsnh + share_b * out_b_bsnh
+    return out.to(torch.promote_types(out_a_bsnh.dtype, out_b_bsnh.dtype)), lse_bns
+
+
+@dataclass(frozen=True)
+class HeadsMask:
+    """Mask of full samples, and their order after the all-to-all."""
+
+    mask: AttentionMask
+    received_t: Tensor
+    """Place of each token of a sample among the received ones, [t] or [b, t]."""
+    token_t: Tensor
+    """Token at each place, the inverse."""
+
+
+class HeadsAttention(AttentionCore):
+    """Attention over tokens that a process group shards, with all tokens of some heads on each rank."""
+
+    def __init__(self, group: ProcessGroup, *, backend: str = "auto") -> None:
+        self.group, self.backend = group, backend
+
+    def prepare(
+        self, mask: MaskSpec, layout: TokenLayout, device: torch.device, request: AttentionRequest | None = None
+    ) -> HeadsMask:
+        """Return the mask of full samples."""
+        assert layout.shards is not None, "the layout is a rank's"
+        token_t = torch.cat([shard_indices(shard) for shard in layout.shards], dim=-1)
+        prepared = AttentionMask(mask, layout.seq_len, device=device, backend=self.backend, request=request)
+        return HeadsMask(prepared, token_t.argsort(-1).to(device), token_t.to(device))
+
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: HeadsMask) -> Tensor:
+        """Return the output [b, s, n, h]."""
+        num_ranks, num_samples = world_size(self.group), q_bsnh.shape[0]
+        by_rank = [torch.unflatten(x, 2, (num_ranks, -1)) for x in (q_bsnh, k_bsnh, v_bsnh)]
+        sizes = [x.shape[3] for x in by_rank]
+        rows = self._exchange(torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4))
+        full_btmh = rows.transpose(0, 1).flatten(1, 2)
+        q, k, v = torch.split(_reorder(full_btmh, mask.received_t), sizes, dim=2)
+        out_btnh = _reorder(attention(q, k, v, mask=mask.mask), mask.token_t)
+        out = self._exchange(torch.unflatten(out_btnh, 1, (num_ranks, -1)).transpose(0, 1))
+        return out.permute(1, 2, 0, 3, 4).reshape(num_samples, q_bsnh.shape[1], *q_bsnh.shape[2:])
+
+    def _exchange(self, x_Rbsnh: Tensor) -> Tensor:
+        """Send each rank its part, and return the parts received, in order of ranks."""
+        num_ranks, rows = x_Rbsnh.shape[0], x_Rbsnh.shape[1] * x_Rbsnh.shape[2]
+        splits = [rows] * num_ranks
+        out = all_to_all(x_Rbsnh.flatten(0, 2), send_splits=splits, recv_splits=splits, group=self.group)
+        return out.view(x_Rbsnh.shape)
+
+
+def _reorder(x_btnh: Tensor, index_t: Tensor) -> Tensor:
+    if index_t.dim() == 1:
+        return x_btnh.index_select(1, index_t)
+    return x_btnh.take_along_dim(index_t[:, :, None, None], dim=1)
+
+
+def apply_context(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
+    """Let the attention layers of a stage's module attend to the tokens of all context-parallel ranks, in place.
+
+    Args:
+        module: module of the stage.
+        mesh: mesh of all axes.
+        plan: plan of the run.
+        stage: the stage in `plan`.
+    """
+    group = context_group(mesh, plan)
+    for kind, layer in plan.held(stage):
+        if kind.attention is not None:
+            attention = module.get_submodule(kind.full_name(kind.attention.module, layer))
+            assert isinstance(attention.core, AttentionCore), "`AttentionFacts.module` has a core"
+            attention.core = _core(kind.attention.method, group, attention.core)  # type: ignore[assignment]
+
+
+def _core(method: ContextMethod | None, group: ProcessGroup, core: AttentionCore) -> AttentionCore:
+    assert method is not None, "a plan with cp has a method for every attention layer"
+    kind = HeadsAttention if method is ContextMethod.HEADS else RingAttention
+    return kind(group, backend=core.backend)

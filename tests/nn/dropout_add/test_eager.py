@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.nn.dropout_add.random import DropoutKey, drop_threshold, keep_mask, keep_scale, philox
+from meshwright.nn.dropout_add.eager import DropoutKey, drop_threshold, keep_mask, keep_scale, philox
 from tests.nn.dropout_add.cases import KEY, python_mask, python_philox
 
 KNOWN = [  # Random123 1.14, tests/kat_vectors: counter, key, output

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.nn.attention.attention import attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
-from meshwright.nn.attention.merge import merge
+from meshwright.parallel.context_attention import merge
 from tests.nn.attention.dense_masks import dense_batch, masks, softmax_attention
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
+from meshwright.nn.attention import flex
 from meshwright.nn.attention.attention import attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
-from meshwright.nn.attention.backends import flex
 from meshwright.nn.attention.mask_spec import MaskSpec
 from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
 
@@ -24,31 +24,44 @@ FORWARD = AttentionRequest("cpu", "float32", needs_grad=False)
 @st.composite
 def cases(draw):
     seq_len, batch = draw(st.integers(2, 14)), draw(st.integers(1, 2))
-    return draw(masks(seq_len, batch)), seq_len, batch, draw(shards(seq_len)), draw(shards(seq_len))
+    parts = (draw(shards(seq_len)), draw(shards(seq_len)))
+    return draw(masks(seq_len, batch)), seq_len, batch, *parts, draw(st.sampled_from([1, 1 << 24]))
 
 
 @given(cases())
-def test_full_and_partial_blocks_are_the_mask(case):
-    spec, seq_len, batch, queries, keys = case
+def test_full_and_partial_blocks_are_those_of_the_dense_mask(case):
+    """Complete blocks without hidden pairs are full, others with visible ones partial; the rest is skipped."""
+    spec, seq_len, batch, queries, keys, max_counts = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "BLOCK_SIZE", 4)
+        patch.setattr(flex, "MAX_COUNTS", max_counts)
         mask = AttentionMask.at(spec, seq_len, (queries,), (keys,), device=CPU, backend="flex")
     rows, columns = ([i for first, last in part for i in range(first, last)] for part in (queries, keys))
     expected = dense_batch(spec, seq_len, mask.num_samples)[:, rows][:, :, columns]
-    blocks, found = mask.blocks, torch.zeros_like(expected)
-    for sample in range(mask.num_samples):
-        for row in range(blocks.kv_indices.shape[2]):
-            full = blocks.full_kv_indices[sample, 0, row, : blocks.full_kv_num_blocks[sample, 0, row]].tolist()
-            partial = blocks.kv_indices[sample, 0, row, : blocks.kv_num_blocks[sample, 0, row]].tolist()
-            assert not set(full) & set(partial)
-            assert all(4 * block + 4 <= len(columns) and 4 * row + 4 <= len(rows) for block in full), "incomplete"
-            for block in full + partial:
-                for query in range(4 * row, min(4 * row + 4, len(rows))):
-                    for key in range(4 * block, min(4 * block + 4, len(columns))):
-                        at = (torch.tensor(x) for x in (sample, 0, query, key))
-                        found[sample, query, key] = block in full or blocks.mask_mod(*at)
-    assert torch.equal(found, expected)
+    blocks = mask.blocks
     assert blocks.seq_lengths == (len(rows), len(columns))
+    full = listed(blocks.full_kv_indices, blocks.full_kv_num_blocks)
+    partial = listed(blocks.kv_indices, blocks.kv_num_blocks)
+    for sample in range(mask.num_samples):
+        for row, part in enumerate(torch.split(expected[sample], 4)):
+            tiles = torch.split(part, 4, dim=1)
+            whole = [j for j, tile in enumerate(tiles) if tile.shape == (4, 4) and tile.all()]
+            assert full[sample][row] == whole
+            assert partial[sample][row] == [j for j, tile in enumerate(tiles) if tile.any() and j not in whole]
+    query, key = torch.meshgrid(torch.arange(len(rows)), torch.arange(len(columns)), indexing="ij")
+    for sample in range(mask.num_samples):
+        assert torch.equal(blocks.mask_mod(torch.tensor(sample), torch.tensor(0), query, key), expected[sample])
+
+
+def listed(indices, counts):
+    """Blocks of each sample and row."""
+    pairs = [zip(*one, strict=True) for one in zip(indices[:, 0], counts[:, 0], strict=True)]
+    return [[row[:number].tolist() for row, number in sample] for sample in pairs]
+
+
+def test_a_long_window_leaves_a_band():
+    blocks = AttentionMask(MaskSpec(causal=True, window=256), 32_768, device=CPU, backend="flex").blocks
+    assert blocks.full_kv_num_blocks.sum() == 255 and blocks.kv_num_blocks.sum() == 256 + 254
 
 
 SPECS = [

@@ -1,18 +1,22 @@
-"""Attention by torch_xla's splash attention, on TPU: translation of masks and arguments.
+"""Attention kernels that take documents packed one after the other: PyTorch's `varlen_attn`, FlashAttention (Dao 2023)
+on CUDA, and torch_xla's splash attention on TPU.
 
-Not run on hardware: torch_xla is imported when a mask asks for this backend, and tests use a stand-in. Written for the
-interface of torch_xla 2.7 to 2.9, `torch_xla.experimental.splash_attention`.
+Splash is not run on hardware: torch_xla is imported when a mask asks for this backend, and tests use a stand-in.
+Written for the interface of torch_xla 2.7 to 2.9, `torch_xla.experimental.splash_attention`.
 
 Shapes: b samples, s tokens, n heads, m key/value heads, h head_dim.
 """
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec
@@ -38,15 +42,7 @@ def document_numbers(documents: Documents) -> Tensor:
 def splash_attention(
     q_bsnh: Tensor, k_bsmh: Tensor, v_bsmh: Tensor, *, segments_bs: Tensor | None, rules: MaskSpec, scale: float
 ) -> Tensor:
-    """Return outputs [b, s, n, h].
-
-    Args:
-        q_bsnh: queries.
-        k_bsmh: keys.
-        v_bsmh: values.
-        segments_bs: number of each token's document; None if each sample is one.
-        rules: causality and window.
-        scale: factor of the scores.
+    """Return outputs [b, s, n, h]. The segments are the number of each token's document; None if each sample is one.
 
     Raises:
         ConfigError: torch_xla is not installed, or does not import.
@@ -80,8 +76,8 @@ def config_fields(rules: MaskSpec, seq_len: int, *, device: int) -> dict[str, An
     # A process computes on its own device, so the mesh is that device. The text is what `Mesh.from_str` reads.
     mesh = {"device_ids": [device], "mesh_shape": (1, 1), "axis_names": AXES}
     fields: dict[str, Any] = dict.fromkeys(BLOCK_FIELDS, block)
-    fields |= {"mesh": str(mesh), "qkv_partition_spec": (AXES, None, None, None)}
-    fields |= {"segment_ids_partition_spec": (AXES, None)}
+    fields |= {"mesh": str(mesh), "qkv_partition_spec": (AXES, None, None, None),
+               "segment_ids_partition_spec": (AXES, None)}  # fmt: skip
     if rules.window is not None:
         # The kernel counts keys on each side without the query; MaskSpec's window counts the query.
         fields |= {"attentiontype_local_sliding": True, "slide_window_size": rules.window - 1}
@@ -97,3 +93,40 @@ def _torch_xla(name: str) -> Any:
             rule="splash is torch_xla's, for TPU; its last release is 2.9",
             fix="install torch_xla with its version of PyTorch, or use the reference backend",
         ) from error
+
+
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Argument that allows fewer key/value heads, which PyTorch before 2.12 allows always."""
+MIN_CAPACITY = 64
+"""Documents for which there is always room. Their number is rounded up to a power of two, so that shapes in compiled
+code rarely change; unused places are empty documents at the end."""
+
+
+def document_starts(documents: Documents) -> Tensor:
+    """Return the starts of the documents in the flattened batch, and its end for each unused place; int32."""
+    lengths = [length for sample in documents for length in sample]
+    capacity = max(MIN_CAPACITY, 1 << (len(lengths) - 1).bit_length())
+    lengths += [0] * (capacity - len(lengths))
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def varlen_attention(
+    q_bsnh: Tensor, k_bsmh: Tensor, v_bsmh: Tensor, *, starts: Tensor | None, rules: MaskSpec, scale: float | None
+) -> Tensor:
+    """Return outputs [b, s, n, h]. The starts are those of `document_starts`; None if each sample is one document."""
+    b, s = q_bsnh.shape[:2]
+    if starts is None:
+        starts = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q_bsnh.device)
+    # `s` instead of the longest document, which would be a number that compiled code guards on.
+    out = varlen_attn(
+        q_bsnh.flatten(0, 1), k_bsmh.flatten(0, 1), v_bsmh.flatten(0, 1), starts, starts, s, s,
+        scale=scale, window_size=window_size(rules), **GROUPED,
+    )  # fmt: skip
+    assert isinstance(out, Tensor), "no auxiliary results were requested"
+    return out.view(q_bsnh.shape)
+
+
+def window_size(rules: MaskSpec) -> tuple[int, int]:
+    """Return the numbers of visible keys before and after a query; -1 for all."""
+    side = -1 if rules.window is None else rules.window - 1
+    return side, 0 if rules.causal else side

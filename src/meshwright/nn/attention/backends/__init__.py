@@ -1,1 +1,0 @@
-"""Attention kernels, one a file; `meshwright.nn.attention.attention` chooses among them."""

@@ -1,1 +1,0 @@
-"""Context parallelism: the tokens of each sample are sharded over the ranks of `cp`."""
