@@ -84,7 +84,7 @@ def attention_with_lse(
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = block_attention(q, k, v, *mask.bounds, scale)
+    out: tuple[Tensor, Tensor] = block_attention(q, k, v, *mask.bounds.tensors(), scale)
     return out
 
 

@@ -9,8 +9,8 @@ Shapes: b samples, or 1 if all are alike; s queries, t keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class AttentionMask:
         request = replace(request, device=device.type, mask=self.rules, whole=self.whole)
         self.backend = choose_backend(Backend(backend), request)
         bounds = key_bounds(spec, seq_len, queries, keys)
-        self.bounds = KeyBounds(*(x.to(device) for x in bounds))
+        self.bounds = KeyBounds(*(x.to(device) for x in bounds.tensors()))
         self.num_samples, self.num_queries = self.bounds.first_bs.shape
         self.num_keys = self.bounds.positions_bt.shape[1]
         self.is_dense = request.is_dense
@@ -85,7 +85,7 @@ class AttentionMask:
         elif self.backend is Backend.FLEX:
             from meshwright.nn.attention.flex import flex_mask
 
-            self.blocks = flex_mask(bounds, seq_len, device)
+            self.blocks = flex_mask(bounds.tensors(), seq_len, device)
         elif self.backend is Backend.VARLEN and spec.documents is not None:
             from meshwright.nn.attention.packed import document_starts
 
@@ -96,13 +96,18 @@ class AttentionMask:
             self.segments_bt = document_numbers(spec.documents).to(device)
 
 
-class KeyBounds(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class KeyBounds:
     """Visible keys of each query, as positions in the sample, int32: key t is visible to query s if first[s] <=
     position[t] < last[s], which holds for every `MaskSpec`, on any part of a sample in any order."""
 
     first_bs: Tensor
     last_bs: Tensor
     positions_bt: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the fields."""
+        return self.first_bs, self.last_bs, self.positions_bt
 
     def visible(self) -> Tensor:
         """Return the dense mask [b, s, t]: True for visible keys."""
