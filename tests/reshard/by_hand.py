@@ -10,7 +10,8 @@ from math import prod
 
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, StepKind, dtype_bytes
-from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
+from meshwright.reshard.run.shard_exchange import messages_received, messages_sent
+from tests.reshard.staging import staging_elements
 
 
 def plan_of(

@@ -17,8 +17,8 @@ from meshwright.reshard.run.shard_exchange import (
     ShardMessage,
     contiguous_strides,
     split_flat,
-    staging_elements,
 )
+from tests.reshard.staging import staging_elements
 from tests.reshard.test_shard_exchange import exchanges, local, whole
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,11 +17,11 @@ from hypothesis import strategies as st
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard import clear_cache, plan
-from meshwright.reshard.planner import plan as plan_module
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, StepKind, dtype_bytes
-from meshwright.reshard.run.shard_exchange import messages_received, messages_sent, staging_elements
+from meshwright.reshard.run.shard_exchange import messages_received, messages_sent
 from meshwright.reshard.verify_plan import verify
 from meshwright_bench.reshard.random_layouts import sample_layout, sample_pairs
+from tests.reshard.staging import staging_elements
 
 ROWS = [
     # mesh, shape, from, to, MB that the better of PyTorch 2.13's planners receives, and the bound
@@ -205,18 +204,6 @@ def test_plans_do_not_depend_on_hash_seeds_or_on_the_past() -> None:
             run.kill()
     assert len(texts) == 1
     assert all(run.returncode == 0 for run in runs)
-
-
-def test_equal_questions_from_many_threads_are_answered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clear_cache()
-    asked, search = [], plan_module.search
-    monkeypatch.setattr(plan_module, "search", lambda problem: (asked.append(problem), search(problem))[1])
-    pairs = list(itertools.islice(sample_pairs(2, 5), 20))
-    pairs = [pair for pair in dict.fromkeys(pairs) if not pair[0].same_as(pair[1])]
-    with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda _: [plan(*pair) for pair in pairs], range(16)))
-    assert all(one is other for plans in found for one, other in zip(plans, found[0], strict=True))
-    assert len(asked) == len(pairs)
 
 
 def _plan_and_clear(seconds: float) -> None:

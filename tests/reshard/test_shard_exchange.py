@@ -19,8 +19,8 @@ from meshwright.reshard.run.shard_exchange import (
     messages_received,
     messages_sent,
     split_into_rounds,
-    staging_elements,
 )
+from tests.reshard.staging import staging_elements
 
 
 @st.composite

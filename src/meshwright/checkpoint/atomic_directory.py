@@ -109,12 +109,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(
-    temporary: Path,
-    *,
-    step: int,
-    model: Mapping[str, Any],
-    run: Mapping[str, Any],
-    files: Mapping[str, FileEntry],
+    temporary: Path, *, step: int, model: Mapping[str, Any], run: Mapping[str, Any], files: Mapping[str, FileEntry]
 ) -> Path:
     """Turn the directory from `begin` into the checkpoint of `step` atomically, and return its final path.
 

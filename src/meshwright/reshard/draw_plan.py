@@ -1,13 +1,12 @@
-"""Figures of plans: the ranks' shards before and after each step, and the bytes sent between each pair of ranks.
+"""Plans as figures and as tables of their steps.
 
-Each rank has a color, given by the small mesh on the left. With the same matplotlib version, figures of the same plan
-are byte-identical, so that tests can check the figures in the docs.
+A figure shows the ranks' shards before and after each step, and the bytes sent between each pair of ranks. Each rank
+has a color, given by the small mesh on the left. With the same matplotlib version, figures of the same plan are
+byte-identical, so that tests can check the figures in the docs.
 
 A layout is a rectangle of boxes, each in the color of the rank that holds it. Replicated and partial axes give several
 full tensors, drawn as sheets stacked behind each other. For tensors with more than two dims, only sharded dims are
 shown: the first one vertically, the others nested horizontally.
-
-Text description of a plan: a table of its steps, and its traffic relative to the lower bound.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from meshwright.figure import GREY, IDLE, INK, save_figure
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Ints, Reduction
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, dtype_bytes
-from meshwright.reshard.verify_plan import Counts, count_exchange, edges_of, held_segments, rank_groups
+from meshwright.reshard.verify_plan import count_exchange, edges_of, held_segments, rank_groups
 from meshwright.units import format_bytes
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class _FigureSpec:
         return shown_dims(self.states)
 
     @cached_property
-    def colors(self) -> NDArray[np.float64]:
+    def colors(self) -> Places:
         return rank_colors(self.plan.src.axis_sizes)
 
     @cached_property
@@ -94,11 +93,6 @@ class _FigureSpec:
         least = "the lower bound for any method" if received == bound else f"lower bound {format_bytes(bound)}"
         costs = f"each rank receives at most {format_bytes(received)}, {least}" if received else "nothing is received"
         return f"{describe_tensor(plan)}\n{costs} · {format_time(plan.time_us)} by the cost model"
-
-    def state_title(self, number: int) -> str:
-        if not self.plan.steps:
-            return "before and after"
-        return "before" if number == 0 else "after" if number == len(self.plan.steps) else f"after step {number}"
 
 
 def _figure(spec: _FigureSpec) -> Figure:
@@ -128,7 +122,8 @@ def _figure(spec: _FigureSpec) -> Figure:
         state = axes_at(left, BOTTOM, SIDE, spec.height)
         state.set_gid(f"state-{number}")
         _add_state(state, spec, layout)
-        _add_caption(state, spec, layout, spec.state_title(number))
+        title = "before and after" if not num_steps else "before" if number == 0 else f"after step {number}"
+        _add_caption(state, spec, layout, "after" if 0 < number == num_steps else title)
         if number == 0:
             _add_dims(state, spec, layout)
         if number < num_steps:
@@ -148,8 +143,8 @@ def _add_mesh(axes: Axes, spec: _FigureSpec) -> None:
     wide, high = side * ranks.shape[1], side * down
     axes.set(xlim=(0, MESH - 0.55), ylim=(spec.height, 0))
     sheet = Sheet(np.linspace(0, 1, down + 1), np.linspace(0, 1, ranks.shape[1] + 1), ranks)
-    _add_sheet(axes, sheet, spec.colors, (0, 0), (wide, high))
-    _add_numbers(axes, sheet, [sheet], spec.colors, (0, 0), (wide, high))
+    _add_sheet(axes, sheet, spec.colors, (wide, high))
+    _add_numbers(axes, [sheet], spec.colors, (wide, high))
     names = [f"{_describe_axes(range(first))} ↓"] if first else []
     names.append(f"{_describe_axes(range(first, len(sizes)))} →")
     axes.text(0, -0.05, "  ".join(names), fontsize=7.5, color=GREY, va="bottom")
@@ -162,25 +157,21 @@ def _add_state(axes: Axes, spec: _FigureSpec, layout: Layout) -> None:
     all_sheets = sheets(layout, spec.dims)
     if not all_sheets:
         axes.text(SIDE / 2, spec.height / 2, "no elements", fontsize=9, color=GREY, ha="center", va="center")
-    shown = all_sheets[:MAX_SHEETS]
-    for place in reversed(range(len(shown))):
-        corner = (SHEET * place, -SHEET * place)
-        _add_sheet(axes, shown[place], spec.colors, corner, (SIDE, spec.height), place)
-    if shown:
-        _add_numbers(axes, shown[0], all_sheets, spec.colors, (0, 0), (SIDE, spec.height))
+    for place, sheet in reversed([*enumerate(all_sheets[:MAX_SHEETS])]):
+        _add_sheet(axes, sheet, spec.colors, (SIDE, spec.height), place)
+    if all_sheets:
+        _add_numbers(axes, all_sheets, spec.colors, (SIDE, spec.height))
     for axis in layout.partial_axes():
         sign = SIGNS[layout.partial[axis] or Reduction.SUM]
         axes.text(SIDE - 0.1, 0.1, sign, fontsize=12, color=INK, ha="right", va="top", zorder=9,
                   bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.85})  # fmt: skip
 
 
-def _add_sheet(
-    axes: Axes, sheet: Sheet, colors: NDArray[np.float64], corner: tuple[float, float], size: tuple[float, float],
-    depth: int = 0,
-) -> None:  # fmt: skip
+def _add_sheet(axes: Axes, sheet: Sheet, colors: Places, size: tuple[float, float], depth: int = 0) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Rectangle
 
+    corner = (SHEET * depth, -SHEET * depth)
     if sheet.ranks.size > MAX_BOXES:
         sheet = downsample(sheet, 128)
         axes.imshow(colors[sheet.ranks], extent=(corner[0], corner[0] + size[0], corner[1] + size[1], corner[1]),
@@ -200,11 +191,9 @@ def _add_sheet(
     axes.add_patch(frame)
 
 
-def _add_numbers(
-    axes: Axes, front: Sheet, all_sheets: Sequence[Sheet], colors: NDArray[np.float64], corner: tuple[float, float],
-    size: tuple[float, float],
-) -> None:  # fmt: skip
+def _add_numbers(axes: Axes, all_sheets: Sequence[Sheet], colors: Places, size: tuple[float, float]) -> None:
     """Label each box with its ranks in a common font size, or omit the labels if they do not fit."""
+    front = all_sheets[0]
     if front.ranks.size > MAX_BOXES:
         return
     wide, high = np.diff(front.columns) * size[0], np.diff(front.rows) * size[1]
@@ -220,8 +209,8 @@ def _add_numbers(
     else:
         return
     for row, column in places:
-        x = corner[0] + (front.columns[column] + front.columns[column + 1]) / 2 * size[0]
-        y = corner[1] + (front.rows[row] + front.rows[row + 1]) / 2 * size[1]
+        x = (front.columns[column] + front.columns[column + 1]) / 2 * size[0]
+        y = (front.rows[row] + front.rows[row + 1]) / 2 * size[1]
         red, green, blue = colors[front.ranks[row, column]]
         ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.48 else INK
         axes.text(x, y, names[row, column], fontsize=font, color=ink, ha="center", va="center_baseline", zorder=5)
@@ -229,35 +218,24 @@ def _add_numbers(
 
 def _add_caption(axes: Axes, spec: _FigureSpec, layout: Layout, when: str) -> None:
     """Write the layout's name, the bytes per rank and a legend for the sheets below a tensor."""
-    plan, high = spec.plan, spec.height
+    plan, high, sizes = spec.plan, spec.height, layout.axis_sizes
     size = format_bytes(int(layout.local_numels().max()) * dtype_bytes(plan.dtype))
+    words = [f"{sizes[axis]} replicas (axis {axis})" for axis in layout.replicated_axes() if sizes[axis] > 1]
+    words += [f"{sizes[axis]} partial (axis {axis})" for axis in layout.partial_axes()]
     axes.text(0, high + 0.10, short_name(layout), fontsize=10.5, fontweight="bold", color=INK, va="top")
     axes.text(0, high + 0.33, f"{when} · {size} per rank", fontsize=8.5, color=GREY, va="top")
-    axes.text(0, high + 0.53, _describe_sheets(layout), fontsize=8.5, color=GREY, va="top")
+    axes.text(0, high + 0.53, " · ".join(words), fontsize=8.5, color=GREY, va="top")
 
 
 def _add_dims(axes: Axes, spec: _FigureSpec, layout: Layout) -> None:
     """Label the vertical and horizontal dims next to the first tensor."""
-    above = 0.05 + SHEET * (min(MAX_SHEETS, _num_sheets(layout)) - 1)
+    num_sheets = math.prod(size for axis, size in enumerate(layout.axis_sizes) if axis not in layout.sharded_axes())
+    above = 0.05 + SHEET * (min(MAX_SHEETS, num_sheets) - 1)
     for dims, x, y, turn in ((spec.dims.down, -0.07, 0.0, 270), (spec.dims.right, 0.0, -above, 0)):
         if dims:
             name = f"dim {' · '.join(map(str, dims))} →"
             axes.text(x, y, name, fontsize=7.5, color=GREY, rotation=turn, ha="right" if turn else "left",
                       va="top" if turn else "bottom")  # fmt: skip
-
-
-def _num_sheets(layout: Layout) -> int:
-    return int(np.prod([size for axis, size in enumerate(layout.axis_sizes) if axis not in layout.sharded_axes()]))
-
-
-def _describe_sheets(layout: Layout) -> str:
-    words = []
-    for axis in layout.replicated_axes():
-        if layout.axis_sizes[axis] > 1:
-            words.append(f"{layout.axis_sizes[axis]} replicas (axis {axis})")
-    for axis in layout.partial_axes():
-        words.append(f"{layout.axis_sizes[axis]} partial (axis {axis})")
-    return " · ".join(words)
 
 
 def _describe_axes(axes: Sequence[int]) -> str:
@@ -289,7 +267,9 @@ def _add_matrix(axes: Axes, step: Step, spec: _FigureSpec) -> None:
     """Draw the traffic matrix with receivers as rows and senders as columns; darker cells mean more bytes."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    matrix = _block_sums(count_exchange(step).matrix())
+    matrix = count_exchange(step).matrix()
+    starts = np.arange(0, len(matrix), -(-len(matrix) // MAX_MATRIX))  # adjacent ranks are summed if there are more
+    matrix = np.add.reduceat(np.add.reduceat(matrix, starts, 0), starts, 1)
     num = len(matrix)
     colors = LinearSegmentedColormap.from_list("bytes", [IDLE, (0.55, 0.68, 0.86), (0.10, 0.25, 0.50)])
     axes.imshow(matrix / max(1.0, matrix.max()), cmap=colors, vmin=0, vmax=1, interpolation="nearest", aspect="auto",
@@ -303,26 +283,12 @@ def _add_matrix(axes: Axes, step: Step, spec: _FigureSpec) -> None:
     axes.text(-1.7 * strip, num / 2, "to", fontsize=7, color=GREY, ha="right", va="center", rotation=90)
 
 
-def _block_sums(matrix: Counts) -> Counts:
-    """Sum blocks of adjacent ranks to leave at most `MAX_MATRIX` rows and columns."""
-    num = len(matrix)
-    block = -(-num // MAX_MATRIX)
-    starts = np.arange(0, num, block)
-    return np.add.reduceat(np.add.reduceat(matrix, starts, 0), starts, 1)
-
-
 Places = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """Boxes of one full tensor.
-
-    Attributes:
-        rows: vertical edges of the boxes, from 0 to 1.
-        columns: horizontal edges of the boxes, from 0 to 1.
-        ranks: the rank that holds each box, of shape (rows, columns).
-    """
+    """Boxes of one full tensor: their edges from 0 to 1, and the rank that holds each, of shape (rows, columns)."""
 
     rows: Places
     columns: Places
@@ -354,15 +320,13 @@ def sheets(layout: Layout, dims: Dims) -> list[Sheet]:
     held = [held_segments(layout, dim, dim_edges) for dim, dim_edges in enumerate(edges)]
     order = (*dims.down, *dims.right)
     extents = [len(edges[dim]) - 1 for dim in order]
-    num_rows = math.prod(extents[: len(dims.down)])
-    rows = _nest_edges([edges[dim] for dim in dims.down])
-    columns = _nest_edges([edges[dim] for dim in dims.right])
+    rows, columns = (_nest_edges([edges[dim] for dim in shown]) for shown in (dims.down, dims.right))
     all_sheets = []
     for ranks in rank_groups(layout, tuple(sorted(layout.sharded_axes()))):
         owner = np.zeros(extents, np.int64)
         for rank in ranks:
             owner[np.ix_(*(np.flatnonzero(held[dim][rank]) for dim in order))] = rank
-        all_sheets.append(Sheet(rows, columns, owner.reshape(num_rows, -1)))
+        all_sheets.append(Sheet(rows, columns, owner.reshape(len(rows) - 1, -1)))
     return all_sheets
 
 
@@ -400,7 +364,14 @@ def rank_labels(ranks: Sequence[int]) -> list[str]:
     return [*full, f"{first} … {last}", f"{first}…"]
 
 
-def rank_colors(axis_sizes: Sequence[int]) -> NDArray[np.float64]:
+OKLAB_TO_LMS = np.array([[1, 1, 1], [0.3963377774, -0.1055613458, -0.0894841775],
+                         [0.2158037573, -0.0638541728, -1.2914855480]])  # fmt: skip
+LMS_TO_RGB = np.array([[4.0767416621, -1.2684380046, -0.0041960863], [-3.3077115913, 2.6097574011, -0.7034186147],
+                       [0.2309699292, -0.3413193965, 1.7076147010]])  # fmt: skip
+"""From Ottosson, "A perceptual color space for image processing", 2020."""
+
+
+def rank_colors(axis_sizes: Sequence[int]) -> Places:
     """Return a color per rank: the last axis varies the shade, the others the hue; a single axis varies the hue."""
     sizes = [size for size in axis_sizes if size > 1] or [1]
     num_shades = sizes[-1] if len(sizes) > 1 else 1
@@ -408,25 +379,11 @@ def rank_colors(axis_sizes: Sequence[int]) -> NDArray[np.float64]:
     colors = []
     for hue, shade in product(range(num_hues), range(num_shades)):
         light = 0.70 if num_shades == 1 else 0.52 + 0.35 * shade / (num_shades - 1)
-        colors.append(_from_oklch(light, 0.135 - 0.10 * max(0.0, light - 0.66), 250 + 360 * hue / num_hues))
-    return np.array(colors)
-
-
-def _from_oklch(light: float, chroma: float, hue: float) -> tuple[float, float, float]:
-    """Convert a color from OKLCH (Ottosson, 2020) to sRGB, clipped to the displayable range."""
-    a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
-    long = (light + 0.3963377774 * a + 0.2158037573 * b) ** 3
-    middle = (light - 0.1055613458 * a - 0.0638541728 * b) ** 3
-    short = (light - 0.0894841775 * a - 1.2914855480 * b) ** 3
-    linear = (
-        4.0767416621 * long - 3.3077115913 * middle + 0.2309699292 * short,
-        -1.2684380046 * long + 2.6097574011 * middle - 0.3413193965 * short,
-        -0.0041960863 * long - 0.7034186147 * middle + 1.7076147010 * short,
-    )
-    red, green, blue = (
-        min(1.0, max(0.0, 12.92 * x if x <= 0.0031308 else 1.055 * x ** (1 / 2.4) - 0.055)) for x in linear
-    )
-    return red, green, blue
+        chroma, angle = 0.135 - 0.10 * max(0.0, light - 0.66), math.radians(250 + 360 * hue / num_hues)
+        colors.append((light, chroma * math.cos(angle), chroma * math.sin(angle)))
+    linear = ((np.array(colors) @ OKLAB_TO_LMS) ** 3 @ LMS_TO_RGB).clip(0)
+    srgb: Places = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055).clip(0, 1)
+    return srgb
 
 
 MAX_LAYOUT, MIN_LAYOUT = 28, 12
@@ -444,8 +401,9 @@ def explain_plan(plan: ReshardPlan) -> str:
 
     The columns are the most bytes received and sent by any rank, the modeled time, and the peak bytes live on any rank.
     """
+    title = f"{short_name(plan.src)} → {short_name(plan.dst)} · {describe_tensor(plan)}"
     if not plan.steps:
-        return f"{describe_plan(plan)}: every rank has its shard already, nothing has to move"
+        return f"{title}: every rank has its shard already, nothing has to move"
     rows = [HEAD, *(_row(number, step) for number, step in enumerate(plan.steps, start=1))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     excess = max(0, sum(widths) + 2 * (len(HEAD) - 1) - COLUMNS)
@@ -458,12 +416,7 @@ def explain_plan(plan: ReshardPlan) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([describe_plan(plan), *lines, *summary_lines(plan)])
-
-
-def describe_plan(plan: ReshardPlan) -> str:
-    """Describe the plan's layouts, tensor and mesh in one line."""
-    return f"{short_name(plan.src)} → {short_name(plan.dst)} · {describe_tensor(plan)}"
+    return "\n".join([title, *lines, *_summary_lines(plan)])
 
 
 def describe_tensor(plan: ReshardPlan) -> str:
@@ -489,20 +442,13 @@ def format_time(time_us: float) -> str:
     return f"{time_us:.3g} µs"
 
 
-def summary_lines(plan: ReshardPlan) -> list[str]:
-    """Return lines that compare the plan's cost, the maximum over ranks, with the lower bound."""
+def _summary_lines(plan: ReshardPlan) -> list[str]:
     received, bound = plan.bytes_received, plan.lower_bound_bytes
-    if received == 0:
-        against = "nothing is received"
-    elif received == bound:
-        against = f"each rank receives at most {format_bytes(received)}, the lower bound for any method"
-    elif bound == 0:
-        against = f"each rank receives at most {format_bytes(received)}; no lower bound is known"
-    else:
-        against = (
-            f"each rank receives at most {format_bytes(received)}, {received / bound:.2f} times the lower bound of "
-            f"{format_bytes(bound)}"
-        )
+    against = "nothing is received"
+    if received:
+        least = f", {received / bound:.2f} times the lower bound of {format_bytes(bound)}" if bound else None
+        least = ", the lower bound for any method" if received == bound else least
+        against = f"each rank receives at most {format_bytes(received)}{least or '; no lower bound is known'}"
     return [
         against,
         f"each rank sends at most {format_bytes(plan.bytes_sent)} and holds at most {format_bytes(plan.peak_bytes)}; "

@@ -82,11 +82,19 @@ class TransferPlan:
 
     def sends(self, rank: int) -> list[Move]:
         """Return the messages sent by a rank, sorted by receiver."""
-        return self._by_sender.get(rank, [])
+        return self._by_rank[0].get(rank, [])
 
     def receives(self, rank: int) -> list[Move]:
         """Return the messages received by a rank, sorted by sender."""
-        return self._by_receiver.get(rank, [])
+        return self._by_rank[1].get(rank, [])
+
+    @cached_property
+    def _by_rank(self) -> tuple[dict[int, list[Move]], dict[int, list[Move]]]:
+        sent, received = defaultdict(list), defaultdict(list)
+        for move in self.moves:
+            sent[move.sender].append(move)
+            received[move.receiver].append(move)
+        return dict(sent), dict(received)
 
     def has_local_copy(self, rank: int) -> bool:
         """Return whether the rank is on both meshes and copies elements locally."""
@@ -94,11 +102,12 @@ class TransferPlan:
 
     def bytes_by_rank(self) -> dict[int, tuple[int, int]]:
         """Return the bytes sent and received by each rank of either mesh."""
-        size = dtype_bytes(self.dtype)
-        return {
-            rank: (size * _num_elements(self.sends(rank)), size * _num_elements(self.receives(rank)))
-            for rank in sorted({*self.src_ranks, *self.dst_ranks})
-        }
+
+        def num_bytes(moves: list[Move]) -> int:
+            return dtype_bytes(self.dtype) * sum(move.stop - move.start for move in moves)
+
+        ranks = sorted({*self.src_ranks, *self.dst_ranks})
+        return {rank: (num_bytes(self.sends(rank)), num_bytes(self.receives(rank))) for rank in ranks}
 
     def reverse(self) -> TransferPlan:
         """Return the plan from `dst` back to `start`, used for gradients."""
@@ -133,20 +142,6 @@ class TransferPlan:
 
         return read_plan(text, make)
 
-    @cached_property
-    def _by_sender(self) -> dict[int, list[Move]]:
-        messages_of = defaultdict(list)
-        for move in self.moves:
-            messages_of[move.sender].append(move)
-        return dict(messages_of)
-
-    @cached_property
-    def _by_receiver(self) -> dict[int, list[Move]]:
-        messages_of = defaultdict(list)
-        for move in self.moves:
-            messages_of[move.receiver].append(move)
-        return dict(messages_of)
-
 
 def plan_transfer(
     src: Layout,
@@ -159,16 +154,8 @@ def plan_transfer(
 ) -> TransferPlan:
     """Plan the transfer of a tensor from a layout on some ranks to a layout on others; the rank sets may overlap.
 
-    Deterministic, so all ranks compute the same plan. Results are cached.
-
-    Args:
-        src: the source layout, on its mesh.
-        dst: the destination layout of the same tensor, on its mesh, without partial values.
-        src_ranks: global rank of each rank of the source mesh, in mesh order.
-        dst_ranks: global rank of each rank of the destination mesh, in mesh order.
-        dtype: name of the dtype, a key of `DTYPE_BYTES`.
-        devices_per_node: number of consecutive global ranks per node. If given, sends within a node are preferred as
-            long as the load stays balanced.
+    Deterministic, so all ranks compute the same plan. Results are cached. Arguments are as in `TransferPlan`; `dst` has
+    no partial values. With `devices_per_node`, sends within a node are preferred as long as the load stays balanced.
 
     Raises:
         LayoutError: if the layouts have different tensor shapes, a list of ranks does not fit its mesh, or `dst` is
@@ -177,7 +164,13 @@ def plan_transfer(
     dtype_bytes(dtype)
     check_one_tensor(src, dst)
     for name, layout, ranks in (("src", src, src_ranks), ("dst", dst, dst_ranks)):
-        _check_ranks(name, layout, ranks)
+        if len(ranks) != layout.num_ranks() or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+            raise LayoutError(
+                f"{name}_ranks = {list(ranks)} for a mesh of {' × '.join(map(str, layout.axis_sizes)) or 'one rank'}",
+                where="plan_transfer",
+                rule="one global rank for each rank of the mesh, without duplicates",
+                fix=f"pass {counted(layout.num_ranks(), 'different rank')}",
+            )
     if dst.partial_axes():
         raise LayoutError(
             f"the destination {dst} holds partial values",
@@ -217,12 +210,7 @@ def reduction_layouts(layout: Layout) -> list[Layout]:
 
 @lru_cache(maxsize=64)
 def _plan(
-    src: Layout,
-    dst: Layout,
-    src_ranks: tuple[int, ...],
-    dst_ranks: tuple[int, ...],
-    dtype: str,
-    devices_per_node: int | None,
+    src: Layout, dst: Layout, src_ranks: tuple[int, ...], dst_ranks: tuple[int, ...], dtype: str, per_node: int | None
 ) -> TransferPlan:
     start = [src, *reduction_layouts(src)][-1]
     receivers = np.argsort(np.asarray(dst_ranks))  # so that neighboring ranks exchange messages
@@ -237,7 +225,7 @@ def _plan(
         lacks = lacks - np.where(is_holder, counts, 0)
         demand = np.where(is_holder, 0, counts)
         even_share = max(even_share, -(-int(demand.sum()) // len(holders)))
-        messages_of.append(_assign_messages(holders, world, demand, devices_per_node))
+        messages_of.append(_assign_messages(holders, world, demand, per_node))
     moves = np.concatenate(messages_of, 1)
     moves = moves[:, np.lexsort((moves[1], moves[0]))]
     amounts, size = moves[3] - moves[2], dtype_bytes(dtype)
@@ -248,10 +236,10 @@ def _plan(
         src_ranks=src_ranks,
         dst_ranks=dst_ranks,
         dtype=dtype,
-        devices_per_node=devices_per_node,
+        devices_per_node=per_node,
         moves=tuple(Move(*move) for move in moves.T.tolist()),
-        bytes_sent=size * _max_per_rank(moves[0], amounts),
-        bytes_received=size * _max_per_rank(moves[1], amounts),
+        bytes_sent=size * int(np.bincount(moves[0], amounts).max(initial=0)),
+        bytes_received=size * int(np.bincount(moves[1], amounts).max(initial=0)),
         lower_bound_bytes=size * int(lacks.max()),
         even_share_bytes=size * even_share,
     )
@@ -304,31 +292,5 @@ def _match_intervals(supply: Ints, demand: Ints) -> tuple[Ints, Ints, Ints, Ints
     edges = np.unique(np.concatenate([[0, total], ends_of_supply, ends_of_demand]))
     edges = edges[edges <= total]
     low, high = edges[:-1], edges[1:]
-    return (
-        np.searchsorted(ends_of_supply, low, side="right"),
-        np.searchsorted(ends_of_demand, low, side="right"),
-        low,
-        high,
-    )
-
-
-def _max_per_rank(ranks: Ints, amounts: Ints) -> int:
-    """Sum the amounts of each rank and return the maximum."""
-    sums: defaultdict[int, int] = defaultdict(int)
-    for rank, amount in zip(ranks.tolist(), amounts.tolist(), strict=True):
-        sums[rank] += amount
-    return max(sums.values(), default=0)
-
-
-def _num_elements(moves: list[Move]) -> int:
-    return sum(move.stop - move.start for move in moves)
-
-
-def _check_ranks(name: str, layout: Layout, ranks: Sequence[int]) -> None:
-    if len(ranks) != layout.num_ranks() or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise LayoutError(
-            f"{name}_ranks = {list(ranks)} for a mesh of {' × '.join(map(str, layout.axis_sizes)) or 'one rank'}",
-            where="plan_transfer",
-            rule="one global rank for each rank of the mesh, without duplicates",
-            fix=f"pass {counted(layout.num_ranks(), 'different rank')}",
-        )
+    holder, receiver = (np.searchsorted(ends, low, side="right") for ends in (ends_of_supply, ends_of_demand))
+    return holder, receiver, low, high

@@ -1,14 +1,12 @@
 """Verify that a plan redistributes a tensor correctly at the stated cost.
 
-Each step must start from the previous step's result, match its kind, find all elements of the new shards
-within its groups, and have the stated cost, which is recounted (`exchange_counts`). Small plans are also simulated,
-tracking every partial value (`check_values`). Checks run from basic to subtle, so that the first failure points to the
-root cause.
+Each step must start from the previous step's result, match its kind, find all elements of the new shards within its
+groups, and have the stated cost. Small plans are also simulated, tracking every partial value (`check_values`). Checks
+run from basic to subtle, so that the first failure points to the root cause.
 
-Brute-force count of the elements that each rank needs from every other rank of its group, dim by dim.
-
-Each dim is split at every index where any rank's shard begins or ends; a rank holds a segment entirely or not at all.
-The count is independent of the planner's counts and the executor's messages, so that `verify` can check both.
+The cost is recounted by brute force, independently of the planner's counts and the executor's messages, so that both
+can be checked: each dim is split at every index where any rank's shard begins or ends, and a rank holds a segment
+entirely or not at all.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ MAX_VALUES = 2**19
 
 
 def verify(plan: ReshardPlan) -> None:
-    """Verify that a plan gives each rank its shard of the destination at the stated cost.
-
-    Args:
-        plan: the plan, from any planner.
+    """Verify that a plan, from any planner, gives each rank its shard of the destination at the stated cost.
 
     Raises:
         LayoutError: if the plan or its stated cost is incorrect. The message names the step, the ranks, the violated
@@ -98,13 +93,10 @@ def _tensor(layout: Layout) -> str:
 def _check_costs(number: int, step: Step, counts: ExchangeCounts, plan: ReshardPlan) -> None:
     itemsize = dtype_bytes(plan.dtype)
     sent, received = (0, 0) if step.kind in LOCAL else (int(counts.sent().max()), int(counts.received().max()))
-    for name, stated, actual in (
-        ("sends", step.bytes_sent, sent * itemsize),
-        ("receives", step.bytes_received, received * itemsize),
-    ):
-        if stated != actual:
-            what = f"says that a rank {name} {stated} bytes, but the maximum over ranks is {actual}"
-            raise step_error(number, step, what, rule=COUNTED, fix=f"{actual} bytes")
+    for does, stated, actual in (("sends", step.bytes_sent, sent), ("receives", step.bytes_received, received)):
+        if stated != actual * itemsize:
+            what = f"says that a rank {does} {stated} bytes, but the maximum over ranks is {actual * itemsize}"
+            raise step_error(number, step, what, rule=COUNTED, fix=f"{actual * itemsize} bytes")
     if step.rounds < 1:
         what = f"is split over {counted(step.rounds, 'collective')}"
         raise step_error(number, step, what, rule="an exchange takes at least one collective", fix="rounds=1")
@@ -136,12 +128,9 @@ def _check_totals(plan: ReshardPlan, *, sent: int, received: int) -> None:
 
 
 def _total_error(plan: ReshardPlan, name: str, stated: str, actual: str) -> LayoutError:
-    return LayoutError(
-        f"the plan's {name} is {stated}, but its steps give {actual}",
-        where=f"{name}, {counted(len(plan.steps), 'step')} of {plan.src} → {plan.dst}",
-        rule=COUNTED,
-        fix=f"{name}={actual}",
-    )
+    what = f"the plan's {name} is {stated}, but its steps give {actual}"
+    where = f"{name}, {counted(len(plan.steps), 'step')} of {plan.src} → {plan.dst}"
+    return LayoutError(what, where=where, rule=COUNTED, fix=f"{name}={actual}")
 
 
 def check_values(plan: ReshardPlan) -> None:
@@ -196,9 +185,8 @@ def _simulate(number: int, step: Step, values: Counts, edges: Sequence[Ints]) ->
     if (wrong := np.argwhere((due > 0) & (num_held != num_values))).size:
         rank, box = wrong[0]
         what = f"finds box {box} of rank {rank} {num_held[rank, box]:.0f} times among its senders"
-        raise step_error(
-            number, step, what, rule=f"each element has {counted(num_values, 'sender')}", fix="use other layouts"
-        )
+        rule = f"each element has {counted(num_values, 'sender')}"
+        raise step_error(number, step, what, rule=rule, fix="use other layouts")
     return (is_sender @ values.reshape(len(values), -1)).reshape(values.shape) * due[:, :, None]
 
 
@@ -218,9 +206,10 @@ R = Reduction
 COMMUTING = frozenset({R.SUM, R.AVG})
 """Reductions that commute with each other."""
 
+LAST_FIRST = "where reductions differ, the last axis is reduced first"
 NEUTRAL_STAYS = {
-    R.SUM: frozenset({R.SUM, R.AVG, R.MAX, R.MIN, R.PRODUCT}),
-    R.AVG: frozenset({R.SUM, R.AVG, R.MAX, R.MIN, R.PRODUCT}),
+    R.SUM: frozenset(R),
+    R.AVG: frozenset(R),
     R.MAX: frozenset({R.AVG, R.MAX, R.MIN}),
     R.MIN: frozenset({R.AVG, R.MAX, R.MIN}),
     R.PRODUCT: frozenset({R.AVG, R.MAX, R.MIN, R.PRODUCT}),
@@ -252,7 +241,6 @@ def check_axes(number: int, step: Step) -> None:
 
 
 def reduced_axes(step: Step) -> list[int]:
-    """Return the axes that are partial before the step but not after."""
     before, after = _partial(step.src), _partial(step.dst)
     return [axis for axis, reduction in enumerate(before) if reduction and not after[axis]]
 
@@ -292,20 +280,18 @@ def check_partial(number: int, step: Step) -> None:
 def _check_order(number: int, step: Step, reduced: Sequence[int], added: Sequence[int]) -> None:
     """Check that reductions that do not commute run from the last axis to the first."""
     before, after = _partial(step.src), _partial(step.dst)
-    for axis, later in product(reduced, range(len(after))):
-        now, waits = before[axis], after[later]
-        if later > axis and waits and now is not waits and not {now, waits} <= COMMUTING:
+    for axis, later in product((*reduced, *added), range(len(after))):
+        outer, inner, fix = before[axis] or after[axis], after[later], f"axis {later} reduced before"
+        if later <= axis or not outer or not inner:
+            continue
+        if axis in reduced and outer is not inner and not {outer, inner} <= COMMUTING:
+            what = f"takes the {outer} over axis {axis} before the {inner} over axis {later}"
             raise step_error(
-                number, step, f"takes the {now} over axis {axis} before the {waits} over axis {later}",
-                rule="where reductions differ, the last axis is reduced first", fix=f"axis {later} reduced before",
-            )  # fmt: skip
-    for axis, later in product(added, range(len(after))):
-        outer, inner = after[axis], after[later]
-        if later > axis and outer and inner and inner not in NEUTRAL_STAYS[outer]:
-            raise step_error(
-                number, step, f"makes axis {axis} partial ({outer}) around the {inner} over axis {later}",
-                rule=f"what is neutral to {outer} is not after the {inner}", fix=f"axis {later} reduced before",
-            )  # fmt: skip
+                number, step, what, rule="where reductions differ, the last axis is reduced first", fix=fix
+            )
+        if axis in added and inner not in NEUTRAL_STAYS[outer]:
+            what = f"makes axis {axis} partial ({outer}) around the {inner} over axis {later}"
+            raise step_error(number, step, what, rule=f"what is neutral to {outer} is not after the {inner}", fix=fix)
 
 
 def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
@@ -317,8 +303,7 @@ def check_complete(number: int, step: Step, counts: ExchangeCounts) -> None:
     group, place, copy = wrong[0]
     rank, has = counts.ranks[group, place], counts.copies[group, place, copy]
     among = f"the group of ranks {list_numbers(counts.ranks[group].tolist(), most=4)}"
-    if step.kind is K.SLICE:
-        among = "itself"
+    among = "itself" if step.kind is K.SLICE else among
     rules = {K.SLICE: "a rank keeps a part of its shard", K.PARTITION: "each element is kept by one rank"}
     raise step_error(
         number, step, f"needs {due[group, place, 0]} elements for rank {rank}, but {among} has {has:.0f}",

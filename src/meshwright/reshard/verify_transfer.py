@@ -6,6 +6,7 @@ The checks are independent of the planner's arithmetic: they use only the messag
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -47,18 +48,15 @@ def _check_layouts(plan: TransferPlan) -> None:
         raise _error(f"messages go from {plan.start} to {plan.dst}", "neither layout may be partial")
     for layout, ranks in ((plan.start, plan.src_ranks), (plan.dst, plan.dst_ranks)):
         if layout.num_ranks() != len(ranks) or len(set(ranks)) != len(ranks):
-            raise _error(
-                f"{counted(len(ranks), 'rank')} for a mesh of {layout.num_ranks()}",
-                "one distinct rank per mesh position",
-            )
+            what = f"{counted(len(ranks), 'rank')} for a mesh of {layout.num_ranks()}"
+            raise _error(what, "one distinct rank per mesh position")
 
 
 def _check_messages(plan: TransferPlan, held: dict[int, TensorSlices], wanted: dict[int, TensorSlices]) -> None:
     for move in plan.moves:
         if move.sender not in held or move.receiver not in wanted or move.sender == move.receiver:
-            raise _error(
-                _describe(move), "senders are on the source mesh, receivers differ and are on the destination mesh"
-            )
+            rule = "senders are on the source mesh, receivers differ and are on the destination mesh"
+            raise _error(_describe(move), rule)
         if not 0 <= move.start < move.stop <= _num_common(held[move.sender], wanted[move.receiver]):
             raise _error(_describe(move), "a message is a non-empty part of what both ranks hold")
 
@@ -74,7 +72,7 @@ def _check_arrivals(plan: TransferPlan, held: dict[int, TensorSlices], wanted: d
         shard, own = wanted[rank], held.get(rank)
         if own is not None and keys[rank] in blocks:
             raise _error(_describe(blocks[keys[rank]][0]), "a rank does not receive what it has itself")
-        lacking = _numel(shard) - (0 if own is None else _num_common(own, shard))
+        lacking = _num_common(shard, shard) - (0 if own is None else _num_common(own, shard))
         # Source shards are disjoint, so complete blocks of the right total size cover the whole shard.
         num_received = sum(_check_contiguous(m, _num_common(held[m[0].sender], shard)) for m in blocks.values())
         if num_received != lacking:
@@ -110,24 +108,17 @@ def _check_balance(plan: TransferPlan, held: dict[int, TensorSlices]) -> int:
         share = -(-sum(sent[rank] for rank in ranks) // len(ranks))
         for rank in ranks:
             if sent[rank] > SLACK * share:
-                raise _error(
-                    f"rank {rank} sends {sent[rank]} elements, where each rank could send {share}",
-                    "ranks that hold the same shard send the same amount, to within 10 %",
-                )
+                what = f"rank {rank} sends {sent[rank]} elements, where each rank could send {share}"
+                raise _error(what, "ranks that hold the same shard send the same amount, to within 10 %")
         largest = max(largest, share)
     return largest
 
 
 def _check_totals(plan: TransferPlan, lacked: int, share: int) -> None:
     size = dtype_bytes(plan.dtype)
-    by_rank = plan.bytes_by_rank().values()
-    num_received = {
-        "bytes_sent": max(sent for sent, _ in by_rank),
-        "bytes_received": max(received for _, received in by_rank),
-        "lower_bound_bytes": size * lacked,
-        "even_share_bytes": size * share,
-    }
-    for name, value in num_received.items():
+    sent, received = (max(of_ranks) for of_ranks in zip(*plan.bytes_by_rank().values(), strict=True))
+    for name, value in (("bytes_sent", sent), ("bytes_received", received), ("lower_bound_bytes", size * lacked),
+                        ("even_share_bytes", size * share)):  # fmt: skip
         if getattr(plan, name) != value:
             raise _error(f"{name} = {getattr(plan, name)}", f"its messages add up to {value}")
 
@@ -140,19 +131,12 @@ def _key(shard: TensorSlices) -> SlicesKey:
     return tuple(tuple((s.start, s.stop) for s in slices) for slices in shard)
 
 
-def _numel(shard: TensorSlices) -> int:
-    count = 1
-    for slices in shard:
-        count *= sum(s.stop - s.start for s in slices)
-    return count
-
-
 def _num_common(a: TensorSlices, b: TensorSlices) -> int:
     """Return the number of elements in both shards."""
-    count = 1
-    for mine, others in zip(a, b, strict=True):
-        count *= sum(max(0, min(s.stop, t.stop) - max(s.start, t.start)) for s in mine for t in others)
-    return count
+    return math.prod(
+        sum(max(0, min(s.stop, t.stop) - max(s.start, t.start)) for s in mine for t in others)
+        for mine, others in zip(a, b, strict=True)
+    )
 
 
 def _describe(move: Move) -> str:
@@ -194,10 +178,7 @@ def explain_transfer(plan: TransferPlan) -> str:
 
 def _describe_end(layout: Layout, ranks: Sequence[int]) -> str:
     first, last = ranks[0], ranks[-1]
-    if len(ranks) == 1:
-        words = f"rank {first}"
-    elif list(ranks) == list(range(first, last + 1)):
-        words = f"ranks {first}–{last}"
-    else:
-        words = "ranks " + ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    words = "ranks " + ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    if list(ranks) == list(range(first, last + 1)):
+        words = f"rank {first}" if len(ranks) == 1 else f"ranks {first}–{last}"
     return f"{str(layout) or 'unsharded'} on {words}"

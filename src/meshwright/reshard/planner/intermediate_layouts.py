@@ -1,4 +1,4 @@
-"""Intermediate layouts for plans from `src` to `dst`.
+"""Intermediate layouts for plans from `src` to `dst`, and the step between two of them with its cost.
 
 [Note: normal forms] A plan slices replicated axes, exchanges once (reducing partial values), gathers, and creates
 partial values last. Its intermediate layouts, called forms, are:
@@ -8,18 +8,17 @@ partial values last. Its intermediate layouts, called forms, are:
   - between gathers: the goal with fewer of these axes sharded. Slow axes are innermost and gathered first, while the
     shards are small;
   - if link speeds differ, mixtures of `src` and the goal: axes of one speed redistributed, the others not yet.
-The search considers steps between any two forms.
-
-Candidate steps of a plan and their costs. Each step uses the fewest mesh axes that suffice.
+The search considers steps between any two forms. Each step uses the fewest mesh axes that suffice.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import product
 
 import numpy as np
@@ -67,8 +66,7 @@ def partition_stages(goal: Layout, dst: Layout) -> list[Layout]:
 
     A new partial axis is filled with its reduction's neutral element, which inner axes must preserve.
     """
-    stages, partial = [goal], list(goal.partial)
-    last: Reduction | None = None
+    stages, partial, last = [goal], list(goal.partial), None
     for axis, reduction in enumerate(dst.partial):
         if reduction and not goal.partial[axis]:
             if last and not can_commute(last, reduction):
@@ -92,14 +90,13 @@ def normal_forms(src: Layout, dst: Layout, topology: Topology) -> list[Layout]:
     forms += _partition_early(src, dst, goal, order)
     for stage in stages[1:-1]:
         forms += _shard_replicated(stage, src, [axis for axis in order if dst.partial[axis]])
-    speeds = sorted({topology.bandwidth((axis,)) for axis in range(len(src.axis_sizes))})
-    for speed in speeds[:-1]:
-        slow = {axis for axis in range(len(src.axis_sizes)) if topology.bandwidth((axis,)) <= speed}
-        fast = set(range(len(src.axis_sizes))) - slow
-        for start in _shard_by_speed(src, goal, slow, fast):
-            for end in _shard_by_speed(goal, src, slow, fast):
-                for moved in (slow, fast):
-                    forms += mixed_layouts(start, end, frozenset(moved))
+    speeds = [topology.bandwidth((axis,)) for axis in range(len(src.axis_sizes))]
+    for speed in sorted(set(speeds))[:-1]:
+        slow = frozenset(axis for axis in range(len(speeds)) if speeds[axis] <= speed)
+        fast = frozenset(range(len(speeds))) - slow
+        ends = product(_shard_by_speed(src, goal, slow, fast), _shard_by_speed(goal, src, slow, fast), (slow, fast))
+        for start, end, moved in ends:
+            forms += mixed_layouts(start, end, moved)
     return list(dict.fromkeys(forms))
 
 
@@ -109,7 +106,10 @@ def _partition_early(src: Layout, dst: Layout, goal: Layout, order: Sequence[int
     if not created:
         return []
     parts = [axis for axis in created if axis in src.sharded_axes()]
-    forms = [_partition_sharded_axes(src, dst, frozenset(parts[: count + 1])) for count in range(len(parts))]
+    forms = []
+    for count in range(1, len(parts) + 1):  # partial instead of sharded
+        partial = tuple(dst.partial[axis] if axis in parts[:count] else old for axis, old in enumerate(src.partial))
+        forms.append(Layout(src.shape, src.axis_sizes, _without_axes(src, frozenset(parts[:count])), partial))
     uncut = replace(goal, splits=tuple(() for _ in goal.shape))
     forms += [replace(uncut, partial=dst.partial), *_shard_replicated(uncut, src, order)]
     others = frozenset(range(len(src.axis_sizes))) - set(created)
@@ -119,12 +119,6 @@ def _partition_early(src: Layout, dst: Layout, goal: Layout, order: Sequence[int
     for form in _shard_replicated(src, goal, [axis for axis in order if axis in created]):
         forms.append(Layout(src.shape, src.axis_sizes, _without_axes(form, gathered), goal.partial).canonical())
     return forms
-
-
-def _partition_sharded_axes(src: Layout, dst: Layout, axes: frozenset[int]) -> Layout:
-    """Return `src` with these axes partial instead of sharded."""
-    partial = tuple(dst.partial[axis] if axis in axes else old for axis, old in enumerate(src.partial))
-    return Layout(src.shape, src.axis_sizes, _without_axes(src, axes), partial)
 
 
 def _order(src: Layout, dst: Layout, topology: Topology) -> list[int]:
@@ -145,12 +139,11 @@ def _shard_replicated(base: Layout, other: Layout, order: Sequence[int]) -> list
     choices = [(None, *_likely_dims(base, other, axis)[:num_dims]) for axis in replicated]
     forms = []
     for chosen in product(*choices):
-        added: list[list[Split]] = [[] for _ in base.shape]
+        splits = list(base.splits)
         for axis, dim in zip(replicated, chosen, strict=True):
             if dim is not None:
-                added[dim].append(Split(axis))
-        splits = tuple((*old, *new) for old, new in zip(base.splits, added, strict=True))
-        forms.append(replace(base, splits=splits))
+                splits[dim] = (*splits[dim], Split(axis))
+        forms.append(replace(base, splits=tuple(splits)))
     return forms
 
 
@@ -158,12 +151,9 @@ def _likely_dims(base: Layout, other: Layout, axis: int) -> list[int]:
     """Return the dims that an axis may shard, most likely first: sharded by it in `other`, divisible by it, longest."""
 
     def key(dim: int) -> tuple[bool, bool, int, int]:
-        size = base.axis_sizes[axis]
-        shard_counts = [base.axis_sizes[sharding] for sharding in base.axes_of(dim)]
-        left = base.shape[dim]
-        for count in shard_counts:
-            left = left // count if left % count == 0 else 0
-        return axis not in other.axes_of(dim), left == 0 or left % size > 0, -base.shape[dim], dim
+        num_shards = math.prod(base.axis_sizes[sharding] for sharding in (*base.axes_of(dim), axis))
+        is_even = base.shape[dim] > 0 and base.shape[dim] % num_shards == 0
+        return axis not in other.axes_of(dim), not is_even, -base.shape[dim], dim
 
     return sorted(range(len(base.shape)), key=key)
 
@@ -175,9 +165,9 @@ def _shard_by_speed(base: Layout, other: Layout, slow: Set[int], fast: Set[int])
         form = base
         for axis in sorted(axes & set(base.replicated_axes()), key=lambda axis: (axis in slow, axis)):
             if base.axis_sizes[axis] > 1:
-                dim = _likely_dims(form, other, axis)[0]
-                splits = tuple((*old, Split(axis)) if at == dim else old for at, old in enumerate(form.splits))
-                form = replace(form, splits=splits)
+                dim, splits = _likely_dims(form, other, axis)[0], list(form.splits)
+                splits[dim] = (*splits[dim], Split(axis))
+                form = replace(form, splits=tuple(splits))
         forms.append(form)
     return list(dict.fromkeys(forms))
 
@@ -232,7 +222,7 @@ class Problem:
     one_axis: bool = False
 
     def limit(self) -> int:
-        """Return the maximum number of elements live on a rank."""
+        """Maximum number of elements live on a rank."""
         return sys.maxsize if self.memory_cap_bytes is None else self.memory_cap_bytes // self.element_bytes
 
     def held(self, src: Layout, dst: Layout) -> Ints:
@@ -255,12 +245,11 @@ def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
         return Step(kind, (), src, dst, 0, 0, 0.0, live * size) if live <= limit else None
     staging = Staging(src, dst, volume, kind)
     live, rounds = int((held + staging.in_rounds(1)).max()), 1
-    if live > limit:
-        fewest = staging.fewest_rounds(held, limit) if problem.in_rounds else None
-        if fewest is None:
-            return None
-        rounds = fewest
+    if live > limit and problem.in_rounds:
+        rounds = staging.fewest_rounds(held, limit)
         live = int((held + staging.in_rounds(rounds)).max())
+    if live > limit:
+        return None
     sent, received = int(volume.sent.max()) * size, int(volume.received.max()) * size
     time_us = math.ceil(problem.topology.time_us(volume.axes, max(sent, received), rounds) * 1e3) / 1e3
     return Step(kind, volume.axes, src, dst, sent, received, time_us, live * size, rounds)
@@ -268,18 +257,13 @@ def make_step(problem: Problem, src: Layout, dst: Layout) -> Step | None:
 
 def min_live_elements(problem: Problem, src: Layout, dst: Layout) -> int | None:
     """Return the peak live elements of the step from `src` to `dst` at the maximum number of rounds, or None."""
-    volume = exchange_volume(src, dst)
+    volume, held = exchange_volume(src, dst), problem.held(src, dst)
     kind = _allowed_kind(problem, src, dst, volume)
-    if kind is None:
-        return None
-    held = problem.held(src, dst)
-    if kind not in LOCAL:
-        held = held + Staging(src, dst, volume, kind).in_rounds(MAX_ROUNDS)
-    return int(held.max())
+    staged = 0 if kind is None or kind in LOCAL else Staging(src, dst, volume, kind).in_rounds(MAX_ROUNDS)
+    return None if kind is None else int((held + staged).max())
 
 
 def _allowed_kind(problem: Problem, src: Layout, dst: Layout, volume: ExchangeVolume) -> StepKind | None:
-    """Return the step's kind if the problem allows it, else None."""
     kind = kind_of(src, dst, volume)
     merges = kind is not None and kind not in LOCAL and len(volume.axes) > 1
     return None if problem.one_axis and merges else kind
@@ -308,50 +292,41 @@ def kind_of(src: Layout, dst: Layout, volume: ExchangeVolume) -> StepKind | None
     return StepKind.PERMUTE if is_permutation(src, dst, volume.axes) else StepKind.ALL_TO_ALL
 
 
+@dataclass(frozen=True, eq=False)
 class Staging:
     """Elements packed for and received from other ranks in the largest round of an exchange.
 
     A message is split along its longest dim, so its size per round depends on its extents. Messages have few distinct
     extents along each dim; counting a rank's messages per extent gives exact sums without enumerating the messages.
-    `shard_exchange.staging_elements` computes the same number by enumeration.
     """
 
-    def __init__(self, src: Layout, dst: Layout, volume: ExchangeVolume, kind: StepKind) -> None:
-        self._src, self._dst, self._volume, self._kind = src, dst, volume, kind
-        self._message_counts: list[tuple[tuple[int, ...], Ints]] | None = None
+    src: Layout
+    dst: Layout
+    volume: ExchangeVolume
+    kind: StepKind
 
     def in_rounds(self, rounds: int) -> Ints:
         """Return the staging elements of each rank of the mesh for this number of rounds."""
-        sizes, volume = self._src.axis_sizes, self._volume
-        if self._kind is StepKind.ALL_GATHER:
+        sizes, volume = self.src.axis_sizes, self.volume
+        if self.kind is StepKind.ALL_GATHER:
             group = math.prod(sizes[axis] for axis in volume.axes)
             return np.asarray(group * -(-volume.before.max() // rounds)).reshape([1] * len(sizes))
         if rounds == 1:
             return volume.sent + volume.received
-        if self._message_counts is None:
-            self._message_counts = self._count_messages()
-        total = -2 * _round_numel([transfer.num_kept for transfer in dim_transfers(self._src, self._dst)], rounds)
+        total = -2 * _round_numel([transfer.num_kept for transfer in dim_transfers(self.src, self.dst)], rounds)
         for extents, counts in self._message_counts:
             total = total + int(_round_numel([np.asarray(extent) for extent in extents], rounds)) * counts
         return total
 
-    def fewest_rounds(self, held: Ints, limit: int) -> int | None:
-        """Return the smallest number of rounds for which `held` plus staging fits in `limit` elements, or None."""
+    def fewest_rounds(self, held: Ints, limit: int) -> int:
+        """Return the smallest number of rounds for which `held` plus staging fits in `limit` elements, or the most."""
+        counts = range(1, MAX_ROUNDS)
+        return 1 + bisect_left(counts, True, key=lambda rounds: int((held + self.in_rounds(rounds)).max()) <= limit)
 
-        def fits(rounds: int) -> bool:
-            return int((held + self.in_rounds(rounds)).max()) <= limit
-
-        if not fits(MAX_ROUNDS):
-            return None
-        low, high = 1, MAX_ROUNDS
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle + 1, high)
-        return low
-
-    def _count_messages(self) -> list[tuple[tuple[int, ...], Ints]]:
+    @cached_property
+    def _message_counts(self) -> list[tuple[tuple[int, ...], Ints]]:
         """Count the messages that each rank sends or receives, by extents; local copies count twice."""
-        src, dst, volume = self._src, self._dst, self._volume
+        src, dst, volume = self.src, self.dst, self.volume
         sharded = dst.sharded_axes()
         receivers = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.axes if axis not in sharded))
         num_copies = np.asarray(math.prod(src.axis_sizes[axis] for axis in volume.reduced))

@@ -1,7 +1,6 @@
 """Entry point of the planner: `plan` finds the cheapest redistribution that fits in memory.
 
-A* search for the cheapest chain of steps through the normal forms, using the lower bound on bytes as heuristic.
-
+It is an A* search for the cheapest chain of steps through the normal forms, with the lower bound on bytes as heuristic.
 Times are integer nanoseconds, rounded up, so that sums and ties are exact. Ties are broken by bytes received, bytes
 sent, number of steps, and the order of the forms. Results do not depend on earlier searches.
 """
@@ -11,15 +10,14 @@ from __future__ import annotations
 import heapq
 import math
 import operator
-import os
 import re
 import sys
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import combinations, product
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -46,75 +44,7 @@ from meshwright.reshard.planner.volumes import (
 )
 from meshwright.units import counted
 
-V = TypeVar("V")
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-
-
-class _Pending(Generic[V]):
-    """Computation in progress that other threads may wait for."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self.done = threading.Event()
-        self.values: list[V] = []
-
-
-class OnceCache(Generic[V]):
-    """LRU cache of at most `capacity` values."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._reset()
-        # A forked child inherits pending computations, and perhaps a held lock, but not the threads behind them.
-        os.register_at_fork(after_in_child=self._reset)
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._values: OrderedDict[Hashable, V] = OrderedDict()
-        self._pending: dict[Hashable, _Pending[V]] = {}
-
-    def get(self, key: Hashable, compute: Callable[[], V]) -> V:
-        """Return the value of `key`. Call `compute`, outside the lock, unless the value is cached or being computed.
-
-        If `compute` raises, its own thread gets the error, and one of the waiting threads tries again.
-        """
-        while True:
-            with self._lock:
-                if key in self._values:
-                    self._values.move_to_end(key)
-                    return self._values[key]
-                pending = self._pending.get(key)
-                if pending is None:
-                    own_pending = self._pending[key] = _Pending[V]()
-                    break
-            if pending.thread == threading.get_ident():
-                return compute()  # reentrant call from the computation itself: waiting would deadlock
-            pending.done.wait()
-            if pending.values:
-                return pending.values[0]
-        try:
-            value = compute()
-            own_pending.values.append(value)
-        finally:
-            with self._lock:
-                self._pending.pop(key, None)
-                if own_pending.values:
-                    self._values[key] = value
-                    if len(self._values) > self._capacity:
-                        self._values.popitem(last=False)
-            own_pending.done.set()
-        return value
-
-    def clear(self) -> None:
-        """Drop all values. Computations in progress continue and are cached when done."""
-        with self._lock:
-            self._values.clear()
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-_PLANS: OnceCache[ReshardPlan] = OnceCache(capacity=4096)
 
 
 def plan(
@@ -126,7 +56,7 @@ def plan(
     memory_cap_bytes: int | None = None,
     one_axis: bool = False,
 ) -> ReshardPlan:
-    """Plan the redistribution of a tensor; see [Note: normal forms] for the steps and `link_cost.py` for their cost.
+    """Plan the redistribution of a tensor; see [Note: normal forms] for the steps and `volumes.py` for their cost.
 
     Plans depend only on these arguments and are cached, so equal arguments usually return the same object. The layouts
     of the steps are in canonical form (`Layout.canonical`).
@@ -143,21 +73,28 @@ def plan(
         LayoutError: if the layouts differ in tensor shape or mesh, an argument has the wrong type, or no plan fits the
             cap. In the last case the message states the smallest sufficient cap.
     """
-    check_arguments(src, dst, dtype, topology)
-    key = (src, dst, dtype, topology, validate_memory_cap(memory_cap_bytes), one_axis)
-    return _PLANS.get(key, lambda: _plan(*key))
+    _check_arguments(src, dst, dtype, topology)
+    return _plan(src, dst, dtype, topology, _validate_memory_cap(memory_cap_bytes), one_axis)
 
 
 def clear_cache() -> None:
     """Clear all cached plans and planning tables."""
-    _PLANS.clear()
+    _plan.cache_clear()
     clear_tables()
 
 
+@lru_cache(maxsize=4096)
 def _plan(
     src: Layout, dst: Layout, dtype: str, topology: Topology | None, cap: int | None, one_axis: bool
 ) -> ReshardPlan:
-    _check_ends(src, dst)
+    check_one_tensor(src, dst)
+    if src.axis_sizes != dst.axis_sizes:
+        raise LayoutError(
+            f"the source is on a mesh of {list(src.axis_sizes)}, the destination on one of {list(dst.axis_sizes)}",
+            where="dst",
+            rule="a plan stays on one mesh",
+            fix=f"axis_sizes={src.axis_sizes} for both, or a transfer between meshes",
+        )
     topology = Topology.uniform(len(src.axis_sizes)) if topology is None else topology
     topology.check(src.axis_sizes)
     problem = Problem(src.canonical(), dst.canonical(), dtype_bytes(dtype), topology, cap, one_axis=one_axis)
@@ -201,60 +138,36 @@ def _steps(problem: Problem) -> list[Step]:
     return steps
 
 
-def _check_ends(src: Layout, dst: Layout) -> None:
-    check_one_tensor(src, dst)
-    if src.axis_sizes != dst.axis_sizes:
-        raise LayoutError(
-            f"the source is on a mesh of {list(src.axis_sizes)}, the destination on one of {list(dst.axis_sizes)}",
-            where="dst",
-            rule="a plan stays on one mesh",
-            fix=f"axis_sizes={src.axis_sizes} for both, or a transfer between meshes",
-        )
-
-
-def check_arguments(src: Any, dst: Any, dtype: Any, topology: Any) -> None:
-    """Raise `LayoutError` if an argument of `plan` has the wrong type."""
+def _check_arguments(src: Any, dst: Any, dtype: Any, topology: Any) -> None:
     for name, layout in (("src", src), ("dst", dst)):
         if not isinstance(layout, Layout):
-            raise _type_error(name, layout, "src and dst are Layout objects", _layout_fix(name, layout))
+            fix = f"{name}=Layout.parse(…), or layout_of(x) for a DTensor"
+            if isinstance(layout, str):
+                fix = f"{name}=Layout.parse({layout!r}, axis_sizes=…, shape=…)"
+            raise _type_error(name, layout, "src and dst are Layout objects", fix)
     dtype_bytes(dtype)
     if not (topology is None or isinstance(topology, Topology)):
+        cluster = "the same cluster"
+        if not isinstance(topology, Cluster):
+            name = topology if isinstance(topology, str) and _is_preset(topology) else DEFAULT_CLUSTER
+            cluster = f"meshwright.cluster.presets.cluster_preset({name!r})"
         rule = "a Topology, with the link along each mesh axis, or None"
-        raise _type_error("topology", topology, rule, _topology_fix(topology, src.axis_sizes))
+        raise _type_error("topology", topology, rule, f"topology=Topology.of({cluster}, {src.axis_sizes})")
 
 
-def validate_memory_cap(memory_cap_bytes: Any) -> int | None:
-    """Return the memory cap as an int, or None for no cap.
-
-    Raises:
-        LayoutError: if the cap is neither an integer nor None.
-    """
+def _validate_memory_cap(memory_cap_bytes: Any) -> int | None:
+    """Return the memory cap as an int, or None for no cap."""
     if memory_cap_bytes is None or type(memory_cap_bytes) is int:
         return memory_cap_bytes
-    try:
-        if not isinstance(memory_cap_bytes, bool):
+    if not isinstance(memory_cap_bytes, bool):
+        with suppress(TypeError):
             return operator.index(memory_cap_bytes)
-    except TypeError:
-        pass
     fix = f"memory_cap_bytes={_suggest_bytes(memory_cap_bytes)}"
     raise _type_error("memory_cap_bytes", memory_cap_bytes, "an int number of bytes, or None", fix)
 
 
 def _type_error(name: str, value: Any, rule: str, fix: str) -> LayoutError:
     return LayoutError(f"{name} = {value!r} has type {type(value).__name__}", where=name, rule=rule, fix=fix)
-
-
-def _layout_fix(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return f"{name}=Layout.parse({value!r}, axis_sizes=…, shape=…)"
-    return f"{name}=Layout.parse(…), or layout_of(x) for a DTensor"
-
-
-def _topology_fix(value: Any, axis_sizes: tuple[int, ...]) -> str:
-    if isinstance(value, Cluster):
-        return f"topology=Topology.of(the same cluster, {axis_sizes})"
-    name = value if isinstance(value, str) and _is_preset(value) else DEFAULT_CLUSTER
-    return f"topology=Topology.of(meshwright.cluster.presets.cluster_preset({name!r}), {axis_sizes})"
 
 
 def _is_preset(name: str) -> bool:
@@ -331,10 +244,11 @@ class _Search:
         return self._chain() if 1 in self.best else None
 
     def _price_fallback(self) -> None:
-        """Price the direct step and the fallback path to obtain a first plan."""
+        """Price the direct step, and a path that always leads to `dst`, memory permitting, to obtain a first plan."""
         self._price(0, 1)
-        at = 0
-        for stage in _fallback_path(self.problem):
+        goal, at = goal_of(self.problem.src, self.problem.dst), 0
+        before = one_axis_path(self.problem.src, goal) if self.problem.one_axis else []
+        for stage in [*before, *partition_stages(goal, self.problem.dst)]:
             to = self.forms.index(stage)
             if at in self.best and to not in (at, 0):
                 self._price(at, to)
@@ -344,29 +258,25 @@ class _Search:
         """Queue a form's successors, ordered by lower bounds on their cost."""
         time_ns, received, sent, steps = self.best[at]
         for to in range(1, len(self.forms)):
-            if to == at or to in done or not self._fits(at, to):
+            if (
+                to == at
+                or to in done
+                or int(self.problem.held(self.forms[at], self.forms[to]).max()) > self.problem.limit()
+            ):
                 continue
             bound = time_ns + self._edge_ns(at, to)
             if 1 in self.best and bound > self.best[1][0]:
                 continue
             heapq.heappush(self.queue, ((bound, received, sent, steps + 1), 0, at, to))
 
-    def _fits(self, at: int, to: int) -> bool:
-        limit = self.problem.limit()
-        return limit == sys.maxsize or int(self.problem.held(self.forms[at], self.forms[to]).max()) <= limit
-
     def _price(self, at: int, to: int) -> None:
         self.num_priced += 1
         step = make_step(self.problem, self.forms[at], self.forms[to])
         if step is None:
             return
-        old = self.best[at]
-        cost = (
-            old[0] + round(step.time_us * 1e3),
-            old[1] + step.bytes_received,
-            old[2] + step.bytes_sent,
-            old[3] + 1,
-        )
+        time_ns, received, sent, steps = self.best[at]
+        time_ns += round(step.time_us * 1e3)
+        cost = (time_ns, received + step.bytes_received, sent + step.bytes_sent, steps + 1)
         if to in self.best and self.best[to] <= cost:
             return
         self.best[to] = cost
@@ -388,7 +298,6 @@ class _Search:
         return self._ns(num_copies * self.sizes[to] - min(self.sizes[at], self.sizes[to]), axes)
 
     def _remaining_ns(self, at: int) -> int:
-        """Return a lower bound on the time from a form to `dst`."""
         if at not in self.remaining_ns:
             self.remaining_ns[at] = self._ns(lower_bound(self.forms[at], self.problem.dst))
         return self.remaining_ns[at]
@@ -425,13 +334,6 @@ def _forms(problem: Problem) -> list[Layout]:
         goal = goal_of(problem.src, problem.dst)
         forms = list(dict.fromkeys((*forms, *one_axis_forms(problem.src, goal))))
     return forms
-
-
-def _fallback_path(problem: Problem) -> list[Layout]:
-    """Return a sequence of forms that always leads to `dst`, memory permitting."""
-    goal = goal_of(problem.src, problem.dst)
-    before = one_axis_path(problem.src, goal) if problem.one_axis else []
-    return [*before, *partition_stages(goal, problem.dst)]
 
 
 def search(problem: Problem) -> list[Step] | None:

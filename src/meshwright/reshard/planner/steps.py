@@ -84,15 +84,10 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """Step of a plan. Byte counts are maxima over ranks.
+    """Step of a plan from layout `src` to `dst`. Byte counts, of other ranks' data, are maxima over ranks.
 
     Attributes:
-        kind: the kind of step.
         axes: the mesh axes whose ranks exchange, ascending; () for a local kind.
-        src: the layout before the step.
-        dst: the layout after the step.
-        bytes_sent: bytes sent to other ranks.
-        bytes_received: bytes received from other ranks.
         time_us: time by the cost model.
         live_bytes: bytes live during the step: the plan's source, which the caller still holds, the step's source if it
             is a different tensor, the staging buffers, and the step's result.
@@ -115,9 +110,7 @@ class ReshardPlan:
     """Plan for redistributing a tensor from layout `src` to `dst`.
 
     Attributes:
-        src: the source layout.
-        dst: the destination layout.
-        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        dtype: a key of `DTYPE_BYTES`.
         steps: the steps in order; empty if nothing changes.
         bytes_sent: total bytes sent by the rank that sends most.
         bytes_received: total bytes received by the rank that receives most.
@@ -150,8 +143,14 @@ class ReshardPlan:
         """
 
         def make(fields: dict[str, Any]) -> ReshardPlan:
-            layouts = {name: layout_from(fields[name]) for name in ("src", "dst")}
-            return ReshardPlan(**{**fields, **layouts, "steps": tuple(_step(step) for step in fields["steps"])})
+            steps = tuple(
+                Step(**{**step, **ends(step), "kind": StepKind(step["kind"]), "axes": tuple(step["axes"])})
+                for step in fields["steps"]
+            )
+            return ReshardPlan(**{**fields, **ends(fields), "steps": steps})
+
+        def ends(fields: dict[str, Any]) -> dict[str, Layout]:
+            return {name: layout_from(fields[name]) for name in ("src", "dst")}
 
         return read_plan(text, make)
 
@@ -187,8 +186,3 @@ def layout_from(fields: dict[str, Any]) -> Layout:
         tuple(tuple(Split(**split) for split in splits) for splits in fields["splits"]),
         tuple(None if name is None else Reduction(name) for name in fields["partial"]),
     )
-
-
-def _step(fields: dict[str, Any]) -> Step:
-    layouts = {"src": layout_from(fields["src"]), "dst": layout_from(fields["dst"])}
-    return Step(**{**fields, **layouts, "kind": StepKind(fields["kind"]), "axes": tuple(fields["axes"])})

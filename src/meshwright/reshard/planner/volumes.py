@@ -1,10 +1,8 @@
-"""Exact counts of the elements that each rank sends and receives in a step.
+"""Cost of a step: exact counts of the elements that each rank sends and receives, and the time that its links take.
 
 A mesh axis shards at most one tensor dim, so every count is a product over dims of small tables indexed by coordinates,
 and messages are never enumerated. Tables broadcast over the mesh: they have one array dim per mesh axis, of extent 1 if
-the axis does not matter. [Note: owners] in `steps.py` defines the messages.
-
-Cost model of a step, based on the latency and bandwidth of its slowest mesh axis.
+the axis does not matter. [Note: owners] in `steps.py` defines the messages. With the slowest mesh axis of a step,
 
     time = rounds × latency + max(bytes sent, bytes received) / bandwidth
 
@@ -77,14 +75,11 @@ class DimTransfer:
         after = {axis: places[first] for axis, places in self.after.items()}
         senders = {**{axis: places for axis, places in after.items() if axis not in axes}, **before}
         receivers = {**{axis: places for axis, places in before.items() if axis not in axes}, **after}
-        return [
-            (
-                int(extent),
-                _table(senders, extents == extent, self.axis_sizes),
-                _table(receivers, extents == extent, self.axis_sizes),
-            )
-            for extent in np.unique(extents)
-        ]
+        counts = []
+        for extent in np.unique(extents):
+            sent, received = (_table(each, extents == extent, self.axis_sizes) for each in (senders, receivers))
+            counts.append((int(extent), sent, received))
+        return counts
 
     def _rows(self, coordinates: Mapping[int, Ints]) -> list[int]:
         return _key(coordinates, self.axis_sizes, len(self.lengths))[0].tolist()  # type: ignore[no-any-return]
@@ -182,7 +177,6 @@ class ExchangeVolume:
 
 
 def exchange_volume(src: Layout, dst: Layout) -> ExchangeVolume:
-    """Compute the traffic of an exchange from `src` to `dst`."""
     transfers = dim_transfers(src, dst)
     reduced = tuple(axis for axis in src.partial_axes() if src.partial[axis] != dst.partial[axis])
     created = tuple(axis for axis in dst.partial_axes() if src.partial[axis] != dst.partial[axis])
@@ -253,7 +247,6 @@ def can_commute(a: Reduction, b: Reduction) -> bool:
 
 
 def dim_transfers(src: Layout, dst: Layout) -> list[DimTransfer]:
-    """Return the redistribution of each dim."""
     dims = zip(src.shape, src.splits, dst.splits, strict=True)
     return [dim_transfer(size, before, after, src.axis_sizes) for size, before, after in dims]
 
@@ -295,17 +288,14 @@ class Topology:
 
     def bandwidth(self, axes: Sequence[int]) -> float:
         """Return the bandwidth of the slowest of `axes`, in bytes per second."""
-        return min(link.bandwidth_bytes_per_s * link.ports for link in self._of(axes))
+        links = (self.links[axis] for axis in axes)
+        return min(link.bandwidth_bytes_per_s * link.ports for link in links)
 
     def latency_us(self, axes: Sequence[int]) -> float:
-        """Return the latency of the slowest of `axes`."""
-        return max(link.latency_us for link in self._of(axes))
+        return max(self.links[axis].latency_us for axis in axes)
 
     def time_us(self, axes: Sequence[int], num_bytes: float, rounds: int = 1) -> float:
         """Return the time of an exchange where the busiest rank sends or receives `num_bytes`; 0 without axes."""
         if not axes:
             return 0.0
         return rounds * self.latency_us(axes) + num_bytes / self.bandwidth(axes) * 1e6
-
-    def _of(self, axes: Sequence[int]) -> list[Link]:
-        return [self.links[axis] for axis in axes]

@@ -1,8 +1,8 @@
 """Compile a step to one rank's program.
 
 Programs are cached per step and rank, so the executor makes only a few calls per tensor. Messages that are contiguous
-in group-rank order are sent from or received into the tensor itself without packing. Staging never exceeds
-`shard_exchange.staging_elements`, except for a few elements if an all-gather has no group of its own.
+in group-rank order are sent from or received into the tensor itself without packing. Staging never exceeds what the
+planner counts (`Staging`), except for a few elements if an all-gather has no group of its own.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class _Compiler:
     def program(self) -> StepProgram:
         levels = _levels(self.step) if self.reduces else ()
         incoming = [message for message in messages_received(self.step, self.rank) if message.numel()]
-        if len(self.slots) == 1 and not levels and self._has_all(incoming):
+        is_whole = self.before == self.after and all(len(runs) <= 1 for p in incoming for runs in p.runs)
+        if len(self.slots) == 1 and not levels and is_whole:
             return StepProgram(self.before, self.after, False, ())
         outgoing = [message for message in messages_sent(self.step, self.rank) if message.numel()]
         largest = max((message.numel() for message in incoming), default=0)
@@ -170,10 +171,6 @@ class _Compiler:
             return [[part for message in messages for part in split_flat(message, *end)] for end in ends]
         chunks = [split_into_rounds(message, self.rounds) for message in messages]
         return [[part for parts in chunks if (part := parts[at])] for at in range(self.rounds)]
-
-    def _has_all(self, messages: Messages) -> bool:
-        """Return whether the rank's shard stays the same."""
-        return self.before == self.after and all(len(r) <= 1 for p in messages for r in p.runs)
 
     def _is_gather(self) -> bool:
         """Return whether the step can run as an all-gather: each rank sends its full shard to the whole group."""
@@ -196,7 +193,8 @@ class _Compiler:
             filled[message.sender] = within[-1] + message.numel()
         length = max(filled.values(), default=0)
         at = [self.slot_of[message.sender] * length + offset for message, offset in zip(incoming, within, strict=True)]
-        own = [i for i, message in enumerate(incoming) if message.sender == self.rank]
+        mine = [i for i, message in enumerate(incoming) if message.sender == self.rank]
+        own = [incoming[i] for i in mine], [at[i] for i in mine]
         sends_full_tensor = self.is_dense and length == math.prod(self.before)
         is_in_place = self.rounds == 1 and not self.reduces and self._is_in_place(incoming, at, length)
         return ExchangeRound(
@@ -207,8 +205,8 @@ class _Compiler:
             gathers=True,
             send_from=0 if sends_full_tensor else None,
             receive_at=0 if is_in_place else None,
-            pack=() if sends_full_tensor else self._packs([incoming[i] for i in own], [at[i] for i in own]),
-            unpack=() if is_in_place or self.reduces else self._unpacks(incoming, at),
+            pack=() if sends_full_tensor else self._copies(*own, of_source=True),
+            unpack=() if is_in_place or self.reduces else self._copies(incoming, at, of_target=True),
             reductions=self._reductions(incoming, at) if self.reduces else (),
         )
 
@@ -223,10 +221,36 @@ class _Compiler:
         into = sorted((p for p in incoming if p.sender != self.rank), key=lambda p: self.slot_of[p.sender])
         own = [p for p in incoming if p.sender == self.rank]
         candidates = [self._candidate(out, into, own, with_own=with_own) for with_own in (False, True)]
-        return min(candidates, key=lambda candidate: candidate.cost).round(self)
+        _, out, into, own, send_from, receive_at = min(candidates, key=lambda candidate: candidate[0])
+        send, receive = [0] * len(self.slots), [0] * len(self.slots)
+        out_at, into_at = [], []
+        for message in out:
+            out_at.append(sum(send))
+            send[self.slot_of[message.receiver]] += message.numel()
+        for message in into:
+            into_at.append(sum(receive))
+            receive[self.slot_of[message.sender]] += message.numel()
+        unpacks = receive_at is None and not self.reduces
+        copied, none = () if self.reduces else self._copies(own, [0] * len(own), of_source=True, of_target=True), [None]
+        return ExchangeRound(
+            tuple(send),
+            tuple(receive),
+            sum(send),
+            sum(receive),
+            permutes=self.step.kind is StepKind.PERMUTE,
+            send_from=send_from,
+            receive_at=receive_at,
+            pack=self._copies(out, out_at, of_source=True) if send_from is None else (),
+            unpack=self._copies(into, into_at, of_target=True) if unpacks else (),
+            own=copied,
+            reductions=self._reductions([*into, *own], [*into_at, *none * len(own)]) if self.reduces else (),
+        )
 
-    def _candidate(self, out: Messages, into: Messages, own: Messages, *, with_own: bool) -> _ExchangeCandidate:
-        """Return an exchange that either sends the rank's own message through the collective or copies it locally."""
+    def _candidate(
+        self, out: list[ShardMessage], into: list[ShardMessage], own: list[ShardMessage], *, with_own: bool
+    ) -> tuple[float, list[ShardMessage], list[ShardMessage], list[ShardMessage], int | None, int | None]:
+        """Return an exchange that either sends the rank's own message through the collective or copies it locally: the
+        number of elements copied locally, the messages out, in and copied, and where they start if not packed."""
         apart = sum(p.numel() for p in out) + sum(p.numel() for p in into)
         own_elements = sum(p.numel() for p in own)
         if with_own:
@@ -238,7 +262,7 @@ class _Compiler:
         unpacked = 0 if receive_at is not None else sum(p.numel() for p in into)
         fits = not with_own or (len(self.slots) > 1 and packed + unpacked <= apart)
         cost = packed + unpacked + own_elements * (not with_own and not self.reduces)
-        return _ExchangeCandidate(cost if fits else math.inf, out, into, [] if with_own else own, send_from, receive_at)
+        return cost if fits else math.inf, out, into, [] if with_own else own, send_from, receive_at
 
     def _contiguous_start(self, messages: Messages, *, of_source: bool) -> int | None:
         """Return the offset of the first message if the messages are contiguous, else None."""
@@ -253,84 +277,31 @@ class _Compiler:
             end = found[0] + found[1]
         return start
 
-    def _packs(self, messages: Messages, offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
-        return fuse_copies([
-            StridedCopy(windows.size, windows.source, shift_window(windows.packed, offset))
-            for message, offset in zip(messages, offsets, strict=True)
-            for windows in message_windows(message, self.strides, self.strides, by_source=True, by_target=False)
-        ])  # fmt: skip
-
-    def _unpacks(self, messages: Messages, offsets: Sequence[int]) -> tuple[StridedCopy, ...]:
-        strides = self.result_strides
-        return fuse_copies([
-            StridedCopy(windows.size, shift_window(windows.packed, offset), windows.target)
-            for message, offset in zip(messages, offsets, strict=True)
-            for windows in message_windows(message, strides, strides, by_source=False, by_target=True)
-        ])  # fmt: skip
-
-    def _copies(self, messages: Messages) -> tuple[StridedCopy, ...]:
-        return fuse_copies([
-            StridedCopy(windows.size, windows.source, windows.target)
-            for message in messages
-            for windows in message_windows(message, self.strides, self.result_strides, by_source=True, by_target=True)
-        ])  # fmt: skip
+    def _copies(
+        self, messages: Messages, offsets: Sequence[int], *, of_source: bool = False, of_target: bool = False
+    ) -> tuple[StridedCopy, ...]:
+        """Return copies from the rank's tensor or to its result; the other end is the messages, packed at offsets."""
+        found = []
+        for message, offset in zip(messages, offsets, strict=True):
+            strides = self.strides if of_source else self.result_strides
+            for w in message_windows(message, strides, self.result_strides, by_source=of_source, by_target=of_target):
+                packed = shift_window(w.packed, offset)
+                found.append(StridedCopy(w.size, w.source if of_source else packed, w.target if of_target else packed))
+        return fuse_copies(found)
 
     def _reductions(self, messages: Messages, offsets: Sequence[int | None]) -> tuple[RegionReduction, ...]:
         """Return one reduction per window of each region. Messages without an offset are read from the local tensor."""
         regions: dict[tuple[object, ...], list[tuple[ShardMessage, int | None]]] = {}
         for message, offset in sorted(zip(messages, offsets, strict=True), key=lambda pair: pair[0].copy):
             regions.setdefault(_target_ranges(message), []).append((message, offset))
-        return tuple(fold for copies in regions.values() for fold in self._region_reductions(copies))
-
-    def _region_reductions(self, copies: Sequence[tuple[ShardMessage, int | None]]) -> list[RegionReduction]:
-        own = next((message for message, offset in copies if offset is None), None)
-        lead, strides = (own, self.strides) if own else (copies[0][0], self.result_strides)
-        return [
-            RegionReduction(
-                w.size,
-                w.target,
-                tuple((False, w.source) if at is None else (True, shift_window(w.packed, at)) for _, at in copies),
-            )
-            for w in message_windows(lead, strides, self.result_strides, by_source=own is not None, by_target=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class _ExchangeCandidate:
-    """Candidate implementation of an exchange; its cost is the number of elements copied locally."""
-
-    cost: float
-    out: Messages
-    into: Messages
-    own: Messages
-    send_from: int | None
-    receive_at: int | None
-
-    def round(self, compiler: _Compiler) -> ExchangeRound:
-        """Return the collective and its surrounding copies."""
-        send, receive = [0] * len(compiler.slots), [0] * len(compiler.slots)
-        out_at, into_at = [], []
-        for message in self.out:
-            out_at.append(sum(send))
-            send[compiler.slot_of[message.receiver]] += message.numel()
-        for message in self.into:
-            into_at.append(sum(receive))
-            receive[compiler.slot_of[message.sender]] += message.numel()
-        packs, none = self.send_from is None, [None] * len(self.own)
-        unpacks = self.receive_at is None and not compiler.reduces
-        return ExchangeRound(
-            tuple(send),
-            tuple(receive),
-            sum(send),
-            sum(receive),
-            permutes=compiler.step.kind is StepKind.PERMUTE,
-            send_from=self.send_from,
-            receive_at=self.receive_at,
-            pack=compiler._packs(self.out, out_at) if packs else (),
-            unpack=compiler._unpacks(self.into, into_at) if unpacks else (),
-            own=() if compiler.reduces else compiler._copies(self.own),
-            reductions=compiler._reductions([*self.into, *self.own], [*into_at, *none]) if compiler.reduces else (),
-        )
+        reductions = []
+        for copies in regions.values():
+            own = next((message for message, offset in copies if offset is None), None)
+            lead, strides = (own, self.strides) if own else (copies[0][0], self.result_strides)
+            for w in message_windows(lead, strides, self.result_strides, by_source=own is not None, by_target=True):
+                places = ((False, w.source) if at is None else (True, shift_window(w.packed, at)) for _, at in copies)
+                reductions.append(RegionReduction(w.size, w.target, tuple(places)))
+        return tuple(reductions)
 
 
 def _target_ranges(message: ShardMessage) -> tuple[object, ...]:

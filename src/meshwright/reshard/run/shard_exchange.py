@@ -1,12 +1,9 @@
-"""Messages between ranks in a step, as defined by [Note: owners] in steps.py.
+"""Messages between ranks in a step, as defined by [Note: owners] in steps.py, and their windows in a tensor's memory.
 
 A message is a box in the local tensors of both ranks or, for strided layouts, a product of index runs along each dim.
-Sender and receiver compute the same messages independently.
-
-Strided windows of messages in a tensor's memory; fewer windows mean fewer copies.
-
-A message is a product of index runs. Equally long, equally spaced runs, as in strided layouts, form one window with an
-additional dim. So do equally spaced windows of several ranks.
+Sender and receiver compute the same messages independently. Fewer windows mean fewer copies: equally long, equally
+spaced runs, as in strided layouts, form one window with an additional dim. So do equally spaced windows of several
+ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshwright.mesh.layout import Layout
-from meshwright.reshard.planner.steps import LOCAL, REDUCING, Step, StepKind
+from meshwright.reshard.planner.steps import REDUCING, Step
 
 Coordinate = tuple[int, ...]
 
@@ -117,25 +114,6 @@ def split_into_rounds(message: ShardMessage, rounds: int) -> tuple[ShardMessage 
     )
 
 
-def staging_elements(step: Step, rank: int, rounds: int = 1) -> int:
-    """Return the peak number of staging elements on the rank during the step.
-
-    Staging elements are those packed for and received from other ranks in a round; local elements are copied directly.
-    An all-gather stages the size of the largest shard once per rank of the group.
-    """
-    if step.kind in LOCAL:
-        return 0
-    if step.kind is StepKind.ALL_GATHER:
-        largest = int(step.src.local_numels().max())
-        return math.prod(step.src.axis_sizes[axis] for axis in step.axes) * -(-largest // rounds)
-    remote_messages = [message for message in messages_received(step, rank) if message.sender != rank]
-    remote_messages += [message for message in messages_sent(step, rank) if message.receiver != rank]
-    sizes = [
-        [part.numel() if part else 0 for part in split_into_rounds(message, rounds)] for message in remote_messages
-    ]
-    return max((sum(each) for each in zip(*sizes, strict=True)), default=0)
-
-
 def _reduced_axes(step: Step) -> list[int]:
     if step.kind not in REDUCING:
         return []
@@ -166,7 +144,11 @@ def intersect_runs(source: list[tuple[int, int]], target: list[tuple[int, int]])
         (low_s, high_s), (low_t, high_t) = source[s], target[t]
         low, high = max(low_s, low_t), min(high_s, high_t)
         if low < high:
-            _append(runs, IndexRun(at_s + low - low_s, at_t + low - low_t, high - low))
+            run, last = IndexRun(at_s + low - low_s, at_t + low - low_t, high - low), runs[-1] if runs else None
+            if last and (last.source + last.length, last.target + last.length) == (run.source, run.target):
+                runs[-1] = replace(last, length=last.length + run.length)
+            else:
+                runs.append(run)
         if high_s <= high_t:
             at_s += high_s - low_s
             s += 1
@@ -174,13 +156,6 @@ def intersect_runs(source: list[tuple[int, int]], target: list[tuple[int, int]])
             at_t += high_t - low_t
             t += 1
     return tuple(runs)
-
-
-def _append(runs: list[IndexRun], run: IndexRun) -> None:
-    if runs and runs[-1].source + runs[-1].length == run.source and runs[-1].target + runs[-1].length == run.target:
-        runs[-1] = replace(runs[-1], length=runs[-1].length + run.length)
-    else:
-        runs.append(run)
 
 
 def slice_runs(runs: tuple[IndexRun, ...], start: int, stop: int) -> tuple[IndexRun, ...]:
@@ -247,49 +222,26 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 def message_windows(
     message: ShardMessage, source_strides: Strides, target_strides: Strides, *, by_source: bool, by_target: bool
 ) -> list[MessageWindows]:
-    """Return the windows of a message. Windows in the packed message are always valid.
-
-    Args:
-        message: the message to copy.
-        source_strides: strides of the sender's tensor.
-        target_strides: strides of the receiver's tensor.
-        by_source: make the windows in the sender's tensor valid.
-        by_target: make the windows in the receiver's tensor valid.
-    """
+    """Return the windows of a message, valid in the packed message, in the sender's tensor if `by_source`, and in the
+    receiver's if `by_target`."""
     packed_strides = contiguous_strides(message.shape())
     groups = [_group_runs(runs, by_source=by_source, by_target=by_target) for runs in message.runs]
     found = []
     for choice in product(*groups):
-        size: list[int] = []
-        source, target, packed = _WindowBuilder(), _WindowBuilder(), _WindowBuilder()
-        for group, s, t, p in zip(choice, source_strides, target_strides, packed_strides, strict=True):
-            run = group.first
-            if group.count > 1:
-                size.append(group.count)
-                source.strides.append(group.source_step * s)
-                target.strides.append(group.target_step * t)
-                packed.strides.append(run.length * p)
-            size.append(run.length)
-            source.add(s, run.source)
-            target.add(t, run.target)
-            packed.add(p, group.at)
-        found.append(MessageWindows(tuple(size), source.window(), target.window(), packed.window()))
+        size = [n for group in choice for n in ([group.count] if group.count > 1 else []) + [group.first.length]]
+        source = _window(choice, source_strides, [(group.source_step, group.first.source) for group in choice])
+        target = _window(choice, target_strides, [(group.target_step, group.first.target) for group in choice])
+        packed = _window(choice, packed_strides, [(group.first.length, group.at) for group in choice])
+        found.append(MessageWindows(tuple(size), source, target, packed))
     return found
 
 
-class _WindowBuilder:
-    """Dim-by-dim builder of a window."""
-
-    def __init__(self) -> None:
-        self.strides: list[int] = []
-        self.offset = 0
-
-    def add(self, stride: int, start: int) -> None:
-        self.strides.append(stride)
-        self.offset += stride * start
-
-    def window(self) -> Window:
-        return Window(tuple(self.strides), self.offset)
+def _window(groups: Sequence[_RunGroup], strides: Strides, places: Sequence[tuple[int, int]]) -> Window:
+    """Return the window of one group of runs per dim, given the distance of its runs and the index of the first."""
+    found: list[int] = []
+    for group, stride, (step, _) in zip(groups, strides, places, strict=True):
+        found += [step * stride, stride] if group.count > 1 else [stride]
+    return Window(tuple(found), sum(start * stride for stride, (_, start) in zip(strides, places, strict=True)))
 
 
 def _group_runs(runs: Sequence[IndexRun], *, by_source: bool, by_target: bool) -> list[_RunGroup]:
