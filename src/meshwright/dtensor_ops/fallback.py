@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -40,13 +41,12 @@ from meshwright.dtensor_ops.private import (
     tree_map_only,
 )
 from meshwright.dtensor_ops.run_replicated import (
+    CONTEXT,
     OpCall,
     OperatorError,
     RunOp,
     gather_bytes,
     is_storage,
-    name_of,
-    plain_tensor_error,
     run_replicated,
     storage_error,
     tensors_in,
@@ -71,15 +71,11 @@ REFUSED_BEFORE_PLANNING = ("aten.as_strided.default",)
 """Operators that DTensor's own handlers reject before planning."""
 
 
+@dataclass
 class FallbackCounts:
-    """Counter of the fallbacks within a `replicate_fallback` block.
+    """Number of fallbacks within a `replicate_fallback` block, by operator name."""
 
-    Attributes:
-        counts: number of fallbacks by operator name.
-    """
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 @contextmanager
@@ -150,21 +146,30 @@ class _FallbackLayer:
     def _compare(self, plain: Iterable[Tensor], mesh: DeviceMesh, name: str) -> None:
         for tensor in plain:
             if id(tensor) not in self._compared and not _is_same_on_all_ranks(tensor, mesh):
-                raise plain_tensor_error(name, tuple(tensor.shape))
+                raise OperatorError(
+                    f"{name} mixes DTensors and a plain tensor of shape {tuple(tensor.shape)} whose values differ "
+                    "between ranks",
+                    where=CONTEXT,
+                    rule="a plain tensor is treated as replicated, so all ranks must have the same values",
+                    fix="DTensor.from_local(x, mesh, placements), which declares how it is sharded",
+                )
 
     def __call__(self, call: OpCall, run: RunOp) -> Any:
         """Compute `call` with `run`, or from gathered inputs if that fails."""
         call = self._replicate_plain_tensors(call)
         if is_incorrect(call):
             return self._from_copies(call)
-        if _has_empty_shards(call) and not _is_safe_on_empty(call.operator):
-            if has_custom_handler(call.operator) or _may_divide_by_size(call.operator):
+        has_empty = any(has_empty_shards(spec_of(tensor)) for tensor in call.dtensors())
+        if has_empty and not _is_safe_on_empty(call.operator):
+            name = str(call.operator)
+            may_divide = BACKWARD in name and not any(part in name for part in SAFE_BACKWARD)
+            if may_divide or has_custom_handler(call.operator):
                 return self._from_copies(call)
             return self._run_on_empty_shards(call, run)
         try:
             return run(call)
         except Exception as error:
-            if not _can_fall_back(error) and name_of(call.operator) not in REFUSED_BEFORE_PLANNING:
+            if not _can_fall_back(error) and str(call.operator) not in REFUSED_BEFORE_PLANNING:
                 raise
         return self._from_copies(call)
 
@@ -173,7 +178,7 @@ class _FallbackLayer:
         if not (plain := self._plain(call.tensors())):
             return call
         mesh = call.mesh()
-        self._compare(plain, mesh, name_of(call.operator))
+        self._compare(plain, mesh, str(call.operator))
         replicated = {id(tensor): as_replicated(tensor, mesh) for tensor in plain}
         args, kwargs = tree_map_only(Tensor, lambda t: replicated.get(id(t), t), (call.args, call.kwargs))
         return OpCall(call.operator, args, kwargs)
@@ -196,19 +201,14 @@ class _FallbackLayer:
         return self._from_copies(call)
 
     def _from_copies(self, call: OpCall) -> Any:
-        name = name_of(call.operator)
         if is_storage(call.operator, call.dtensors()):
-            raise storage_error(name)
+            raise storage_error(str(call.operator))
         self.record(call)
         return run_replicated(call)
 
     def record(self, call: OpCall) -> None:
         """Count a fallback and log a warning, or raise if `warn` is "error"."""
-        name = name_of(call.operator)
-        self._warn_or_raise(name, call)
-        self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
-
-    def _warn_or_raise(self, name: str, call: OpCall) -> None:
+        name = str(call.operator)
         inputs = {id(tensor): tensor for tensor in call.dtensors()}.values()
         cost = format_bytes(sum(gather_bytes(tensor) for tensor in inputs))
         if self._warn == "error":
@@ -222,6 +222,7 @@ class _FallbackLayer:
             )
         if self._warn and name not in self.fallbacks.counts and not any(call.mesh().get_coordinate() or [0]):
             _log.warning("%s has no correct sharding rule here: gathering its inputs, %s per rank per call", name, cost)
+        self.fallbacks.counts[name] = self.fallbacks.counts.get(name, 0) + 1
 
 
 def _can_fall_back(error: Exception) -> bool:
@@ -234,28 +235,14 @@ def _is_safe_on_empty(operator: OpOverload) -> bool:
     return is_elementwise(operator) or torch.Tag.pointwise in operator.tags or name.startswith(EMPTY_SAFE_PREFIXES)
 
 
-def _may_divide_by_size(operator: OpOverload) -> bool:
-    name = name_of(operator)
-    return BACKWARD in name and not any(part in name for part in SAFE_BACKWARD)
-
-
-def _has_empty_shards(call: OpCall) -> bool:
-    """Return True if any rank's shard of an input is empty."""
-    return any(has_empty_shards(spec_of(tensor)) for tensor in call.dtensors())
-
-
 def _has_expected_shapes(result: Any) -> bool:
     """Return True if this rank's shards have the shapes that their placements imply."""
-    dtensors = [x for x in tree_leaves(result) if isinstance(x, DTensor)]
-    return all(tuple(local_tensor(x).shape) == _expected_local_shape(x) for x in dtensors)
-
-
-def _expected_local_shape(x: DTensor) -> tuple[int, ...]:
-    coordinate = x.device_mesh.get_coordinate()
-    if coordinate is None:
-        return tuple(local_tensor(x).shape)
-    layout = layout_ignoring_partial(x)
-    return layout.local_shape(layout.rank(coordinate))
+    for x in tree_leaves(result):
+        if isinstance(x, DTensor) and (coordinate := x.device_mesh.get_coordinate()) is not None:
+            layout = layout_ignoring_partial(x)
+            if tuple(local_tensor(x).shape) != layout.local_shape(layout.rank(coordinate)):
+                return False
+    return True
 
 
 def _is_same_on_all_ranks(tensor: Tensor, mesh: DeviceMesh) -> bool:
@@ -271,7 +258,7 @@ aten = torch.ops.aten
 
 def is_incorrect(call: OpCall) -> bool:
     """Return True if DTensor's result would differ from the result on one device."""
-    check = CHECKS.get(name_of(call.operator))
+    check = CHECKS.get(str(call.operator))
     if (check is not None and check(call)) or _reduces_all_dims(call):
         return True
     # DTensor cannot hash complex arguments.
@@ -312,46 +299,29 @@ def _is_input_sharded(call: OpCall) -> bool:
     return is_sharded(call.args[0])
 
 
-def _any_partial(call: OpCall) -> bool:
-    return any(map(is_partial, call.dtensors()))
-
-
 def _convolution(call: OpCall) -> bool:
     """Check for a sharded kernel or image: DTensor treats the partial result as the full one.
 
     An input sharded along channels fails in the forward pass, and a partial input in the backward pass.
     """
     x, kernel, bias = call.args[:3]
-    return is_sharded(x, first_dim=1) or is_sharded(kernel) or is_sharded(bias) or _any_partial(call)
+    return is_sharded(x, first_dim=1) or is_sharded(kernel) or is_sharded(bias) or any(map(is_partial, call.dtensors()))
 
 
 def _convolution_backward(call: OpCall) -> bool:
     gradient, x, kernel = call.args[:3]
-    return is_sharded(gradient, first_dim=1) or is_sharded(x, first_dim=1) or is_sharded(kernel) or _any_partial(call)
-
-
-def _shapes_differ(call: OpCall) -> bool:
-    """Check for different shapes: DTensor shards both inputs alike, even along a dim that one of them lacks."""
-    x, other = call.args
-    return bool(x.shape != other.shape)
-
-
-def _is_non_contiguous(call: OpCall) -> bool:
-    """Check for a non-contiguous input: the forward tests the shard for contiguity, the backward the full tensor."""
-    x: DTensor = call.args[0]
-    return not x.is_contiguous()
-
-
-def _is_unbatched(call: OpCall) -> bool:
-    """Check for an unbatched input: DTensor mistakes its second dim for channels."""
-    x: DTensor = call.args[0]
-    return x.dim() == 3
+    is_cut = is_sharded(gradient, first_dim=1) or is_sharded(x, first_dim=1) or is_sharded(kernel)
+    return is_cut or any(map(is_partial, call.dtensors()))
 
 
 def _has_no_elements(call: OpCall) -> bool:
     """Check for a dim of size 0, which makes DTensor's planning loop forever."""
-    x: DTensor = call.args[0]
-    return x.numel() == 0
+    return bool(call.args[0].numel() == 0)
+
+
+def _is_non_contiguous(call: OpCall) -> bool:
+    """Check for a non-contiguous input: the forward tests the shard for contiguity, the backward the full tensor."""
+    return not call.args[0].is_contiguous()
 
 
 def _is_partial_to_float8(call: OpCall) -> bool:
@@ -367,10 +337,12 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
     "aten.squeeze_copy.default": _is_input_sharded,
     "aten.squeeze_copy.dim": _is_input_sharded,
     "aten.squeeze_copy.dims": _is_input_sharded,
-    "aten.equal.default": _shapes_differ,
+    # DTensor shards both inputs alike, even along a dim that one of them lacks.
+    "aten.equal.default": lambda call: bool(call.args[0].shape != call.args[1].shape),
     "aten._linalg_det.default": _is_non_contiguous,
     "aten._linalg_slogdet.default": _is_non_contiguous,
-    "aten._adaptive_avg_pool2d_backward.default": _is_unbatched,
+    # DTensor mistakes the second dim of an unbatched input for channels.
+    "aten._adaptive_avg_pool2d_backward.default": lambda call: bool(call.args[0].dim() == 3),
     "aten.native_group_norm_backward.default": lambda call: any(map(is_sharded, call.dtensors())),  # global sizes
     "aten._to_copy.default": _is_partial_to_float8,
     "aten.view.default": _has_no_elements,
@@ -382,14 +354,7 @@ CHECKS: dict[str, Callable[[OpCall], bool]] = {
 
 PLANNED_CHECKS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 """Operators in `CHECKS` that need not be intercepted on every call: DTensor plans each call without elements again."""
-COMPLEX_SCALARS = (
-    aten.mul.Scalar,
-    aten.div.Scalar,
-    aten.add.Scalar,
-    aten.sub.Scalar,
-    aten.rsub.Scalar,
-    aten.pow.Scalar,
-)
+COMPLEX_SCALARS = tuple(getattr(aten, name).Scalar for name in ("mul", "div", "add", "sub", "rsub", "pow"))
 """Operators whose complex argument DTensor fails to hash before it plans anything."""
 
 

@@ -36,7 +36,7 @@ from meshwright.dtensor_ops.private import (
     schema_of,
     wrap_local,
 )
-from meshwright.dtensor_ops.run_replicated import OpCall, RunOp, inplace_view_error, run_replicated, shard_like
+from meshwright.dtensor_ops.run_replicated import CONTEXT, OpCall, OperatorError, RunOp, run_replicated, shard_like
 from meshwright.reshard.dtensor import DTensorSpec, spec_of
 from meshwright.reshard.dtensor.redistribute import Redistributor
 
@@ -151,21 +151,14 @@ class ViewRegistry:
 
     def drop_expired(self) -> None:
         """Forget the families, and free the bases, of which no tensor is alive."""
-        self.families = {key: value for key, value in self.families.items() if not _is_expired(value[0])}
-
-
-def _is_expired(memory: StorageWeakRef) -> bool:
-    return bool(memory.expired())  # type: ignore[no-untyped-call]
+        expired = [key for key, (memory, _) in self.families.items() if memory.expired()]  # type: ignore[no-untyped-call]
+        for key in expired:
+            del self.families[key]
 
 
 class GatheredViews:
-    """Layer that gives gathered views the semantics of views.
-
-    Args:
-        mover: the hook that runs and counts this thread's redistributions.
-        on_gather: callback before a write that gathers; may raise.
-        registry: the views of an enclosing context.
-    """
+    """Layer that gives gathered views the semantics of views. `mover` counts this thread's redistributions, `on_gather`
+    is called before a write that gathers, and may raise, and `registry` holds the views of an enclosing context."""
 
     def __init__(
         self, mover: Redistributor, on_gather: OnGather | None = None, registry: ViewRegistry | None = None
@@ -222,7 +215,12 @@ class GatheredViews:
         if view_operator is None or call.kwargs or not isinstance(tensor, DTensor):
             return run(call)
         if tensor.requires_grad and is_view(tensor):
-            raise inplace_view_error(call.operator)
+            raise OperatorError(
+                f"{call.operator} transforms a view in place, which its gradient would not undo",
+                where=CONTEXT,
+                rule="autograd replays a view of a DTensor as it was first created",
+                fix="use the out-of-place operator",
+            )
         view = self._run_view(OpCall(view_operator, call.args), run)
         become_view(tensor, view, call.operator, call.args)
         origin = self.registry.origins.get(view)
@@ -230,19 +228,15 @@ class GatheredViews:
             self._record(tensor, origin)
         return tensor
 
-    def _origin_of(self, tensor: Tensor) -> _ViewOrigin | None:
-        return self.registry.origins.get(tensor) if isinstance(tensor, DTensor) else None
-
     def _run_write(self, call: OpCall, run: RunOp) -> Any:
         """Run an operator that writes to a base or a view, and update the base's other views."""
-        targets = [(tensor, self._origin_of(tensor)) for tensor in call.written_tensors()]
-        known = [(tensor, origin) for tensor, origin in targets if origin is not None]
-        families = list({id(origin.family): origin.family for _, origin in known}.values())
-        is_gathered = any(origin.is_gathered for _, origin in known)
-        written = [tensor for tensor, _ in targets if isinstance(tensor, DTensor)]
+        written = [tensor for tensor in call.written_tensors() if isinstance(tensor, DTensor)]
+        known = [origin for tensor in written if (origin := self.registry.origins.get(tensor)) is not None]
+        families = list({id(origin.family): origin.family for origin in known}.values())
+        is_gathered = any(origin.is_gathered for origin in known)
         result = self._write_through(call, families) if is_gathered else run(call)
         touched = {id(family): family for tensor in written for family in self.registry.families_of(tensor)}
-        for origin in (origin for _, origin in known):
+        for origin in known:
             _, others = self.registry.families.get(memory_key(origin.memory), (None, []))
             touched.update({id(family): family for family in others})
         for family in touched.values():
@@ -255,12 +249,11 @@ class GatheredViews:
         if self._on_gather is not None:
             self._on_gather(call)
         full_bases = {id(family): family.gather_base() for family in families}
-        members = [(tensor, self._origin_of(tensor)) for tensor in call.tensors()]
-        full_by_id = {
-            id(tensor): origin.apply(full_bases[id(origin.family)])
-            for tensor, origin in members
-            if origin is not None and id(origin.family) in full_bases
-        }
+        full_by_id = {}
+        for tensor in call.dtensors():
+            origin = self.registry.origins.get(tensor)
+            if origin is not None and id(origin.family) in full_bases:
+                full_by_id[id(tensor)] = origin.apply(full_bases[id(origin.family)])
         result = run_replicated(call, full_by_id)
         for family in families:
             family.write_back(full_bases[id(family)])

@@ -1,7 +1,7 @@
 """Context behind `for_dtensor` and `replicate_fallback`, which intercepts the operators that need a correction.
 
 Corrections are layers: each layer calls the next one, and the last calls DTensor. Operators that no layer changes are
-not intercepted: they run through DTensor's C++ dispatch as outside of the context (see `interception`).
+not intercepted: they run through DTensor's C++ dispatch as outside of the context (see `depends_on_context`).
 
 **Partial values.** DTensor 2.13 reads a scalar from the local partial value, so `x.sum().item()` differs between ranks;
 it also fails in inference mode. `fill_` sets every partial value to the fill value, so the sum is too large by a factor
@@ -18,8 +18,7 @@ slice that it holds to the ranks that shard the dim with it, so a rank receives 
 that can give every rank the slice. The placements of the result are those of DTensor: replicated over the axis that
 shards the dim, unchanged over the others.
 
-Which operators a context intercepts: a table by operator, and calls that need a look at their arguments.
-
+Which operators are intercepted is a table by operator and, for calls that need a look at their arguments, a function.
 The interception itself is in `reshard.dtensor.private`.
 """
 
@@ -31,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache, lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -259,7 +259,7 @@ def correct_mean_losses(call: OpCall, run: RunOp) -> Any:
         return _mean_class_loss(call, run)
     if operator not in MEAN_LOSSES:
         return run(call)
-    if _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
+    if _reduction(call) is not LossReduction.MEAN or _is_replicated(call):
         return run(call)
     if operator in ELEMENTWISE_LOSSES:
         return _mean_elementwise_loss(call, run)
@@ -281,14 +281,14 @@ def _mean_elementwise_loss(call: OpCall, run: RunOp) -> Any:
 
 def _mean_class_loss(call: OpCall, run: RunOp) -> Any:
     is_loss_parallel = has_custom_handler(call.operator)
-    if is_loss_parallel or _reduction(call) is not LossReduction.MEAN or not _has_sharded_input(call):
+    if is_loss_parallel or _reduction(call) is not LossReduction.MEAN or _is_replicated(call):
         return run(call)
     total, weight = run(_with_reduction(call, LossReduction.SUM))
     return run(OpCall(aten.div.Tensor, (total, weight))), weight
 
 
-def _has_sharded_input(call: OpCall) -> bool:
-    return any(not placement.is_replicate() for tensor in call.dtensors() for placement in tensor.placements)
+def _is_replicated(call: OpCall) -> bool:
+    return all(placement.is_replicate() for tensor in call.dtensors() for placement in tensor.placements)
 
 
 def _num_elements(inputs: Any) -> int:
@@ -296,18 +296,19 @@ def _num_elements(inputs: Any) -> int:
     return math.prod(torch.broadcast_shapes(x.shape, target.shape))  # type: ignore[no-untyped-call]
 
 
-def _reduction_index(operator: OpOverload) -> int:
-    return next(i for i, argument in enumerate(schema_of(operator).arguments) if argument.name == "reduction")
+def _reduction_argument(call: OpCall) -> tuple[int, Any]:
+    """Return the index of the reduction among the operator's arguments, and its default."""
+    arguments = enumerate(schema_of(call.operator).arguments)
+    return next((i, argument.default_value) for i, argument in arguments if argument.name == "reduction")
 
 
 def _reduction(call: OpCall) -> LossReduction:
-    index = _reduction_index(call.operator)
-    default: Any = schema_of(call.operator).arguments[index].default_value
+    index, default = _reduction_argument(call)
     return LossReduction(call.args[index] if index < len(call.args) else call.kwargs.get("reduction", default))
 
 
 def _with_reduction(call: OpCall, reduction: LossReduction) -> OpCall:
-    index = _reduction_index(call.operator)
+    index, _ = _reduction_argument(call)
     if index >= len(call.args):
         return OpCall(call.operator, call.args, call.kwargs | {"reduction": int(reduction)})
     return OpCall(call.operator, (*call.args[:index], int(reduction), *call.args[index + 1 :]), call.kwargs)
@@ -317,11 +318,8 @@ SLICES = (aten.slice.Tensor, aten.select.int)
 
 
 class ShardedSlices:
-    """Layer that slices along a sharded dim.
-
-    Args:
-        mover: the hook that counts redistributions; from the count, the view layer infers which views are gathered.
-    """
+    """Layer that slices along a sharded dim; `mover` counts the redistributions, from which the view layer infers which
+    views are gathered."""
 
     def __init__(self, mover: Redistributor) -> None:
         self._mover = mover
@@ -367,8 +365,10 @@ def _slice_along(axis: int, call: OpCall) -> DTensor:
     x, dim, rows = call.args[0], _dim(call), _rows(call)
     num_ranks, rank = x.device_mesh.size(axis), x.device_mesh.get_coordinate()[axis]
     chunk = math.ceil(x.shape[dim] / num_ranks)
-    held = [_between(rows, each * chunk, (each + 1) * chunk) for each in range(num_ranks)]
-    own = _take(local_tensor(x), dim, held[rank], rank * chunk)
+    ends = [bisect_left(rows, each * chunk) for each in range(num_ranks + 1)]
+    held = [rows[low:high] for low, high in pairwise(ends)]
+    first, mine, offset = local_tensor(x).movedim(dim, 0), held[rank], rank * chunk
+    own = (first[mine.start - offset : mine[-1] + 1 - offset : mine.step] if mine else first[:0]).contiguous()
     local = own.new_empty((len(rows), *own.shape[1:]))
     sent = own.repeat(num_ranks, *[1] * (own.dim() - 1))
     counts = [len(each) for each in held]
@@ -383,17 +383,6 @@ def _slice_along(axis: int, call: OpCall) -> DTensor:
     result = with_meta(local, x.device_mesh, tuple(placements), meta)
     view: DTensor = correct_aliasing(call.operator, call.args, call.kwargs, result)
     return view
-
-
-def _between(rows: range, low: int, high: int) -> range:
-    return rows[bisect_left(rows, low) : bisect_left(rows, high)]
-
-
-def _take(local: Tensor, dim: int, rows: range, offset: int) -> Tensor:
-    """Return the rows, as a contiguous tensor with `dim` first, of a shard that starts at row `offset`."""
-    first = local.movedim(dim, 0)
-    taken = first[rows.start - offset : rows[-1] + 1 - offset : rows.step] if rows else first[:0]
-    return taken.contiguous()
 
 
 def _placement(placement: Placement, dim: int, call: OpCall) -> Placement:
@@ -480,7 +469,6 @@ def has_empty_shards(spec: DTensorSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def _has_empty_shards(placements: tuple[Placement, ...], shape: tuple[int, ...], axis_sizes: tuple[int, ...]) -> bool:
-    """Return True if any rank's shard is empty; the order of the axes does not matter."""
     sharded = tuple(p if shard_dim(p) is not None else Replicate() for p in placements)
     num_ranks = math.prod(axis_sizes)
     is_small = any(shape[dim] < num_ranks**2 for p in sharded if (dim := shard_dim(p)) is not None)

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from meshwright.reshard.dtensor import PLANNING, new_dtensor, own_handlers, wait_tensor
+from meshwright.reshard.dtensor import with_dim as with_dim
 
 PLACEMENT_CHANGES = "in-place operations that require placement changes are not supported"
 """DTensor's error message for an in-place operator that would have to redistribute its tensor."""
@@ -48,13 +49,6 @@ def is_shard(placement: Placement) -> bool:
 def shard_dim(placement: Placement) -> int | None:
     """Return the sharded tensor dim, or None."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None
-
-
-def with_dim(placement: Placement, dim: int) -> Placement:
-    """Return the same shard placement for another tensor dim."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
-    return Shard(dim)
 
 
 def has_default_order(tensor: DTensor) -> bool:

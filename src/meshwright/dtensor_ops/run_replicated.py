@@ -1,12 +1,8 @@
 """Run an operator replicated: gather its inputs, compute on every rank, keep each rank's shard of the result.
 
 All ranks compute the same result from the same values, so sharding the result is a local slice without communication.
-In-place writes go to copies first, so an operator that fails leaves its inputs unchanged.
-
-Operators that cannot fall back to replicated tensors, and the errors that they raise.
-
-A DTensor has no single storage, so operators that inspect or change storage cannot be computed from gathered values.
-Neither can random operators, since each rank would draw its own numbers.
+In-place writes go to copies first, so an operator that fails leaves its inputs unchanged. Refused are operators on
+storage, which a DTensor has no single one of, and random operators, since each rank would draw its own numbers.
 """
 
 from __future__ import annotations
@@ -36,13 +32,53 @@ from meshwright.dtensor_ops.private import (
     tree_unflatten,
     wrap_local,
 )
-from meshwright.errors import InputError, MeshwrightError
+from meshwright.errors import InputError
 from meshwright.reshard.dtensor import new_dtensor, spec_of
 from meshwright.reshard.dtensor.placements import has_layout
 from meshwright.reshard.dtensor.redistribute import redistribute_detached
 
-TensorPairs = list[tuple[Tensor, Tensor]]
-"""Pairs of an operator's tensor argument and the full tensor that replaces it."""
+CONTEXT = "replicate_fallback"
+STORAGE = frozenset({
+    "as_strided_", "set_", "set", "resize", "resize_",
+    "resize_as", "resize_as_", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
+    "new_empty_strided", "data_ptr", "is_set_to", "storage_offset", "record_stream",
+})  # fmt: skip
+STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
+"""Operators that access storage by strides; `STORAGE` lists those that access it in other ways."""
+
+
+class OperatorError(InputError, RuntimeError):
+    """Error for an operator call that cannot run on DTensors; also a RuntimeError, as PyTorch's own refusals are."""
+
+
+class ImpureOperatorError(OperatorError):
+    """Error for an operator whose result depends not only on its inputs' values but on storage or random numbers."""
+
+
+def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
+    """Return True if an operator depends on storage; strides into contiguous tensors only select values."""
+    name = schema_of(operator).name.rpartition("::")[2]
+    if name in STRIDES:
+        return not all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors)
+    return name in STORAGE
+
+
+def storage_error(name: str) -> OperatorError:
+    return ImpureOperatorError(
+        f"{name} depends on the memory of its inputs, not only on their values",
+        rule="an operator without a sharding rule is computed from the gathered values",
+        fix="call it on x.to_local(), for the local shard, or on x.full_tensor()",
+        where=CONTEXT,
+    )
+
+
+def random_error(operator: OpOverload) -> OperatorError:
+    return ImpureOperatorError(
+        f"{operator} draws random numbers, which would differ between ranks",
+        rule="an operator without a sharding rule must give the same result on all ranks",
+        fix="draw with torch.distributed.tensor.rand or randn, or draw one plain tensor and use distribute_tensor",
+        where=CONTEXT,
+    )
 
 
 @dataclass(slots=True)
@@ -58,7 +94,6 @@ class OpCall:
         return tensors_in(self.args, self.kwargs)
 
     def dtensors(self) -> list[DTensor]:
-        """Return all DTensor arguments."""
         return [tensor for tensor in self.tensors() if isinstance(tensor, DTensor)]
 
     def written_tensors(self) -> list[Tensor]:
@@ -80,11 +115,15 @@ class OpCall:
         """
         meshes = [tensor.device_mesh for tensor in self.dtensors()]
         if any(mesh != meshes[0] for mesh in meshes):
-            raise mesh_error(self.operator)
+            raise OperatorError(
+                f"{self.operator} has inputs on different meshes",
+                where=CONTEXT,
+                rule="all inputs must be on the same mesh",
+                fix="redistribute them to one mesh first",
+            )
         return meshes[0]
 
     def run(self) -> Any:
-        """Run the operator and return its result."""
         return self.operator(*self.args, **self.kwargs)
 
 
@@ -129,8 +168,13 @@ def run_replicated(call: OpCall, full_by_id: Mapping[int, Tensor] | None = None)
     """
     full_by_id = full_by_id or {}
     mesh, written = call.mesh(), {id(tensor) for tensor in call.written_tensors()}
-    if any(isinstance(tensor, DTensor) and not is_writable(tensor) for tensor in call.written_tensors()):
-        raise partial_write_error(call.operator)
+    if any(isinstance(tensor, DTensor) and not has_layout(tensor.placements) for tensor in call.written_tensors()):
+        raise OperatorError(
+            f"{call.operator} writes to a DTensor with masked or norm partial values",
+            where=CONTEXT,
+            rule="only plain Partial, Shard and Replicate placements can be written to",
+            fix="redistribute x to placements without Partial first",
+        )
     leaves, spec = tree_flatten((call.args, call.kwargs))
     pairs: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
@@ -142,7 +186,15 @@ def run_replicated(call: OpCall, full_by_id: Mapping[int, Tensor] | None = None)
         args, kwargs = tree_unflatten([pairs[id(x)][1] if isinstance(x, Tensor) else x for x in leaves], spec)
         result = _run_deterministic(OpCall(call.operator, args, kwargs))
         changed = [pair for key, pair in pairs.items() if key in written]
-        _check_shapes(call.operator, changed)
+        for tensor, full in changed:
+            if tensor.shape != full.shape:
+                raise OperatorError(
+                    f"{call.operator} writes a result of shape {tuple(full.shape)} to a DTensor of shape "
+                    f"{tuple(tensor.shape)}",
+                    where=CONTEXT,
+                    rule="a DTensor keeps its shape",
+                    fix="use the out-of-place operator",
+                )
         for tensor, full in changed:
             if id(tensor) in full_by_id:
                 continue
@@ -157,14 +209,14 @@ def _gather(tensor: Tensor, *, is_written: bool) -> Tensor:
     """Gather the full tensor on this rank, as a copy if the operator writes to it."""
     if not isinstance(tensor, DTensor):
         return tensor.clone() if is_written else tensor
-    full = _gather_float8(tensor) if _is_float8(tensor) else gather_full(tensor)
+    is_float8 = tensor.is_floating_point() and tensor.element_size() == 1
+    full = _gather_float8(tensor) if is_float8 else gather_full(tensor)
     if is_alias(full, local_tensor(tensor)):
         return full.clone() if is_written else full
-    return _with_strides(full, tensor.stride())
-
-
-def _is_float8(tensor: DTensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() == 1
+    # Of the single-device strides, since the results of some operators depend on strides.
+    if full.stride() == tensor.stride() or any(stride == 0 for stride in tensor.stride()):
+        return full
+    return torch.empty_strided(full.shape, tensor.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
 
 def _gather_float8(tensor: DTensor) -> Tensor:
@@ -174,18 +226,6 @@ def _gather_float8(tensor: DTensor) -> Tensor:
         full = gather_full(new_dtensor(local, tensor.device_mesh, tensor.placements, None, like=tensor))
         return full.to(tensor.dtype)
     return gather_full(dtensor_like(tensor, local_tensor(tensor).view(torch.uint8), tensor)).view(tensor.dtype)
-
-
-def is_writable(tensor: DTensor) -> bool:
-    """Return True unless the tensor has placements that only operators can create, such as masked partial values."""
-    return has_layout(tensor.placements)
-
-
-def _with_strides(full: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the tensor with its single-device strides, since the results of some operators depend on strides."""
-    if full.stride() == strides or any(stride == 0 for stride in strides):
-        return full
-    return torch.empty_strided(full.shape, strides, dtype=full.dtype, device=full.device).copy_(full)
 
 
 def _run_deterministic(call: OpCall) -> Any:
@@ -205,12 +245,6 @@ def _run_deterministic(call: OpCall) -> Any:
 
 def _random_states(devices: list[int]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-
-def _check_shapes(operator: OpOverload, changed: TensorPairs) -> None:
-    for tensor, full in changed:
-        if tensor.shape != full.shape:
-            raise shape_error(operator, tuple(full.shape), tuple(tensor.shape))
 
 
 def _place_result(full: Tensor, call: OpCall, mesh: DeviceMesh) -> Tensor:
@@ -235,103 +269,3 @@ def _place_like(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...
     """Distribute `full` with these placements and the shard order of `like`, without sharing its memory."""
     placed = redistribute_detached(as_replicated(full, mesh), placements, spec_of(like).shard_order)
     return wrap_local(local_tensor(placed).clone(), spec_of(placed)) if is_alias(local_tensor(placed), full) else placed
-
-
-CONTEXT = "replicate_fallback"
-STORAGE = frozenset({
-    "as_strided_", "set_", "set", "resize", "resize_",
-    "resize_as", "resize_as_", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
-    "new_empty_strided", "data_ptr", "is_set_to", "storage_offset", "record_stream",
-})  # fmt: skip
-STRIDES = frozenset({"as_strided", "as_strided_copy", "as_strided_scatter"})
-"""Operators that access storage by strides; `STORAGE` lists those that access it in other ways."""
-
-
-class OperatorError(InputError, RuntimeError):
-    """Error for an operator call that cannot run on DTensors; also a RuntimeError, as PyTorch's own refusals are."""
-
-
-class ImpureOperatorError(OperatorError):
-    """Error for an operator whose result depends not only on its inputs' values but on storage or random numbers."""
-
-
-def name_of(operator: OpOverload) -> str:
-    """Return the operator's name as PyTorch writes it, such as `aten.cdist.default`."""
-    return str(operator)
-
-
-def is_storage(operator: OpOverload, tensors: Sequence[Tensor]) -> bool:
-    """Return True if an operator depends on storage; strides into contiguous tensors only select values."""
-    name = schema_of(operator).name.rpartition("::")[2]
-    if name in STRIDES:
-        return not all(tensor.is_contiguous() and tensor.storage_offset() == 0 for tensor in tensors)
-    return name in STORAGE
-
-
-def _operator_error(what: str, *, rule: str, fix: str) -> MeshwrightError:
-    return OperatorError(what, where=CONTEXT, rule=rule, fix=fix)
-
-
-def storage_error(name: str) -> MeshwrightError:
-    """Return the error for an operator on storage."""
-    return ImpureOperatorError(
-        f"{name} depends on the memory of its inputs, not only on their values",
-        rule="an operator without a sharding rule is computed from the gathered values",
-        fix="call it on x.to_local(), for the local shard, or on x.full_tensor()",
-        where=CONTEXT,
-    )
-
-
-def random_error(operator: OpOverload) -> MeshwrightError:
-    """Return the error for an operator that draws random numbers."""
-    return ImpureOperatorError(
-        f"{name_of(operator)} draws random numbers, which would differ between ranks",
-        rule="an operator without a sharding rule must give the same result on all ranks",
-        fix="draw with torch.distributed.tensor.rand or randn, or draw one plain tensor and use distribute_tensor",
-        where=CONTEXT,
-    )
-
-
-def shape_error(operator: OpOverload, result: tuple[int, ...], output: tuple[int, ...]) -> MeshwrightError:
-    """Return the error for a result whose shape differs from its output tensor."""
-    return _operator_error(
-        f"{name_of(operator)} writes a result of shape {result} to a DTensor of shape {output}",
-        rule="a DTensor keeps its shape",
-        fix="use the out-of-place operator",
-    )
-
-
-def partial_write_error(operator: OpOverload) -> MeshwrightError:
-    """Return the error for a write to masked or norm-partial values."""
-    return _operator_error(
-        f"{name_of(operator)} writes to a DTensor with masked or norm partial values",
-        rule="only plain Partial, Shard and Replicate placements can be written to",
-        fix="redistribute x to placements without Partial first",
-    )
-
-
-def inplace_view_error(operator: OpOverload) -> MeshwrightError:
-    """Return the error for an in-place view operator on a view under autograd."""
-    return _operator_error(
-        f"{name_of(operator)} transforms a view in place, which its gradient would not undo",
-        rule="autograd replays a view of a DTensor as it was first created",
-        fix="use the out-of-place operator",
-    )
-
-
-def mesh_error(operator: OpOverload) -> MeshwrightError:
-    """Return the error for inputs on different meshes."""
-    return _operator_error(
-        f"{name_of(operator)} has inputs on different meshes",
-        rule="all inputs must be on the same mesh",
-        fix="redistribute them to one mesh first",
-    )
-
-
-def plain_tensor_error(name: str, shape: tuple[int, ...]) -> MeshwrightError:
-    """Return the error for a plain tensor that differs between ranks."""
-    return _operator_error(
-        f"{name} mixes DTensors and a plain tensor of shape {shape} whose values differ between ranks",
-        rule="a plain tensor is treated as replicated, so all ranks must have the same values",
-        fix="DTensor.from_local(x, mesh, placements), which declares how it is sharded",
-    )

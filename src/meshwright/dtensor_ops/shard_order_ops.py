@@ -55,11 +55,8 @@ def is_elementwise(operator: OpOverload) -> bool:
 
 
 class ShardOrders:
-    """Layer that preserves shard orders.
-
-    Args:
-        mover: the hook that counts redistributions; from the count, the view layer infers which views are gathered.
-    """
+    """Layer that preserves shard orders; `mover` counts the redistributions, from which the view layer infers which
+    views are gathered."""
 
     def __init__(self, mover: Redistributor) -> None:
         self._mover = mover

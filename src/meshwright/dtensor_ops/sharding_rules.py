@@ -10,10 +10,9 @@ products), which are kept. Its rules for sort, gather and scatter gather strided
 scatter_add also shard dims of different sizes alike and then access wrong elements. Its in-place index_add and
 index_copy mistake each rank's shard of the index for the full index.
 
-Sharding rules of operators that DTensor 2.11 computes incorrectly and 2.13 correctly; registered only before 2.13.
-
-DTensor 2.11 gives shards of different sizes equal weight in means over strided shards, pads with constants as if every
-mesh had one axis, and applies the indices of a slice to the local shard of a strided dim.
+`OLDER_RULES` are of operators that 2.13 computes correctly, and registered only before it. DTensor 2.11 gives shards of
+different sizes equal weight in means over strided shards, pads with constants as if every mesh had one axis, and
+applies the indices of a slice to the local shard of a strided dim.
 
 Of window operators (reflection and replication padding, unfold, im2col and col2im), dims that the windows do not cover
 may be sharded in any way.
@@ -22,7 +21,7 @@ may be sharded in any way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,14 +64,9 @@ def unfold_backward_rule(grad: Spec, shape: list[int], dim: int, size: int, step
     return [all_replicated(1, 1)] + [([p], [p]) for d in other_dims for p in dim_shards(d, grad)]
 
 
-def im2col_rule(x: Spec, *_: Any) -> list[Sharding]:
-    """Sharding rule of `im2col`: shards along the batch dim, if any."""
-    return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 4 else [])
-
-
-def col2im_rule(x: Spec, *_: Any) -> list[Sharding]:
-    """Sharding rule of `col2im`: shards along the batch dim, if any."""
-    return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == 3 else [])
+def blocks_rule(batched_ndim: int, x: Spec, *_: Any) -> list[Sharding]:
+    """Sharding rule of `im2col` and `col2im`: shards along the batch dim, if any."""
+    return [all_replicated(1, 1)] + ([([p], [p]) for p in dim_shards(0, x)] if x.ndim == batched_ndim else [])
 
 
 def unpadded_dims(x: Spec, padding: list[int]) -> list[int]:
@@ -95,8 +89,8 @@ WINDOW_RULES: dict[Any, Rule] = {
     aten.unfold.default: unfold_rule,
     aten.unfold_copy.default: unfold_rule,
     aten.unfold_backward.default: unfold_backward_rule,
-    aten.im2col.default: im2col_rule,
-    aten.col2im.default: col2im_rule,
+    aten.im2col.default: partial(blocks_rule, 4),
+    aten.col2im.default: partial(blocks_rule, 3),
 }
 SHAPE_ARGUMENTS: dict[Any, int] = {aten.unfold_backward.default: 1}
 """Index of the argument with the result's shape, by operator."""
@@ -126,20 +120,10 @@ def partials(tensor: Spec) -> list[Placement]:
     return [p for p in dict.fromkeys(tensor.placements) if type(p) is Partial]
 
 
-def sort_along_rule(x: Spec, dim: int) -> list[Sharding]:
-    """Return the placements of a sort along `dim`: values and indices are sharded like the input along other dims."""
+def sort_rule(x: Spec, dim: int = -1, descending: bool = False, *, stable: bool | None = None) -> list[Sharding]:
+    """Sharding rule of `sort`: values and indices are sharded like the input along dims other than `dim`."""
     other_dims = [d for d in range(x.ndim) if d != dim % x.ndim]
     return [all_replicated(2, 1)] + [([p, p], [p]) for d in other_dims for p in dim_shards(d, x)]
-
-
-def sort_rule(x: Spec, dim: int = -1, descending: bool = False) -> list[Sharding]:
-    """Sharding rule of `sort`."""
-    return sort_along_rule(x, dim)
-
-
-def stable_sort_rule(x: Spec, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> list[Sharding]:
-    """Sharding rule of `sort` and `argsort` with `stable`."""
-    return sort_along_rule(x, dim)
 
 
 def gather_rule(x: Spec, dim: int, index: Spec, *, sparse_grad: bool = False) -> list[Sharding]:
@@ -218,28 +202,15 @@ def scatter_reduce_rule(
     return scatter_rule(x, dim, index, src)
 
 
-def masked_scatter_rule(x: Spec, mask: Spec, source: Spec) -> list[Sharding]:
-    """Sharding rule of `masked_scatter`: replicated, since each position depends on all earlier mask values."""
-    return [all_replicated(1, 3)]
-
-
-def masked_scatter_backward_rule(grad: Spec, mask: Spec, sizes: list[int]) -> list[Sharding]:
-    """Sharding rule of `masked_scatter_backward`: replicated like the forward."""
-    return [all_replicated(1, 2)]
-
-
 RULES: dict[Any, Rule] = {
     aten.sort.default: sort_rule,
-    aten.sort.stable: stable_sort_rule,
+    aten.sort.stable: sort_rule,
     aten.gather.default: gather_rule,
-    aten.scatter.src: scatter_rule,
-    aten.scatter.value: scatter_rule,
-    aten.scatter.reduce: scatter_rule,
-    aten.scatter.value_reduce: scatter_rule,
-    aten.scatter_.src: scatter_rule,
-    aten.scatter_.value: scatter_rule,
-    aten.scatter_.reduce: scatter_rule,
-    aten.scatter_.value_reduce: scatter_rule,
+    **{
+        getattr(packet, overload): scatter_rule
+        for packet in (aten.scatter, aten.scatter_)
+        for overload in ("src", "value", "reduce", "value_reduce")
+    },
     aten.scatter_add.default: scatter_add_rule,
     aten.scatter_add_.default: scatter_add_rule,
     aten.scatter_reduce.two: scatter_reduce_rule,
@@ -248,8 +219,9 @@ RULES: dict[Any, Rule] = {
     aten.index_add_.default: index_add_rule,
     aten.index_copy.default: index_rule,
     aten.index_copy_.default: index_rule,
-    aten.masked_scatter.default: masked_scatter_rule,
-    aten.masked_scatter_backward.default: masked_scatter_backward_rule,
+    # Each position depends on all earlier values of the mask.
+    aten.masked_scatter.default: lambda x, mask, source: [all_replicated(1, 3)],
+    aten.masked_scatter_backward.default: lambda grad, mask, sizes: [all_replicated(1, 2)],
     **WINDOW_RULES,
 }
 

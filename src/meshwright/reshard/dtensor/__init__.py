@@ -23,6 +23,7 @@ from meshwright.reshard.dtensor.private import (
     run_torch_function,
     spec_of,
     wait_tensor,
+    with_dim,
 )
 
 __all__ = [
@@ -45,4 +46,5 @@ __all__ = [
     "run_torch_function",
     "spec_of",
     "wait_tensor",
+    "with_dim",
 ]

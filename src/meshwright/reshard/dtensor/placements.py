@@ -21,6 +21,7 @@ from meshwright.reshard.dtensor.private import (
     TensorMeta,
     make_dtensor,
     spec_of,
+    with_dim,
 )
 from meshwright.units import counted
 
@@ -48,16 +49,17 @@ def layout_of_spec(spec: DTensorSpec) -> Layout:
     Raises:
         LayoutError: if a placement has no layout.
     """
-    order = None if spec.shard_order is None else tuple((dim, tuple(axes)) for dim, axes in spec.shard_order)
-    return layout_of_placements(spec.placements, order, tuple(spec.shape), tuple(spec.mesh.shape))
+    return _layout_of(spec, spec.placements)
 
 
 def layout_ignoring_partial(tensor: DTensor) -> Layout:
     """Return the layout of a DTensor, treating partial placements as replicated."""
-    placements = tuple(Replicate() if p.is_partial() else p for p in tensor.placements)
-    order = spec_of(tensor).shard_order
-    shard_order = None if order is None else tuple((dim, tuple(axes)) for dim, axes in order)
-    return layout_of_placements(placements, shard_order, tuple(tensor.shape), tuple(tensor.device_mesh.shape))
+    return _layout_of(spec_of(tensor), tuple(Replicate() if p.is_partial() else p for p in tensor.placements))
+
+
+def _layout_of(spec: DTensorSpec, placements: tuple[Placement, ...]) -> Layout:
+    order = None if spec.shard_order is None else tuple((dim, tuple(axes)) for dim, axes in spec.shard_order)
+    return layout_of_placements(placements, order, tuple(spec.shape), tuple(spec.mesh.shape))
 
 
 @lru_cache(maxsize=4096)
@@ -84,8 +86,12 @@ def layout_of_placements(
         elif type(placement) is Partial and placement.reduce_op in _REDUCTIONS:
             partial[axis] = Reduction(placement.reduce_op)
         elif type(placement) is not Replicate:
-            rule = "supported: Replicate, Shard, _StridedShard, and Partial with sum, avg, max, min or product"
-            raise _layout_error(placement, axis, rule, "call DTensor.redistribute to one of these first")
+            raise LayoutError(
+                f"{placement!r} on mesh axis {axis} has no layout",
+                where="placements",
+                rule="supported: Replicate, Shard, _StridedShard, and Partial with sum, avg, max, min or product",
+                fix="call DTensor.redistribute to one of these first",
+            )
     for dim, axes in order or ():
         sharding_axes = dims[dim] if 0 <= dim < len(dims) else []
         if sorted(axes) != sharding_axes:
@@ -101,11 +107,8 @@ def layout_of_placements(
 
 def has_layout(placements: Sequence[Placement]) -> bool:
     """Return whether every placement can be expressed as part of a layout."""
-    return all(
-        type(placement) in (Shard, StridedShard, Replicate)
-        or (type(placement) is Partial and placement.reduce_op in _REDUCTIONS)
-        for placement in placements
-    )
+    kinds = (Shard, StridedShard, Replicate)
+    return all(type(p) in kinds or (type(p) is Partial and p.reduce_op in _REDUCTIONS) for p in placements)
 
 
 def _normalize_dim(dim: int, num_dims: int, name: str, axis: int) -> int:
@@ -120,11 +123,7 @@ def _normalize_dim(dim: int, num_dims: int, name: str, axis: int) -> int:
     return dim % num_dims
 
 
-def _layout_error(placement: Placement, axis: int, rule: str, fix: str) -> LayoutError:
-    return LayoutError(f"{placement!r} on mesh axis {axis} has no layout", where="placements", rule=rule, fix=fix)
-
-
-def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], tuple[ShardOrderEntry, ...] | None]:
+def placements_of(layout: Layout) -> tuple[tuple[Placement, ...], FullShardOrder]:
     """Return a layout's DTensor placements and its shard order (None for the default order)."""
     placements: list[Placement] = [Partial(str(r)) if r else Replicate() for r in layout.partial]
     order, is_default = [], True
@@ -146,9 +145,7 @@ def dtensor_of(local: Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
     return make_dtensor(local, mesh, *placements_of(layout), meta, requires_grad=local.requires_grad)
 
 
-def full_shard_order(
-    order: ShardOrder | None, placements: Sequence[Placement], num_dims: int
-) -> tuple[ShardOrderEntry, ...] | None:
+def full_shard_order(order: ShardOrder | None, placements: Sequence[Placement], num_dims: int) -> FullShardOrder:
     """Return a shard order as DTensor stores it: an entry per sharded dim, ascending; None for the default order.
 
     Raises:
@@ -173,15 +170,9 @@ def normalize_placements(placements: Sequence[Placement], num_dims: int) -> tupl
     Raises:
         LayoutError: if a placement shards a dim that the tensor does not have.
     """
-
-    def normalize(axis: int, placement: Placement) -> Placement:
-        if not isinstance(placement, Shard | StridedShard):
-            return placement
-        dim = _normalize_dim(placement.dim, num_dims, repr(placement), axis)
-        if dim == placement.dim:
-            return placement
-        if isinstance(placement, StridedShard):
-            return StridedShard(dim, split_factor=placement.split_factor)
-        return Shard(dim)
-
-    return tuple(normalize(axis, placement) for axis, placement in enumerate(placements))
+    found = list(placements)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            dim = _normalize_dim(placement.dim, num_dims, repr(placement), axis)
+            found[axis] = with_dim(placement, dim)
+    return tuple(found)

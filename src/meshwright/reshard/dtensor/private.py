@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, _api, _dispatch, _redistribute
+from torch.distributed.tensor import DTensor, Placement, Shard, _api, _dispatch, _redistribute
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
@@ -45,6 +45,13 @@ from torch.utils._pytree import tree_leaves
 
 StridedShard = _StridedShard
 """PyTorch's strided shard placement, re-exported for conversion to and from layouts."""
+
+
+def with_dim(placement: Placement, dim: int) -> Placement:
+    """Return the same shard placement for another tensor dim."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(dim, split_factor=placement.split_factor)
+    return Shard(dim)
 
 
 def new_dtensor(
@@ -81,7 +88,6 @@ def make_dtensor(
 
 
 def spec_of(x: DTensor) -> DTensorSpec:
-    """Return the DTensor's spec."""
     return x._spec
 
 
@@ -183,7 +189,6 @@ PLANNING = OpDispatcher._propagate_op_sharding_dispatch_slow_path
 
 
 def is_tracing() -> bool:
-    """Return True while `torch.compile` traces."""
     return bool(_are_we_tracing())
 
 

@@ -1,10 +1,6 @@
-"""Plan-based replacement for `DTensor.redistribute`.
+"""Redistribution of DTensors by plans, on their own mesh or to one on other ranks: trainer → inference, stage → stage.
 
-Redistribute DTensors to a mesh on different ranks: trainer → inference, stage → stage.
-
-Plan-based redistribution of DTensors and their local tensors, below autograd.
-
-Differentiable redistribution of a DTensor on its own mesh.
+Below autograd, plans also run for DTensor's own redistributions (`Redistributor`).
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.process_groups import ranks_of
-from meshwright.reshard.dtensor import local_of, private
 from meshwright.reshard.dtensor.placements import (
     FullShardOrder,
     ShardOrder,
@@ -34,7 +29,7 @@ from meshwright.reshard.dtensor.placements import (
     normalize_placements,
     placements_of,
 )
-from meshwright.reshard.dtensor.private import DTensorSpec
+from meshwright.reshard.dtensor.private import DTensorSpec, local_of, new_dtensor, spec_of, wait_tensor
 from meshwright.reshard.planner.plan import plan
 from meshwright.reshard.run.execute import execute, is_reducible
 from meshwright.reshard.run.process_groups import groups_of
@@ -69,7 +64,17 @@ def redistribute(
         LayoutError: if the placements do not fit `x` or the mesh, or no plan fits the cap.
         CollectiveError: if another rank fails or does not take part.
     """
-    _check_types(x, placements, mesh)
+    is_list = isinstance(placements, Sequence) and all(isinstance(one, Placement) for one in placements)
+    if not (isinstance(x, DTensor) and is_list and isinstance(mesh, DeviceMesh | None)):
+        fix = (
+            f"redistribute(x, [{placements!r}])" if isinstance(placements, Placement) else "redistribute(x, [Shard(0)])"
+        )
+        raise LayoutError(
+            f"x is a {type(x).__name__}, placements is {placements!r}, mesh is a {type(mesh).__name__}",
+            where="redistribute",
+            rule="x is a DTensor, placements a list of Shard(dim), Replicate() or Partial(), mesh a DeviceMesh or None",
+            fix=fix if isinstance(x, DTensor) else f"x = DTensor.from_local(x, mesh, placements), then {fix}",
+        )
     if mesh is not None and mesh != x.device_mesh:
         if memory_cap_bytes is not None:
             raise LayoutError(
@@ -80,20 +85,6 @@ def redistribute(
             )
         return redistribute_across(x, placements, mesh, shard_order=shard_order)
     return redistribute_on_mesh(x, placements, shard_order=shard_order, memory_cap_bytes=memory_cap_bytes)
-
-
-def _check_types(x: DTensor, placements: Sequence[Placement], mesh: DeviceMesh | None) -> None:
-    """Check arguments that are almost right: one placement, names or a mesh instead of placements, a plain tensor."""
-    is_list = isinstance(placements, Sequence) and all(isinstance(one, Placement) for one in placements)
-    if isinstance(x, DTensor) and is_list and isinstance(mesh, DeviceMesh | None):
-        return
-    fix = f"redistribute(x, [{placements!r}])" if isinstance(placements, Placement) else "redistribute(x, [Shard(0)])"
-    raise LayoutError(
-        f"x is a {type(x).__name__}, placements is {placements!r}, mesh is a {type(mesh).__name__}",
-        where="redistribute",
-        rule="x is a DTensor, placements a list of Shard(dim), Replicate() or Partial(), mesh a DeviceMesh or None",
-        fix=fix if isinstance(x, DTensor) else f"x = DTensor.from_local(x, mesh, placements), then {fix}",
-    )
 
 
 def redistribute_across(
@@ -175,11 +166,8 @@ class _Across(torch.autograd.Function):
 
 
 def _redistribute_to(x: DTensor, layout: Layout) -> DTensor:
-    """Redistribute `x` to a layout on its own mesh."""
-    if layout_of(x) == layout:
-        return x
     placements, order = placements_of(layout)
-    return redistribute_on_mesh(x, placements, shard_order=order)
+    return x if layout_of(x) == layout else redistribute_on_mesh(x, placements, shard_order=order)
 
 
 _NAMES = {
@@ -203,11 +191,11 @@ def redistribute_detached(
 
     The result shares memory with `x` if nothing changes on this rank.
     """
-    src, mesh, local = layout_of_spec(private.spec_of(x)), x.device_mesh, private.local_of(x)
+    src, mesh, local = layout_of_spec(spec_of(x)), x.device_mesh, local_of(x)
     dst = layout_of_placements(placements, order, src.shape, src.axis_sizes)
     if mesh.get_coordinate() is not None:
         local = redistribute_local_tensor(local, src, dst, mesh, cap)
-    return private.new_dtensor(local.detach(), mesh, placements, order, like=x)
+    return new_dtensor(local.detach(), mesh, placements, order, like=x)
 
 
 class Redistributor:
@@ -223,7 +211,6 @@ class Redistributor:
         self.owner = owner
 
     def __call__(self, local: Tensor, current: DTensorSpec, target: DTensorSpec) -> Tensor | None:
-        """Call `redistribute_by_plan` and count the call if the placements differ."""
         if (current.placements, current.shard_order) != (target.placements, target.shard_order):
             self.num_redistributions += 1
         return redistribute_by_plan(local, current, target)
@@ -236,7 +223,7 @@ def redistribute_by_plan(local: Tensor, current: DTensorSpec, target: DTensorSpe
     src, dst = layout_of_spec(current), layout_of_spec(target)
     if not is_reducible(src, local.dtype) or not is_reducible(dst, local.dtype):
         return None
-    return redistribute_local_tensor(private.wait_tensor(local), src, dst, current.mesh)
+    return redistribute_local_tensor(wait_tensor(local), src, dst, current.mesh)
 
 
 def redistribute_local_tensor(
@@ -279,7 +266,7 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any, x: DTensor, placements: tuple[Placement, ...], order: FullShardOrder, memory_cap_bytes: int | None
     ) -> DTensor:
-        spec = private.spec_of(x)
+        spec = spec_of(x)
         ctx.before, ctx.cap = (spec.placements, spec.shard_order), memory_cap_bytes
         return redistribute_detached(x, placements, order, memory_cap_bytes)
 

@@ -7,15 +7,13 @@ Where an axis becomes partial, a rank keeps its share and fills the rest with el
 reduction, once they have been reduced over the inner axes, which come first: in a product of sums, the first rank of
 each sum fills with 1 and the others with 0.
 
-Local reduction of partial values in rank order, which makes the results bitwise equal across ranks.
-
-Values are combined sequentially: value 0 with value 1, the result with value 2, and so on. Floats of fewer than 32 bits
-are accumulated in float32 and rounded once at the end; integers wrap around as in PyTorch.
+Partial values are combined sequentially: value 0 with value 1, the result with value 2, and so on, so that the results
+are bitwise equal across ranks. Floats of fewer than 32 bits are accumulated in float32 and rounded once at the end;
+integers wrap around as in PyTorch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,13 +89,16 @@ def _exchange(round_: ExchangeRound, x: Tensor, step_group: StepGroup, result: T
         packed, at = staging.narrow(0, 0, round_.num_sent), round_.num_sent
         _copy(round_.pack, x, packed)
     else:
-        packed, at = _flat(x).narrow(0, round_.send_from, round_.num_sent), 0
+        flat = x.as_strided((x.numel(),), (1,))  # a dense tensor, without the strides of its dims of size 1
+        packed, at = flat.narrow(0, round_.send_from, round_.num_sent), 0
     if round_.receive_at is None:
         received = staging.narrow(0, at, round_.num_received)
     else:
         received = result.view(-1).narrow(0, round_.receive_at, round_.num_received)
-    splits = {"send_splits": round_.send, "recv_splits": round_.receive}
-    all_to_all_into(received, packed, **splits, group=step_group.group, permutes=round_.permutes)
+    all_to_all_into(
+        received, packed, send_splits=round_.send, recv_splits=round_.receive, group=step_group.group,
+        permutes=round_.permutes,
+    )  # fmt: skip
     return received
 
 
@@ -117,11 +118,6 @@ def _copy(copies: Sequence[StridedCopy], source: Tensor, target: Tensor) -> None
 
 def _window(x: Tensor, size: tuple[int, ...], window: Window) -> Tensor:
     return x.as_strided(size, window.strides, x.storage_offset() + window.offset)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """View a dense tensor as one dim, ignoring the strides of its size-1 dims."""
-    return x.as_strided((x.numel(),), (1,))
 
 
 def _partition(step: Step, x: Tensor, rank: int) -> Tensor:
@@ -196,14 +192,13 @@ def partial_init_of(step: Step, rank: int) -> PartialInit:
         is_inner = axis > max(filling, default=max(created))
         if is_inner and coordinate[axis] and reduction in (Reduction.SUM, Reduction.PRODUCT):
             filled = reduction
-    return PartialInit(not filling, math.prod(_factor(step, axis, coordinate) for axis in sharded), filled)
-
-
-def _factor(step: Step, axis: int, coordinate: tuple[int, ...]) -> int:
-    """Return the factor for a sharded axis that becomes partial; below a product, only one rank applies it."""
-    inner = zip(step.src.partial[axis + 1 :], coordinate[axis + 1 :], strict=True)
-    is_once_more = any(reduction is Reduction.PRODUCT and at for reduction, at in inner)
-    return step.src.axis_sizes[axis] if step.dst.partial[axis] is Reduction.AVG and not is_once_more else 1
+    factor = 1
+    for axis in sharded:
+        inner = zip(held[axis + 1 :], coordinate[axis + 1 :], strict=True)
+        is_once_more = any(reduction is Reduction.PRODUCT and at for reduction, at in inner)
+        if created[axis] is Reduction.AVG and not is_once_more:  # below a product, only one rank applies it
+            factor *= step.src.axis_sizes[axis]
+    return PartialInit(not filling, factor, filled)
 
 
 _WITHOUT_ARITHMETIC = frozenset({torch.uint16, torch.uint32, torch.uint64})
@@ -221,14 +216,9 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 
 
 def reduce_into(out: Tensor, copies: Sequence[Tensor], levels: Sequence[ReductionLevel]) -> None:
-    """Reduce `copies` into `out`.
-
-    Args:
-        out: the output tensor; must not share memory with the copies.
-        copies: the partial values in order, each with the shape of `out`.
-        levels: reduction levels, outermost first; the product of their `num_copies` is `len(copies)`.
-    """
-    accumulation_dtype = _accumulation_dtype(out.dtype)
+    """Reduce the partial values `copies`, in order, into `out`, which shares no memory with them. The `levels` are
+    outermost first, and the product of their `num_copies` is `len(copies)`."""
+    accumulation_dtype = torch.float32 if out.is_floating_point() and out.dtype.itemsize < 4 else out.dtype
     if accumulation_dtype is not out.dtype and out.numel() > BLOCK:
         dim = out.shape.index(max(out.shape))
         rows = max(1, BLOCK * out.shape[dim] // out.numel())
@@ -262,63 +252,46 @@ def _reduce_level(copies: Sequence[Tensor], level: ReductionLevel, out: Tensor) 
     return out.div_(level.divisor) if level.divisor > 1 else out
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to accumulate values of `dtype`."""
-    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-
-
 def neutral_element(reduction: Reduction, dtype: torch.dtype) -> float:
     """Return the neutral element of a reduction."""
-    if reduction in (Reduction.SUM, Reduction.AVG):
-        return 0
-    if reduction is Reduction.PRODUCT:
-        return 1
-    is_max = reduction is Reduction.MAX
+    if reduction not in (Reduction.MAX, Reduction.MIN):
+        return int(reduction is Reduction.PRODUCT)
+    ends = (-torch.inf, torch.inf)
     if dtype is torch.bool:
-        return int(not is_max)
-    if dtype.is_floating_point:
-        info = torch.finfo(dtype)
-        least, greatest = (info.min, info.max) if dtype.itemsize == 1 else (-torch.inf, torch.inf)
-    else:
-        least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    return least if is_max else greatest
+        ends = (0, 1)
+    elif not dtype.is_floating_point or dtype.itemsize == 1:
+        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        ends = (info.min, info.max)
+    return ends[reduction is Reduction.MIN]
 
 
 def is_reducible(layout: Layout, dtype: torch.dtype) -> bool:
     """Return whether `dtype` supports all reductions of the layout."""
-    return _unsupported_reductions(dtype).isdisjoint(filter(None, layout.partial))
-
-
-def _unsupported_reductions(dtype: torch.dtype) -> set[Reduction]:
-    """Return the reductions that `dtype` does not support."""
+    refused: set[Reduction] = set()
     if dtype in _WITHOUT_ARITHMETIC:
-        return set(Reduction)
-    refused = set()
+        refused |= set(Reduction)
     if not (dtype.is_floating_point or dtype.is_complex) or dtype is torch.complex32:
         refused.add(Reduction.AVG)
     if dtype is torch.bool:
         refused.add(Reduction.SUM)
     if dtype.is_complex:
         refused |= {Reduction.MAX, Reduction.MIN}
-    return refused
+    return refused.isdisjoint(filter(None, layout.partial))
 
 
 def check_reducible(layout: Layout, dtype: torch.dtype) -> None:
     """Raise `LayoutError` unless `dtype` supports all reductions of the layout."""
-    if not is_reducible(layout, dtype):
-        raise LayoutError(
-            f"partial values of {dtype} cannot be reduced",
-            where=f"layout {layout}",
-            rule="bool supports max, min and product; integers do not support avg; uint16, uint32 and uint64 support "
-            "no reduction; complex dtypes do not support max and min, complex32 nor avg",
-            fix=_suggest_fix(layout, dtype),
-        )
-
-
-def _suggest_fix(layout: Layout, dtype: torch.dtype) -> str:
-    """Suggest a dtype conversion that makes the values reducible."""
-    if not dtype.is_complex:
-        return f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) first"
-    if {Reduction.MAX, Reduction.MIN}.isdisjoint(filter(None, layout.partial)):
-        return "x.to(torch.complex64) first"
-    return "take the max or min of real values, such as x.abs()"
+    if is_reducible(layout, dtype):
+        return
+    fix = f"x.to(torch.{'float64' if Reduction.AVG in layout.partial else 'int64'}) first"
+    if dtype.is_complex and {Reduction.MAX, Reduction.MIN}.isdisjoint(filter(None, layout.partial)):
+        fix = "x.to(torch.complex64) first"
+    elif dtype.is_complex:
+        fix = "take the max or min of real values, such as x.abs()"
+    raise LayoutError(
+        f"partial values of {dtype} cannot be reduced",
+        where=f"layout {layout}",
+        rule="bool supports max, min and product; integers do not support avg; uint16, uint32 and uint64 support "
+        "no reduction; complex dtypes do not support max and min, complex32 nor avg",
+        fix=fix,
+    )

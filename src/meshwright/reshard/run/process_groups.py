@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable
 from functools import cache, cached_property
 from itertools import combinations
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,19 +37,11 @@ Axes = tuple[int, ...]
 Ranks = tuple[int, ...]
 
 
-class StepGroup:
-    """Process group of a step.
+class StepGroup(NamedTuple):
+    """Process group of a step, None for a single rank, and the mesh rank of each rank in it, or `OUTSIDE`."""
 
-    Attributes:
-        group: the process group, or None for a single rank.
-        slots: mesh rank of each rank in the group, or `OUTSIDE` if the rank does not take part.
-    """
-
-    __slots__ = ("group", "slots")
-
-    def __init__(self, group: ProcessGroup | None, slots: Ranks) -> None:
-        self.group = group
-        self.slots = slots
+    group: ProcessGroup | None
+    slots: Ranks
 
 
 _GroupsByRanks = dict[Ranks, ProcessGroup | None]
@@ -85,10 +78,9 @@ class MeshGroups:
         Raises:
             LayoutError: if the group does not exist.
         """
-        found = self._step_groups.get(axes)
-        if found is None:
-            found = self._step_groups[axes] = self._find(axes)
-        return found
+        if axes not in self._step_groups:
+            self._step_groups[axes] = self._find(axes)
+        return self._step_groups[axes]
 
     @cached_property
     def can_merge_axes(self) -> bool:
@@ -125,7 +117,7 @@ class MeshGroups:
 
 def groups_of(mesh: DeviceMesh) -> MeshGroups:
     """Return the process groups of a mesh, including groups created by `prepare` for an equal mesh."""
-    prepared, mesh_groups = _records(_world())
+    prepared, mesh_groups = _records()
     entry = mesh_groups.get(id(mesh))
     if entry is not None and entry[0]() is mesh:
         return entry[1]
@@ -149,7 +141,7 @@ def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
     Returns:
         the process groups of the mesh, or None on ranks outside the mesh.
     """
-    prepared, mesh_groups = _records(_world())
+    prepared, mesh_groups = _records()
     into: _GroupsByRanks = {} if own else prepared
     everyone = sorted({ranks for wanted in all_gather_object(_group_ranks(*_mesh_value(mesh), at_least=1 if own else 2))
                        for ranks in wanted})  # fmt: skip
@@ -185,12 +177,6 @@ def _mesh_value(mesh: DeviceMesh) -> tuple[tuple[int, ...], Ranks]:
     return tuple(mesh.shape), ranks_of(mesh)
 
 
-def _world() -> ProcessGroup:
-    world = dist.group.WORLD if is_distributed() else None
-    assert world is not None, "a mesh has a process group"
-    return world
-
-
 _GroupsByMesh = dict[int, tuple[weakref.ref[DeviceMesh], MeshGroups]]
 
 
@@ -200,9 +186,10 @@ def _all_records() -> WeakKeyDictionary[ProcessGroup, tuple[_GroupsByRanks, _Gro
     return WeakKeyDictionary()
 
 
-def _records(world: ProcessGroup) -> tuple[_GroupsByRanks, _GroupsByMesh]:
-    found = _all_records().get(world)
-    if found is None:
+def _records() -> tuple[_GroupsByRanks, _GroupsByMesh]:
+    world = dist.group.WORLD if is_distributed() else None
+    assert world is not None, "a mesh has a process group"
+    if world not in _all_records():
         _all_records().clear()  # a process has only one default group at a time
-        found = _all_records()[world] = ({}, {})
-    return found
+        _all_records()[world] = ({}, {})
+    return _all_records()[world]
