@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import cache_directory, cache_file
+from meshwright.data import cache_file
 from meshwright.data.token_cache import CorpusMetadata, map_tokens
 from meshwright.errors import DataError
 
@@ -147,7 +147,7 @@ def test_a_rebuild_leaves_earlier_maps_valid(tmp_path):
 
 def test_an_unwritable_directory_falls_back_to_a_private_temporary_one(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(cache_directory.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_file.tempfile, "gettempdir", lambda: str(tmp_path))
     with caplog.at_level(logging.WARNING):
         path, _ = cache_file.open_or_build("x", CorpusMetadata, cache_dir=str(tmp_path / "file" / "cache"), build=build)
     assert path.parent == tmp_path / f"meshwright-{os.getuid()}"
@@ -160,16 +160,16 @@ def test_an_unwritable_directory_falls_back_to_a_private_temporary_one(tmp_path,
 
 
 def test_a_temporary_directory_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_directory.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(cache_directory.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}new"))
+    monkeypatch.setattr(cache_file.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_file.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}new"))
     shared = tmp_path / f"meshwright-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
     shared.symlink_to(tmp_path / "elsewhere")
-    assert cache_directory.temporary_directory() == tmp_path / "meshwright-new"
+    assert cache_file.temporary_directory() == tmp_path / "meshwright-new"
     shared.unlink()
     shared.mkdir()
     shared.chmod(0o777)
-    assert cache_directory.temporary_directory() == tmp_path / "meshwright-new"
+    assert cache_file.temporary_directory() == tmp_path / "meshwright-new"
 
 
 def test_a_cache_that_is_there_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):

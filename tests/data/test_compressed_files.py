@@ -15,9 +15,9 @@ import subprocess
 import numpy as np
 import pytest
 
-from meshwright.data.sources import text_pieces
+from meshwright.data.sources import source_text
 from meshwright.data.sources.own_documents import read_texts as read_own
-from meshwright.data.sources.record_field import TextField
+from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import list_documents
@@ -42,7 +42,7 @@ def opened(source, folder, **more):
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch):
     """A read ends inside characters."""
-    monkeypatch.setattr(text_pieces, "_READ_BYTES", 7)
+    monkeypatch.setattr(source_text, "_READ_BYTES", 7)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -113,7 +113,7 @@ def test_zstandard_without_its_package_says_the_pip_command(tmp_path, monkeypatc
 @pytest.mark.parametrize("long_chars", [0, 2**24])
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
 def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, long_chars):
-    monkeypatch.setattr(text_pieces, "_LONG_CHARS", long_chars)
+    monkeypatch.setattr(source_text, "_LONG_CHARS", long_chars)
     data = LINES if "jsonl" in name else "".join(TEXTS).encode()
     found = []
     for folder, mark in (("plain", b""), ("marked", codecs.BOM_UTF8)):
@@ -125,7 +125,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, name, long_chars):
 
 
 def test_a_byte_order_mark_at_the_start_of_a_record_is_no_text():
-    field, empty = TextField("text"), EmptyTexts()
+    field, empty = RecordField("text"), EmptyTexts()
     assert field.document("\ufeffä\ufeff", "here", likely=None) == "ä\ufeff"
     assert list(read_own(["\ufeffa", "\ufeff", "b"], range(3), empty, source="x")) == ["a", "b"] and empty.count == 1
 

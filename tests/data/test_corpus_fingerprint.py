@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.corpus_fingerprint import Fingerprint
+from meshwright.data.token_cache import Fingerprint
 
 IDS = [0, 1, 258, 65535]
 

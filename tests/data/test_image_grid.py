@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
-from meshwright.data.image_grid import write_animation, write_grid, write_strip
+from meshwright.data.images import write_animation, write_grid, write_strip
 
 LINE, LINE_GREY = 2, 96
 

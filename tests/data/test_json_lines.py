@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sources.json_lines import read_texts
-from meshwright.data.sources.record_field import TextField
-from meshwright.data.sources.record_files import check_record_field
+from meshwright.data.sources.record_field import RecordField
+from meshwright.data.sources.record_files import check_record_files, read_texts
 from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice, list_documents
@@ -27,7 +26,7 @@ def lines_of(texts, field="text"):
 def read(path, extent=Extent.FULL, field="text"):
     empty = EmptyTexts()
     part = TextSlice(Document(str(path), path.name, path.stat().st_size, 0), extent)
-    return list(read_texts(part, TextField(field), empty, source=str(path))), empty
+    return list(read_texts(part, RecordField(field), empty, source=str(path))), empty
 
 
 def opened(source, folder, **more):
@@ -129,10 +128,10 @@ def test_shards_that_the_pattern_matches_are_all_there(tmp_path, names, pattern,
         (tmp_path / f"{name}.jsonl").write_text(lines_of(["a"]))
     source = f"{tmp_path}/{pattern}"
     if missing is None:
-        check_record_field(list_documents(source), TextField("text"), source=source)
+        check_record_files(list_documents(source), RecordField("text"), source=source)
         return
     with pytest.raises(DataError) as caught:
-        check_record_field(list_documents(source), TextField("text"), source=source)
+        check_record_files(list_documents(source), RecordField("text"), source=source)
     assert caught.value.what == missing
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches, validation_windows
 from meshwright.data.sampler import WindowOrder, microbatch_samples
-from meshwright.data.token_windows import TokenWindows, num_windows
+from meshwright.data.windows import TokenWindows, num_windows
 
 CPU = torch.device("cpu")
 lengths = st.integers(1, 12)
@@ -34,7 +34,7 @@ def make_part(length, dtype=np.uint16):
 def test_a_sample_is_its_window_and_targets_follow_inputs(seq_len, count, rest, start, size, dtype):
     part = make_part(count * seq_len + 1 + rest % seq_len, dtype)
     order = WindowOrder(count, 3)
-    inputs_bt, targets_bt = Loader(TokenWindows(part, seq_len), order, CPU).batch(range(start, start + size))
+    inputs_bt, targets_bt, _ = Loader(TokenWindows(part, seq_len), order, CPU).batch(range(start, start + size))
     assert inputs_bt.dtype == targets_bt.dtype == torch.int64
     assert inputs_bt.shape == targets_bt.shape == (size, seq_len)
     assert inputs_bt.is_contiguous() and targets_bt.is_contiguous()
@@ -47,7 +47,7 @@ def test_a_sample_is_its_window_and_targets_follow_inputs(seq_len, count, rest, 
 @given(seq_len=lengths, count=st.integers(1, 40))
 def test_an_epoch_reads_every_input_once(seq_len, count):
     part = make_part(count * seq_len + 1)
-    inputs_bt, targets_bt = Loader(TokenWindows(part, seq_len), WindowOrder(count, 0), CPU).batch(range(count))
+    inputs_bt, targets_bt, _ = Loader(TokenWindows(part, seq_len), WindowOrder(count, 0), CPU).batch(range(count))
     assert sorted(inputs_bt.flatten().tolist()) == list(range(count * seq_len))
     assert sorted(targets_bt.flatten().tolist()) == list(range(1, count * seq_len + 1))
 
@@ -72,8 +72,8 @@ def test_an_order_over_another_corpus_is_refused():
 def test_the_tensors_are_the_callers_own():
     """A step may write into its batch; the corpus is read-only and must not change under another."""
     loader = Loader(TokenWindows(make_part(401), 4), WindowOrder(100, 1), CPU)
-    before = [tensor.clone() for tensor in loader.batch(range(5))]
-    inputs_bt, targets_bt = loader.batch(range(5))
+    before = [tensor.clone() for tensor in loader.batch(range(5))[:2]]
+    inputs_bt, targets_bt, _ = loader.batch(range(5))
     inputs_bt.fill_(-1)
     assert torch.equal(targets_bt, before[1])
     assert torch.equal(loader.batch(range(5))[0], before[0])
@@ -106,14 +106,14 @@ def test_a_validation_is_the_same_on_every_layout(seq_len, count, num_samples, b
         return list(validation_batches(TokenWindows(part, seq_len), chosen, **layout, device=CPU))
 
     shares = [read(data_parallel, data_index, batch_size) for data_index in range(data_parallel)]
-    shapes = {tuple(inputs_bt.shape for inputs_bt, _ in batches) for batches in shares}
+    shapes = {tuple(inputs_bt.shape for inputs_bt, *_ in batches) for batches in shares}
     assert len(shapes) == 1, "shares would wait for each other for ever"
     assert all(shape[0] == batch_size for shape in next(iter(shapes))), "a pipeline's stages take one size"
 
     rows, padding = [], []
     for batches in shares:
         ignored = 0
-        for inputs_bt, targets_bt in batches:
+        for inputs_bt, targets_bt, _ in batches:
             assert inputs_bt.dtype == targets_bt.dtype == torch.int64
             assert (inputs_bt >= 0).all()
             for inputs, targets in zip(inputs_bt.tolist(), targets_bt.tolist(), strict=True):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data import loss_mask
-from meshwright.data.loss_mask import LossMask, MaskWriter, check_mask
+from meshwright.data import token_cache
+from meshwright.data.token_cache import LossMask, MaskWriter, check_written
 from meshwright.errors import DataError
 
 
@@ -32,18 +33,18 @@ def test_what_is_written_is_read(chunks, data):
     if not flat:
         return
     start = data.draw(st.integers(0, len(flat) - 1))
-    assert mask.of_split(start).at(np.arange(len(flat) - start)).tolist() == flat[start:]
+    assert replace(mask, start=start).at(np.arange(len(flat) - start)).tolist() == flat[start:]
     starts = sorted(data.draw(st.lists(st.integers(0, len(flat) - 1), max_size=5)))
     lengths = [data.draw(st.integers(0, len(flat) - one)) for one in starts]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_mask, "_CHUNK", data.draw(st.integers(1, 40)))
+        patch.setattr(token_cache, "_CHUNK_TOKENS", data.draw(st.integers(1, 40)))
         found = mask.counts(np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64))
     assert found.tolist() == [sum(flat[a : a + n]) for a, n in zip(starts, lengths, strict=True)]
 
 
 def test_a_damaged_mask_is_found(tmp_path):
     mask, digest = written([[True, False, True]])
-    check_mask(mask, digest, tmp_path / "x")
+    check_written(mask.bits, digest, "{} is damaged", tmp_path / "x")
     with pytest.raises(DataError, match="is damaged") as caught:
-        check_mask(LossMask(mask.bits ^ 128), digest, tmp_path / "x")
+        check_written(mask.bits ^ 128, digest, "{} is damaged", tmp_path / "x")
     assert caught.value.fix.startswith("rm ")

@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data.sources.own_documents import is_own, read_texts
+from meshwright.data.sources.own_documents import read_texts
 from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.sources.text_source import split_indices
 from meshwright.data.text_corpus import open_corpus
+from meshwright.data.text_documents import is_own
 from meshwright.errors import ConfigError, DataError
 from tests.helpers import clean_environment
 from tests.train.runs import metrics

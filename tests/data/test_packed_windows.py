@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import packed_windows
-from meshwright.data.document_ends import EndsWriter, SplitDocuments, check_ends
 from meshwright.data.packed_windows import PIECE, IndexMetadata, PackedWindows, open_packed, write_index
+from meshwright.data.token_cache import EndsWriter, SplitDocuments, check_written
 from meshwright.errors import DataError
 
 IGNORED = -7
@@ -135,8 +136,8 @@ def opened(tmp_path):
 
     def open_it(seq_len=8, fingerprint="f" * 64, lengths=(5, 9, 30, 2)):
         tokens = np.arange(sum(lengths))
-        documents = make_documents(lengths)
-        return open_packed(tokens, documents, seq_len=seq_len, fingerprint=fingerprint, cache_dir=str(tmp_path))
+        documents = replace(make_documents(lengths), fingerprint=fingerprint)
+        return open_packed(tokens, documents, seq_len=seq_len, cache_dir=str(tmp_path))
 
     return open_it
 
@@ -194,7 +195,7 @@ def test_damaged_ends_are_an_error(tmp_path):
     writer, ends = EndsWriter(io.BytesIO()), np.array([3, 5, 9], dtype=np.uint64)
     writer.write(ends[:2])
     writer.write(ends[2:])
-    check_ends(ends, writer.fingerprint(), tmp_path / "x")
+    check_written(ends, writer.fingerprint(), "{} is damaged", tmp_path / "x")
     with pytest.raises(DataError, match="damaged") as caught:
-        check_ends(ends + np.uint64(1), writer.fingerprint(), tmp_path / "x")
+        check_written(ends + np.uint64(1), writer.fingerprint(), "{} is damaged", tmp_path / "x")
     assert caught.value.fix.startswith("rm ")

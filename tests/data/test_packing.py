@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import packing
-from meshwright.data.packing import best_fit_decreasing, buckets, pack, ranges, split_documents
+from meshwright.data import packed_windows
+from meshwright.data.packed_windows import best_fit_decreasing, buckets, pack, ranges, split_documents
 
 seq_lens = st.integers(1, 40)
 document_lengths = st.lists(st.integers(0, 100), max_size=60)
@@ -106,18 +106,18 @@ def test_ranges(pairs):
 def test_steps_grow_with_the_lengths_and_not_with_the_documents(monkeypatch):
     steps = Counter()
 
-    class Counting(packing._OpenWindows):
+    class Counting(packed_windows._OpenWindows):
         def least_room(self, length):
             steps[size] += 1
             return super().least_room(length)
 
-    monkeypatch.setattr(packing, "_OpenWindows", Counting)
+    monkeypatch.setattr(packed_windows, "_OpenWindows", Counting)
     for size in (10_000, 100_000):
         best_fit_decreasing(np.random.default_rng(0).integers(1, 65, size), 64)
     assert steps[100_000] < 2 * steps[10_000] < 2000
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, packing.MAX_SEQ_LEN])
+@pytest.mark.parametrize("seq_len", [1, 7, packed_windows.MAX_SEQ_LEN])
 def test_places_beyond_32_bits(seq_len):
     pieces = split_documents(np.array([2**40]), np.array([10]), seq_len)
     assert pieces["start"][0] == 2**40 and pieces["start"].dtype == np.int64

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sources.parquet import read_texts
-from meshwright.data.sources.record_field import TextField
+from meshwright.data.sources.record_field import RecordField
+from meshwright.data.sources.record_files import read_texts
 from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import Document, Extent, TextSlice
@@ -32,7 +32,7 @@ def write(path, texts, column="text", kind=None, **more):
 def read(path, extent=Extent.FULL, column="text"):
     empty = EmptyTexts()
     part = TextSlice(Document(str(path), path.name, path.stat().st_size, 0), extent)
-    return list(read_texts(part, TextField(column), empty, source=str(path))), empty
+    return list(read_texts(part, RecordField(column), empty, source=str(path))), empty
 
 
 def opened(source, folder, **more):

@@ -16,14 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data import cache_file
-from meshwright.data import text_corpus as text_module
-from meshwright.data.corpus_checks import check_vocab, check_windows
-from meshwright.data.text_corpus import Corpus, open_corpus
+from meshwright.data import cache_file, tokenise
+from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
 from meshwright.data.token_cache import CorpusMetadata, map_tokens
-from meshwright.data.token_windows import num_windows
-from meshwright.data.tokenise import encode as batches_module
 from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer
+from meshwright.data.windows import num_windows
 from meshwright.errors import DataError
 
 
@@ -132,7 +129,7 @@ def test_an_empty_part_is_an_error_and_leaves_no_cache(tmp_path, opened, content
 def test_cached_equals_built(tmp_path, opened, monkeypatch, count):
     write_documents(tmp_path / "texts", count)
     built = opened()
-    monkeypatch.setattr(text_module, "write_corpus", lambda *_, **__: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenise, "write_corpus", lambda *_, **__: pytest.fail("tokenised again"))
     cached = opened()
     for name in ("description", "vocab_size", "validation_bytes_per_token", "fingerprint"):
         assert getattr(cached, name) == getattr(built, name)
@@ -171,7 +168,7 @@ def test_the_fingerprint_is_of_the_contents_alone(tmp_path, opened):
 @pytest.mark.parametrize("batch_chars", [1, 500, 10**9])
 def test_tokenised_text_is_the_text(tmp_path, opened, monkeypatch, tokenizer_path, count, batch_chars):
     texts = write_documents(tmp_path / "texts", count)
-    monkeypatch.setattr(batches_module, "_BATCH_CHARS", batch_chars)
+    monkeypatch.setattr(tokenise, "_BATCH_CHARS", batch_chars)
     plain, corpus = opened(), opened(tokenizer=tokenizer_path)
     tokenizer = open_tokenizer(tokenizer_path)
     assert corpus.vocab_size == 290 and corpus.train.dtype == np.uint16
@@ -220,7 +217,7 @@ def test_documents_are_the_texts(tmp_path, opened, monkeypatch, tokenizer_path, 
     write_documents(tmp_path / "texts", count)
     (tmp_path / "texts" / "latin.txt").write_bytes(b"caf\xe9" * 100)
     (tmp_path / "texts" / "empty.txt").write_bytes(b"")
-    monkeypatch.setattr(batches_module, "_BATCH_CHARS", batch_chars)
+    monkeypatch.setattr(tokenise, "_BATCH_CHARS", batch_chars)
     corpus = opened(tokenizer="bytes" if is_bytes else tokenizer_path, with_documents=True)
     (separator,) = (0,) if is_bytes else open_tokenizer(tokenizer_path).framing.end
     for part, documents in (
@@ -260,7 +257,7 @@ def test_a_cache_of_an_earlier_version_serves_until_documents_are_needed(tmp_pat
     whole = path.read_bytes()
     without_documents(path)
     with monkeypatch.context() as patch:
-        patch.setattr(text_module, "write_corpus", lambda *_, **__: pytest.fail("tokenised again"))
+        patch.setattr(tokenise, "write_corpus", lambda *_, **__: pytest.fail("tokenised again"))
         plain = opened()
     assert plain.train_documents is None and path.read_bytes() != whole
     np.testing.assert_array_equal(plain.train, packed.train)
@@ -351,7 +348,7 @@ def test_ids_beyond_the_vocabulary_are_refused_with_one_that_works(vocab_size, e
 def test_the_standard_library(opened, caplog, monkeypatch):
     caplog.set_level(logging.WARNING)
     built = opened("stdlib")
-    monkeypatch.setattr(text_module, "write_corpus", None)
+    monkeypatch.setattr(tokenise, "write_corpus", None)
     cached = opened("stdlib")
     assert cached.fingerprint == built.fingerprint and cached.description == built.description
     assert re.fullmatch(r"standard library source, \d+\.\d MB train / \d\.\d MB validation", built.description)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.sources.text_pieces import read_pieces
+from meshwright.data.sources.source_text import read_pieces
 from meshwright.data.text_documents import (
     MIN_HELD_OUT_FILES,
     Document,

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import tokenizer as tokenizer_module
-from meshwright.data.sources import text_pieces as pieces_module
-from meshwright.data.sources.text_pieces import Continued, read_pieces
+from meshwright.data.sources import source_text as pieces_module
+from meshwright.data.sources.source_text import Continued, read_pieces
 from meshwright.data.text_documents import Document, Extent, TextSlice
 from meshwright.errors import DataError
 

@@ -10,8 +10,8 @@ from meshwright.models.contract.initial_values import Normal
 from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Role, linear, vectors
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
 from meshwright.models.tasks.next_token import TextTask
-from meshwright.models.tasks.next_token_reference import TextReference
 from meshwright.models.tasks.text_data import open_text
+from meshwright.models.tasks.text_reference import TextReference
 from meshwright.nn.linear import Linear
 from meshwright.settings.section import ModelSection
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from meshwright.data.mixtures.joined_windows import JoinedPacked
+from meshwright.data.windows import JoinedWindows
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.data.chats.formats import CHATML, build, many_chats, write_lines
@@ -108,7 +108,7 @@ def one_document_each(job: Job, step: TrainStep) -> None:
 def shifted_mask(job: Job, step: TrainStep) -> None:
     """Count the token before each that counts."""
     loader = task_of(step)._loader
-    loader._windows = JoinedPacked(
+    loader._windows = JoinedWindows(
         tuple(replace(one, mask=replace(one.mask, start=one.mask.start + 1)) for one in loader._windows.sources)
     )
 
@@ -116,7 +116,7 @@ def shifted_mask(job: Job, step: TrainStep) -> None:
 def no_mask(job: Job, step: TrainStep) -> None:
     """Train on what everybody says."""
     loader = task_of(step)._loader
-    loader._windows = JoinedPacked(tuple(replace(one, mask=None) for one in loader._windows.sources))
+    loader._windows = JoinedWindows(tuple(replace(one, mask=None) for one in loader._windows.sources))
 
 
 def divisor_of_all_tokens(job: Job, step: TrainStep) -> None:

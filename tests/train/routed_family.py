@@ -12,8 +12,8 @@ from meshwright.models.contract.initial_values import ZEROS, Normal
 from meshwright.models.contract.model_facts import BufferFacts, EdgeFacts, KindFacts, ModelFacts, Role, linear
 from meshwright.models.contract.tp_styles import HEAD, STREAM, VOCABULARY
 from meshwright.models.tasks.next_token import TextTask
-from meshwright.models.tasks.next_token_reference import TextReference
 from meshwright.models.tasks.text_data import open_text
+from meshwright.models.tasks.text_reference import TextReference
 from meshwright.nn.linear import Linear
 from meshwright.nn.step_handles import LoadCounter, StepBuffer
 from meshwright.settings.section import ModelSection

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from datetime import date
 from statistics import median
 
-from meshwright.data.prefetch.prefetcher import Prefetcher
 from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import refuse_cuda
 from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
@@ -86,6 +85,8 @@ def block_ms(side: str, source_ms: float, step_ms: float, *, steps: int) -> list
 
     if side == SYNCHRONOUS:
         return run(read)
+    from meshwright.data.prefetch import Prefetcher
+
     with Prefetcher(range(steps), read, ahead=AHEAD) as values:
         return run(values.take)
 

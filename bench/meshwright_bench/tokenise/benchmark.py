@@ -13,7 +13,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
-from meshwright.data.tokenizer import BYTES
+from meshwright.data.tokenizer_files import BYTES
 from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import refuse_cuda
 from meshwright_bench.report import Figure, Report, cpu_name, of_rounds

@@ -22,7 +22,7 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_corpus import Corpus, Tokens
-from meshwright.data.token_windows import num_windows
+from meshwright.data.windows import num_windows
 from meshwright.errors import RunError
 from meshwright.mesh.process_groups import process_group
 from meshwright.models.contract.model_facts import Role

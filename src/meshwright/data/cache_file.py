@@ -4,9 +4,11 @@
 
 A file is written under a temporary name, synced and then renamed, so a killed process never leaves a partial file
 under the final name; a file of inconsistent length is rebuilt. One process per machine builds a file while the others
-wait; if it is killed, another of them goes on, with what is in the file's folder of parts (see `tokenise/parts.py`).
+wait; if it is killed, another of them goes on, with what is in the file's folder of parts (see `tokenise.py`).
 Without file locks several may build it at once: they write the same bytes, the last rename wins, and memory maps
 of an earlier file stay valid.
+
+Torch-free, and numpy-free: plans look for what is known of foreign models here.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import json
 import os
 import secrets
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,14 +27,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
-import numpy as np
-
-from meshwright.data.cache_directory import preferred_directory, writable_directory
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 
 MAGIC = b"MWTOKEN1"
-_LENGTH = np.dtype("<u8")
+_LENGTH_BYTES = 8
 _STALE_SECONDS = 24 * 3600
 _STALE_PARTS_SECONDS = 7 * _STALE_SECONDS
 
@@ -102,7 +103,7 @@ def write(path: Path, build: Callable[[BinaryIO], M]) -> M:
         metadata = build(file)
         assert file.tell() == metadata.payload_bytes, "build returned the wrong payload size"
         encoded = json.dumps(asdict(metadata)).encode("utf-8")
-        file.write(encoded + np.array(len(encoded), _LENGTH).tobytes() + MAGIC)
+        file.write(encoded + len(encoded).to_bytes(_LENGTH_BYTES, "little") + MAGIC)
     return metadata
 
 
@@ -126,13 +127,13 @@ def _usable(path: Path, kind: type[M], is_usable: Callable[[M], bool]) -> M | No
 def _load(file: BinaryIO, kind: type[M]) -> M:
     """Read the metadata; raise ValueError or TypeError if the file is truncated or malformed."""
     size = os.fstat(file.fileno()).st_size
-    tail = _LENGTH.itemsize + len(MAGIC)
+    tail = _LENGTH_BYTES + len(MAGIC)
     if size < tail:
         raise ValueError(f"{size} bytes is too short")
     file.seek(size - tail)
     footer = file.read(tail)
-    length = int(np.frombuffer(footer, _LENGTH, count=1)[0])
-    if footer[_LENGTH.itemsize :] != MAGIC or length > size - tail:
+    length = int.from_bytes(footer[:_LENGTH_BYTES], "little")
+    if footer[_LENGTH_BYTES:] != MAGIC or length > size - tail:
         raise ValueError("missing or corrupt footer")
     file.seek(size - tail - length)
     metadata = kind(**json.loads(file.read(length)))
@@ -200,3 +201,46 @@ def _remove_stale(directory: Path) -> None:
                 path.unlink()
         except OSError:
             continue
+
+
+def preferred_directory(cache_dir: str | None) -> Path | None:
+    """Return the configured cache directory or the user's default; None without a home directory."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(configured):  # The XDG specification requires relative paths to be ignored.
+        return Path(configured) / "meshwright"
+    try:
+        return Path.home() / ".cache" / "meshwright"
+    except RuntimeError:
+        return None
+
+
+def writable_directory(preferred: Path | None) -> Path:
+    """Return the preferred directory, created if needed, or one for this user under the system's temporary directory if
+    it is not writable, with a warning."""
+    problem = "no home directory"
+    if preferred is not None:
+        try:
+            preferred.mkdir(parents=True, exist_ok=True)
+            if os.access(preferred, os.W_OK | os.X_OK):
+                return preferred
+            problem = f"{preferred} is not writable"
+        except OSError as error:
+            problem = f"cannot create {preferred} ({error.strerror})"
+    fallback = temporary_directory()
+    _log.warning("%s: caching tokenised text in %s (set data.cache_dir to change this)", problem, fallback)
+    return fallback
+
+
+def temporary_directory() -> Path:
+    """Return a directory only this user can write to, the same for every process, since /tmp is world-writable."""
+    path = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022:
+            return path
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="meshwright-"))

@@ -1,22 +1,35 @@
-"""Batches of corpus windows as tensors on a device.
+"""Batches of windows as tensors on a device, of packed documents with their lengths, and the windows of a validation.
 
 Shapes: b samples, t tokens of a sample (seq_len).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.mixtures.joined_windows import Windows
+from meshwright.data.mixtures.entries import ONE
 from meshwright.data.sampler import SampleOrder
+from meshwright.data.windows import Documents, Int64Array, Windows
 
 IGNORED_TARGET = -100
 """Target of ignored tokens, the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
+
+
+class LoadedBatch(NamedTuple):
+    """Samples. Targets of padding, at the end of packed samples, and of what doesn't count are `IGNORED_TARGET`."""
+
+    inputs: Tensor
+    """int64 [b, t]."""
+    targets: Tensor
+    """int64 [b, t]."""
+    documents: Documents | None
+    """Lengths of each packed sample's documents, padding last; they add up to t."""
 
 
 class Loader:
@@ -29,30 +42,34 @@ class Loader:
     """
 
     def __init__(self, windows: Windows, order: SampleOrder, device: torch.device) -> None:
-        assert order.num_windows == windows.num_windows, "the order does not match the corpus"
+        assert order.num_windows == windows.num_windows, "the order does not match the windows"
         self.order = order
         self._windows = windows
         self._device = device
 
-    def batch(self, samples: range) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples, in order: `inputs_bt` and `targets_bt`, both int64."""
-        inputs_bt, targets_bt = self.host_batch(samples)
-        return inputs_bt.to(self._device), targets_bt.to(self._device)
+    def batch(self, samples: range) -> LoadedBatch:
+        """Return the samples, in order."""
+        host = self.host_batch(samples)
+        return LoadedBatch(host.inputs.to(self._device), host.targets.to(self._device), host.documents)
 
-    def host_batch(self, samples: range) -> tuple[Tensor, Tensor]:
-        """Return `inputs_bt` and `targets_bt` like `batch`, but on the CPU; callable from any thread."""
-        return read_tensors(self._windows, self.order.windows(samples), torch.device("cpu"))
+    def host_batch(self, samples: range) -> LoadedBatch:
+        """Return the samples like `batch`, but on the CPU; callable from any thread."""
+        return _read(self._windows, self.order.windows(samples), torch.device("cpu"))
+
+    def count(self, samples: range) -> int:
+        """Return the number of targets in the samples, without reading tokens."""
+        return self._windows.count(self.order.windows(samples))
 
 
 def validation_batches(
     windows: Windows,
-    chosen: NDArray[np.int64],
+    chosen: Int64Array,
     *,
     batch_size: int,
     data_parallel: int,
     data_index: int,
     device: torch.device,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[LoadedBatch]:
     """Yield the validation batches of one data-parallel rank.
 
     The samples are the same at every validation and on every layout; each rank gets a contiguous block of them. All
@@ -67,36 +84,47 @@ def validation_batches(
         data_parallel: number of data-parallel ranks.
         data_index: data-parallel index of this rank.
         device: device of the batches.
-
-    Yields:
-        `inputs_bt` and `targets_bt`, both int64.
     """
-    shares = validation_shares(chosen, batch_size=batch_size, data_parallel=data_parallel, data_index=data_index)
-    for rows, num_real in shares:
-        inputs_bt, targets_bt = read_tensors(windows, rows, device)
-        targets_bt[num_real:] = IGNORED_TARGET
-        yield inputs_bt, targets_bt
-
-
-def validation_shares(
-    chosen: NDArray[np.int64], *, batch_size: int, data_parallel: int, data_index: int
-) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Yield the windows of each validation batch of one data-parallel rank, and how many of them are not padding."""
     first, last = (len(chosen) * index // data_parallel for index in (data_index, data_index + 1))
     num_rows = -(-len(chosen) // data_parallel)
     for start in range(0, num_rows, batch_size):
         local = chosen[first + start : min(first + start + batch_size, last)]
         padding = np.zeros(batch_size - len(local), dtype=np.int64)
-        yield np.concatenate([local, padding]), len(local)
+        batch = _read(windows, np.concatenate([local, padding]), device)
+        batch.targets[len(local) :] = IGNORED_TARGET
+        yield batch
 
 
-def validation_windows(num_windows: int, num_samples: int) -> NDArray[np.int64]:
+def validation_windows(num_windows: int, num_samples: int) -> Int64Array:
     """Return the windows used for validation: `num_samples` of them, ascending and evenly spread, or all."""
     count = min(num_samples, num_windows)
     return np.arange(count, dtype=np.int64) * num_windows // max(1, count)
 
 
-def read_tensors(windows: Windows, rows: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of windows as tensors on a device: `inputs_bt` and `targets_bt`, both int64."""
-    inputs_bt, targets_bt = windows.read(rows, ignored_target=IGNORED_TARGET)
-    return torch.from_numpy(inputs_bt).to(device), torch.from_numpy(targets_bt).to(device)
+def chosen_validation(sizes: Sequence[int], shares: Sequence[int], num_samples: int) -> Int64Array:
+    """Return the windows of several sources used for validation, numbered source by source: in proportion to the
+    sources' shares, and evenly spread over each.
+
+    A source whose share exceeds its windows gives some of them several times, so that the loss is that of the mixture.
+
+    Args:
+        sizes: number of held-out windows of each source, at least one.
+        shares: weight of each source in units of 1/ONE, which add up to ONE.
+        num_samples: samples over all ranks; the windows of all sources if they have fewer.
+    """
+    if len(sizes) == 1:
+        return validation_windows(sizes[0], num_samples)
+    count = min(num_samples, sum(sizes))
+    ends = [count * total // ONE for total in accumulate(shares)]
+    chosen, first = [], 0
+    for size, start, end in zip(sizes, [0, *ends], ends, strict=False):
+        chosen.append(first + np.arange(end - start, dtype=np.int64) * size // max(1, end - start))
+        first += size
+    return np.concatenate(chosen)
+
+
+def _read(windows: Windows, rows: Int64Array, device: torch.device) -> LoadedBatch:
+    inputs, targets = windows.read(rows, ignored_target=IGNORED_TARGET)
+    return LoadedBatch(
+        torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device), windows.documents(rows)
+    )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.data.chats.chat_format import ChatFormat
-from meshwright.data.corpus_checks import SplitSource, split_source
 from meshwright.data.packed_windows import PackedSplits, PackedWindows, open_packed
-from meshwright.data.text_corpus import Corpus
+from meshwright.data.text_corpus import Corpus, SplitSource, split_source
 from meshwright.errors import DataError
 from meshwright.units import counted
 
@@ -28,22 +26,26 @@ def pack_corpus(corpus: Corpus, *, seq_len: int, cache_dir: str | None, multiple
         DataError: a split has fewer targets than a window, of which the fix names the largest `train.seq_len` that
             works; or, of conversations, none at all.
     """
-    assert corpus.train_documents is not None and corpus.validation_documents is not None, "open it with its documents"
-    train, validation = (
-        open_packed(
-            tokens, documents, seq_len=seq_len, fingerprint=documents.fingerprint, cache_dir=cache_dir, mask=mask
-        )
-        for tokens, documents, mask in (
-            (corpus.train, corpus.train_documents, corpus.train_mask),
-            (corpus.validation, corpus.validation_documents, corpus.validation_mask),
-        )
+    train_documents, validation_documents = corpus.train_documents, corpus.validation_documents
+    assert train_documents is not None and validation_documents is not None, "open it with its documents"
+    train = open_packed(corpus.train, train_documents, seq_len=seq_len, cache_dir=cache_dir, mask=corpus.train_mask)
+    validation = open_packed(
+        corpus.validation, validation_documents, seq_len=seq_len, cache_dir=cache_dir, mask=corpus.validation_mask
     )
-    description = f"{corpus.description}\n  {_describe(train, len(corpus.train_documents.ends))}"
+    lines = [corpus.description, *_describe(train, len(train_documents.ends))]
     if corpus.conversations is not None and (chat := corpus.conversations.source.chat) is not None:
-        description += f"\n  {_describe_turns(chat)}"
-    packed = replace(corpus, description=description, packed=PackedSplits(train, validation))
-    _check(packed, train, validation, seq_len=seq_len, multiple_of=multiple_of)
-    return packed
+        if chat.turn_end is not None:
+            lines.append(f"turns of the assistant end with {chat.turn_end.text}")
+        else:
+            lines.append(
+                f"{WARNING} no token that counts in the loss ends the turns of the assistant, so that generation won't "
+                "stop: write one, such as the tokenizer's eos_token, inside the turn in "
+                f"{chat.files.template_path}"
+            )
+    splits = {"training": train, "validation": validation}
+    for name in sorted(splits, key=lambda name: splits[name].num_inputs):
+        _check_split(splits[name], split_source(corpus, name), name, seq_len=seq_len, multiple_of=multiple_of)
+    return replace(corpus, description="\n  ".join(lines), packed=PackedSplits(train, validation))
 
 
 def packed_splits(corpus: Corpus) -> PackedSplits:
@@ -52,14 +54,14 @@ def packed_splits(corpus: Corpus) -> PackedSplits:
     return corpus.packed
 
 
-def _describe(train: PackedWindows, num_documents: int) -> str:
+def _describe(train: PackedWindows, num_documents: int) -> list[str]:
     """Say what packing is worth, as padding costs as much as tokens; and what of conversations counts."""
     alone = train.num_inputs / max(1, len(train.pieces) * train.seq_len)
     if train.mask is None:
-        return (
+        return [
             f"documents packed: {train.fill:.1%} of the tokens in samples have a target, "
             f"{alone:.1%} with a document per sample"
-        )
+        ]
     lines = [
         f"conversations packed: {train.num_targets / max(1, train.num_inputs):.0%} of tokens count in the loss; "
         f"{1 - train.fill:.1%} of samples is padding, {1 - alone:.1%} with a conversation per sample"
@@ -70,35 +72,21 @@ def _describe(train: PackedWindows, num_documents: int) -> str:
             f"{counted(num_documents, 'conversation')}; left out: "
             f"{counted(train.num_left_out, 'piece')} without a token that counts"
         )
-    return "\n  ".join(lines)
-
-
-def _describe_turns(chat: ChatFormat) -> str:
-    """Say which token ends a turn, or warn that training teaches none."""
-    if chat.turn_end is not None:
-        return f"turns of the assistant end with {chat.turn_end.text}"
-    what = f"{WARNING} no token that counts in the loss ends the turns of the assistant, so that generation won't stop"
-    return f"{what}: write one, such as the tokenizer's eos_token, inside the turn in {chat.files.template_path}"
-
-
-def _check(corpus: Corpus, train: PackedWindows, validation: PackedWindows, *, seq_len: int, multiple_of: int) -> None:
-    """Check that both splits have enough targets to fill a window, or some, if not all tokens count."""
-    splits = {"training": train, "validation": validation}
-    for name in sorted(splits, key=lambda name: splits[name].num_inputs):
-        _check_split(splits[name], split_source(corpus, name), name, seq_len=seq_len, multiple_of=multiple_of)
+    return lines
 
 
 def _check_split(windows: PackedWindows, source: SplitSource, name: str, *, seq_len: int, multiple_of: int) -> None:
-    fewest = windows.num_inputs
+    """Check that a split has enough targets to fill a window, or some, if not all tokens count."""
     if windows.mask is not None:
-        if not windows.num_windows:
-            raise DataError(
-                f"no token of the {name} split counts in the loss",
-                where=f"{source.key}, {source.name}",
-                rule="the training and validation splits each have conversations in which the assistant says something",
-                fix=f"a larger {source.key}",
-            )
-        return
+        if windows.num_windows:
+            return
+        raise DataError(
+            f"no token of the {name} split counts in the loss",
+            where=f"{source.key}, {source.name}",
+            rule="the training and validation splits each have conversations in which the assistant says something",
+            fix=f"a larger {source.key}",
+        )
+    fewest = windows.num_inputs
     if fewest >= seq_len:
         return
     largest = fewest // multiple_of * multiple_of

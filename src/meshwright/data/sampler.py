@@ -48,6 +48,12 @@ class SampleOrder(Protocol):
     def first_repeat(self) -> int:
         """First sample that reads a window of a source whose windows were all read."""
 
+    def first_repeats(self) -> tuple[int, ...]:
+        """Return, for each source, its first sample of the second epoch."""
+
+    def num_read(self, num_samples: int) -> tuple[int, ...]:
+        """Return the number of samples of each source among the first `num_samples`."""
+
     def windows(self, samples: range | NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the window of each sample, in [0, num_windows).
 
@@ -89,20 +95,20 @@ class WindowOrder:
 
     @property
     def parts(self) -> tuple[WindowOrder, ...]:
-        """This order, of the only source."""
         return (self,)
 
     @property
     def first_repeat(self) -> int:
-        """First sample of the second epoch."""
         return self.num_windows
 
-    def windows(self, samples: range | NDArray[np.integer]) -> NDArray[np.int64]:
-        """Return the window of each sample, in [0, num_windows); each epoch visits every window once.
+    def first_repeats(self) -> tuple[int, ...]:
+        return (self.num_windows,)
 
-        Args:
-            samples: global sample indices since the start of the run, in any order and shape.
-        """
+    def num_read(self, num_samples: int) -> tuple[int, ...]:
+        return (num_samples,)
+
+    def windows(self, samples: range | NDArray[np.integer]) -> NDArray[np.int64]:
+        """Return the window of each sample, in [0, num_windows); each epoch visits every window once."""
         indices = np.asarray(samples, dtype=np.int64)
         assert not (indices < 0).any(), "sample indices start at 0"
         epochs, positions = np.divmod(indices.reshape(-1), self.num_windows)

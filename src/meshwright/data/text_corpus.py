@@ -7,6 +7,8 @@ w·T … w·T + T, so windows share no input, and the last target of one is the 
 the documents, its documents can be packed instead (see `packed_windows.py`): each record of JSON lines or Parquet is a
 document, and each other file, separator included, or each of its two parts if the last tenth of every file is held out;
 token files say their separator.
+
+Check a corpus against the length of a run's samples and its model's vocabulary.
 """
 
 from __future__ import annotations
@@ -14,32 +16,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import cache_file
-from meshwright.data.corpus_fingerprint import masked_fingerprint, packed_fingerprint
-from meshwright.data.document_ends import SplitDocuments, check_ends
-from meshwright.data.loss_mask import LossMask
-from meshwright.data.packed_windows import PackedSplits
-from meshwright.data.sources.record_field import record_field
 from meshwright.data.sources.source_text import Use
-from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import TextSource, open_source
 from meshwright.data.text_documents import STDLIB
-from meshwright.data.token_cache import CorpusMetadata, map_ends, map_mask, map_tokens
+from meshwright.data.token_cache import CorpusMetadata, LossMask, SplitDocuments, map_ends, map_mask, map_tokens
 from meshwright.data.token_files import is_token_file, open_token_file
-from meshwright.data.tokenise.parts import remove_parts
-from meshwright.data.tokenise.special_tokens import AUTO, declared_ends
-from meshwright.data.tokenise.write_corpus import write_corpus
-from meshwright.data.tokenizer import BYTES, open_tokenizer, tokenizer_identity, tokenizer_path
+from meshwright.data.tokenizer import open_tokenizer, tokenizer_identity, tokenizer_path
+from meshwright.data.tokenizer_files import AUTO, BYTES, declared_ends
+from meshwright.data.windows import num_windows
+from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import counted, format_count
+
+if TYPE_CHECKING:
+    from meshwright.data.packed_windows import PackedSplits
 
 Tokens = NDArray[np.integer]
 
@@ -123,22 +123,23 @@ def open_corpus(
         source: `stdlib` (the .py files of this Python's standard library), a `.npy` or `.bin` token file, or else a
             glob of files of UTF-8 text, JSON lines or Parquet, the folder of a saved dataset, or
             `package.module:Source`. `text_documents.py`, `sources/` and `token_files.py` define the held-out part.
-        tokenizer: `bytes` or the path of a `tokenizer.json`; ignored for token files.
-        token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
+        tokenizer: `data.tokenizer`; ignored for token files.
+        token_dtype: element type of a `.bin`.
         cache_dir: directory for tokenised text; `~/.cache/meshwright` if None.
-        with_documents: find the ends of the documents.
         separator: last token of each document: of a token file, needed to find them; of text, in place of what the
             tokenizer declares.
-        bos: auto for text that begins as the tokenizer frames it, or none.
-        text_field: field that is the text of each record.
-        chat_field: field that is the conversation of each record, in place of a text.
-        use: whether to hold out a part for validation, or to put everything into one split; the other is empty then.
+        text_field, chat_field: field that is the text, or else the conversation, of each record.
+        use: which split has the texts; a tenth is held out, or the other is empty.
 
     Raises:
         DataError: the source or the tokenizer is missing, unreadable, malformed or empty, or a field is missing or has
             no effect.
     """
-    record = record_field(text_field=text_field, chat_field=chat_field, tokenizer=tokenizer)
+    record = None
+    if text_field is not None or chat_field is not None:
+        from meshwright.data.sources.record_field import no_effect, record_field
+
+        record = record_field(text_field=text_field, chat_field=chat_field, tokenizer=tokenizer)
     if is_token_file(source):
         if record is not None:
             raise no_effect(record.name, source, key=record.key)
@@ -184,18 +185,20 @@ def _with_mask(corpus: Corpus, path: Path, metadata: CorpusMetadata, found: Text
     mask = map_mask(path, metadata)
     if mask is None:
         return corpus
+    identity = f"loss mask {corpus.fingerprint} {metadata.mask_fingerprint}"
     return replace(
         corpus,
-        fingerprint=masked_fingerprint(corpus.fingerprint, metadata.mask_fingerprint),
+        fingerprint=hashlib.sha256(identity.encode("ascii")).hexdigest(),
         train_mask=mask,
-        validation_mask=mask.of_split(metadata.num_train),
+        validation_mask=replace(mask, start=metadata.num_train),
         conversations=Conversations(found, date.fromisoformat(metadata.chat_day)),
     )
 
 
 def _with_documents(corpus: Corpus, path: Path, metadata: CorpusMetadata) -> Corpus:
+    from meshwright.data.packed_windows import packed_fingerprint
+
     ends = map_ends(path, metadata)
-    check_ends(ends, metadata.ends_fingerprint, path)
     fingerprint = packed_fingerprint(corpus.fingerprint, metadata.ends_fingerprint)
     bytes_per_token = corpus.validation_bytes_per_token
     if metadata.has_begin and bytes_per_token is not None:
@@ -236,6 +239,8 @@ def _open_text(
         opened = open_tokenizer(tokenizer, bos=bos, separator=separator)
         # The cache file is written under another name in the folder where it will be.
         parts = cache_file.parts_folder(Path(file.name).with_name(name))
+        from meshwright.data.tokenise import write_corpus
+
         return write_corpus(file, found, opened, source=source, parts=parts)
 
     path, metadata = cache_file.open_or_build(
@@ -246,7 +251,8 @@ def _open_text(
         # Files of earlier versions have no ends of documents.
         is_usable=lambda metadata: metadata.has_documents or not with_documents,
     )
-    remove_parts(cache_file.parts_folder(path))
+    # Another process that still makes the corpus goes on without its parts.
+    shutil.rmtree(cache_file.parts_folder(path), ignore_errors=True)
     return path, metadata
 
 
@@ -274,3 +280,69 @@ def _bytes(count: int) -> str:
 def _tokens(count: int) -> str:
     """Format a token count, as in `7.90 M tokens`."""
     return f"{format_count(count)} tokens"
+
+
+class SplitSource(NamedTuple):
+    """Source of a split: its key, and what the key names."""
+
+    key: str
+    name: str
+
+
+def split_source(corpus: Corpus, split: str) -> SplitSource:
+    """Return the source of the `training` or `validation` split."""
+    if split == "validation" and corpus.validation_source is not None:
+        return SplitSource("data.validation_source", corpus.validation_source)
+    return SplitSource("data.source", corpus.source)
+
+
+def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None:
+    """Check that both splits of a corpus hold at least one window.
+
+    Args:
+        corpus: the corpus to check.
+        seq_len: inputs per window.
+        multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
+
+    Raises:
+        DataError: a split is too short; the fix names the largest `train.seq_len` that works.
+    """
+    parts = {"training": corpus.train, "validation": corpus.validation}
+    name, shortest = min(parts.items(), key=lambda item: len(item[1]))
+    if num_windows(shortest, seq_len):
+        return
+    largest, source = (len(shortest) - 1) // multiple_of * multiple_of, split_source(corpus, name)
+    raise DataError(
+        f"train.seq_len = {seq_len} is longer than the {name} split, which has {counted(len(shortest), 'token')}",
+        where=f"train.seq_len; {source.key}, {source.name}",
+        rule="the training and validation splits each hold at least one sample of seq_len + 1 tokens",
+        fix=f"train.seq_len={largest}, or a larger {source.key}" if largest > 0 else f"a larger {source.key}",
+    )
+
+
+def check_vocab(corpus: Corpus, vocab_size: int, *, is_key: bool = True) -> None:
+    """Check that a model's vocabulary covers every id of a corpus.
+
+    Args:
+        corpus: the corpus to check.
+        vocab_size: tokens of the model's vocabulary.
+        is_key: whether the vocabulary is the key `model.vocab_size`, and not the size of a given model.
+
+    Raises:
+        DataError: the corpus has ids outside the vocabulary.
+    """
+    if corpus.vocab_size > vocab_size and not is_key:
+        raise DataError(
+            f"the corpus has ids up to {corpus.vocab_size - 1}, but the model has a vocabulary of {vocab_size}",
+            where=f"data.tokenizer; data.source, {corpus.source}",
+            rule="every token id is less than the size of the model's vocabulary",
+            fix="data.tokenizer=<that of the model> (bytes for a model type, which is small), or a model with "
+            f"{corpus.vocab_size} tokens (of transformers: resize_token_embeddings({corpus.vocab_size}))",
+        )
+    if corpus.vocab_size > vocab_size:
+        raise DataError(
+            f"model.vocab_size = {vocab_size} is too small: the corpus has ids up to {corpus.vocab_size - 1}",
+            where=f"model.vocab_size; data.source, {corpus.source}",
+            rule="every token id is less than model.vocab_size",
+            fix=f"model.vocab_size={corpus.vocab_size}, or any larger one",
+        )

@@ -4,31 +4,42 @@ Hold-out rule: a file is held out if the SHA-256 of its name, as a number, is di
 at least 5 non-empty files; otherwise (few files) the last tenth of every file is held out. A name is the path relative
 to the corpus root with forward slashes, so the choice is the same on every machine, and with many files, adding one
 does not reassign others.
+
+Compressed files are read as what they hold: `a.jsonl.gz` is JSON lines and `b.txt.xz` text. Zstandard isn't in Python's
+library before 3.14: the optional `pyarrow` package, which comes with `datasets`, reads it.
 """
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import difflib
 import glob
+import gzip
 import hashlib
+import importlib.util
+import io
+import lzma
 import os
 import shlex
 import sysconfig
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
-from meshwright.data.sources.compressed_files import DAMAGE, contents_name, open_contents, recode, suffix_of_compression
 from meshwright.errors import DataError
-from meshwright.settings.import_object import download_fix
+from meshwright.settings.import_object import OBJECT_NAME, download_fix
 
 STDLIB = "stdlib"
+DIGITS, DIGITS_VIDEO = "digits", "digits-video"
+"""Sources of images that are no files."""
 MIN_HELD_OUT_FILES = 5
 MAX_FOLDERS_SEARCHED = 1000
 TEXT_SUFFIXES = frozenset(
@@ -40,6 +51,8 @@ TEXT_SUFFIXES = frozenset(
 OTHER_SOURCE = f"a pattern that matches text files, or data.source={STDLIB}"
 HOLD_OUT_DIVISOR = 10
 """One in how many is held out for validation."""
+DATASET_STATE, DATASET_INFO, DATASET_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+"""Files by which a folder is known as a saved dataset, or as several."""
 BOM = "\ufeff"
 """Byte order mark, which is no part of a text that starts with it."""
 _OTHER_UNICODE = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16",
@@ -73,6 +86,28 @@ class TextSlice:
     extent: Extent
 
 
+def is_own(source: str) -> bool:
+    """Return True if a source names an object in the user's code, rather than files."""
+    return OBJECT_NAME.fullmatch(source) is not None and not os.path.exists(source)
+
+
+def is_saved_dataset(source: str) -> bool:
+    """Return True if a source is a folder with a saved dataset, or with several in one folder each."""
+    folder = Path(os.path.expanduser(source))
+    is_one = (folder / DATASET_STATE).is_file() and (folder / DATASET_INFO).is_file()
+    return is_one or (folder / DATASET_SPLITS).is_file()
+
+
+def is_parquet(path: str) -> bool:
+    """Return True if a file has the suffix of Parquet, or that of one compressed as a whole, which isn't read."""
+    return contents_name(path).lower().endswith(".parquet")
+
+
+def is_record_file(path: str) -> bool:
+    """Return True if a file has the suffix of Parquet or of JSON lines, whether it is compressed or not."""
+    return is_parquet(path) or contents_name(path).lower().endswith((".jsonl", ".ndjson"))
+
+
 def list_documents(source: str) -> list[Document]:
     """List the files of a source, `stdlib` or a glob (`**` and `~` are expanded), sorted by name.
 
@@ -86,7 +121,13 @@ def list_documents(source: str) -> list[Document]:
         root, paths = find_files(source)
     if not paths:
         raise _nothing_found(source, root)
-    documents = [_document(path, root, source) for path in paths]
+    documents = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise unreadable_file(path, source, error) from None
+        documents.append(Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns))
     return sorted(documents, key=lambda document: document.name)
 
 
@@ -233,14 +274,6 @@ def _fixed_root(pattern: str) -> Path:
     return Path(*parts[:first])
 
 
-def _document(path: str, root: Path, source: str) -> Document:
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise unreadable_file(path, source, error) from None
-    return Document(path, relative_name(path, root), status.st_size, status.st_mtime_ns)
-
-
 def _bad_link(path: str | Path, source: str, target: str) -> DataError:
     return DataError(
         f"{path} is a link to {target}",
@@ -295,3 +328,60 @@ def _nothing_found(source: str, root: Path) -> DataError:
         "folder of a saved dataset, or your own package.module:Source",
         fix=fix,
     )
+
+
+UNPACK = {".gz": "gunzip -k", ".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zst": "unzstd"}
+"""Commands that decompress files of these suffixes."""
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError)
+"""What reading a damaged file raises, besides an OSError without a number."""
+
+
+def suffix_of_compression(path: str) -> str:
+    """Return the suffix by which a file is compressed; empty if it isn't."""
+    suffix = os.path.splitext(path)[1].lower()
+    return suffix if suffix in UNPACK else ""
+
+
+def contents_name(path: str) -> str:
+    """Return the path of a file without the suffix by which it is compressed."""
+    return path[: len(path) - len(suffix_of_compression(path))]
+
+
+def recode(path: str, encoding: str = "<its encoding>") -> str:
+    """Return the commands that write a file of text in UTF-8 to another, which unpack it first if it is compressed."""
+    suffix = suffix_of_compression(path)
+    first = f"{UNPACK[suffix]} {shlex.quote(path)}, then " if suffix else ""
+    return f"{first}iconv -f {encoding} -t UTF-8 {shlex.quote(contents_name(path))} > <another file>"
+
+
+def open_contents(path: str) -> io.BufferedReader:
+    """Open a file to read what it holds, decompressed as it is read.
+
+    Raises:
+        DataError: it is compressed by Zstandard, and `pyarrow` isn't installed.
+    """
+    suffix = suffix_of_compression(path)
+    if suffix == ".zst":
+        require_datasets(path, package="pyarrow", purpose="a .zst file")
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(path, compression="zstd"))
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(io.BufferedReader, openers.get(suffix, open)(path, "rb"))  # all of them can peek
+
+
+def require_datasets(source: str, *, package: str, purpose: str) -> None:
+    """Raise a DataError if a package that comes with the extra `datasets` is not installed.
+
+    Args:
+        source: `data.source`, for the message.
+        package: pyarrow or datasets.
+        purpose: what is read with it, such as `a Parquet file`.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise DataError(
+            f"the {package} package is not installed",
+            where=f"data.source, {source}",
+            rule=f"reading {purpose} requires the {package} package",
+            fix=f"pip install {package}",
+        )

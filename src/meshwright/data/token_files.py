@@ -19,11 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import cache_file
-from meshwright.data.corpus_fingerprint import Fingerprint
-from meshwright.data.document_ends import EndsWriter
-from meshwright.data.sources.compressed_files import UNPACK, contents_name, suffix_of_compression
-from meshwright.data.text_documents import nearest_existing_directory, similar_file, unreadable_file
-from meshwright.data.token_cache import CorpusMetadata
+from meshwright.data.text_documents import (
+    UNPACK,
+    contents_name,
+    nearest_existing_directory,
+    similar_file,
+    suffix_of_compression,
+    unreadable_file,
+)
+from meshwright.data.token_cache import CorpusMetadata, EndsWriter, Fingerprint
 from meshwright.errors import DataError
 from meshwright.log import get_logger
 from meshwright.units import counted, format_bytes

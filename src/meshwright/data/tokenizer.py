@@ -17,14 +17,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.tokenise.special_tokens import AUTO, Framing, frame
+from meshwright.data.tokenizer_files import AUTO, BYTES, TOKENIZER, Framing, frame
 from meshwright.errors import DataError
 from meshwright.settings.import_object import download_fix
 
 Tokens = NDArray[np.unsignedinteger]
 
-BYTES = "bytes"
-TOKENIZER = "tokenizer.json"
 RULE = "a tokenizer is bytes, or the path of a Hugging Face tokenizer.json or of its folder"
 
 _INVALID_BYTE = 0xFF

@@ -35,14 +35,12 @@ from meshwright.checkpoint.manifest import (
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import MeshConfig, RunConfig
 from meshwright.config.source import CONFIG_FILE
-from meshwright.data.mixtures.changes import KEYS, changes
 from meshwright.data.token_files import is_token_file
-from meshwright.data.tokenise.special_tokens import NONE
-from meshwright.data.tokenizer import BYTES, tokenizer_identity
-from meshwright.data.tokenizer_files import TOKENIZER
+from meshwright.data.tokenizer import tokenizer_identity
+from meshwright.data.tokenizer_files import BYTES, NONE, TOKENIZER
 from meshwright.errors import CheckpointError, InputError, continue_command
 from meshwright.log import get_logger
-from meshwright.models.tasks.text_sources import all_sources
+from meshwright.models.tasks.text_sources import SOURCE_KEYS, all_sources, changes
 from meshwright.optim.catalogue import KEY as OPTIMIZER
 from meshwright.optim.catalogue import OTHERS
 from meshwright.settings.violation import format_fix, format_value
@@ -250,7 +248,7 @@ def _other_corpus(saved: Mapping[str, Any], config: RunConfig, path: Path) -> Ch
     if config.data.tokenizer != BYTES:
         saved = {"bos": NONE, **saved}  # earlier versions added no beginning
     differences = changes(saved, now)
-    names = [key.partition(".")[2] for key in KEYS]
+    names = [key.partition(".")[2] for key in SOURCE_KEYS]
     before = {f"data.{name}": saved[name] for name in names if name in saved and saved[name] != now[name]}
     files = "the files and the Python version of the first run"
     return CheckpointError(

@@ -22,8 +22,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.resolve import learning_rate
-from meshwright.data.prefetch.device_copies import Handle, open_copies
-from meshwright.data.prefetch.prefetcher import Prefetcher
+from meshwright.data.prefetch import Handle, Prefetcher, open_copies
 from meshwright.data.sampler import microbatch_samples
 from meshwright.models.contract.task import Batch, BatchUse, HostBatch, Task, prepare_batch
 from meshwright.parallel.data_parallel import complete_gradients

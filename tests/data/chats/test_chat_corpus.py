@@ -9,11 +9,11 @@ from datetime import date
 import numpy as np
 import pytest
 
+from meshwright.data import tokenise
 from meshwright.data.chats.chat_format import ChatFormat
 from meshwright.data.packed_corpus import pack_corpus
 from meshwright.data.sources.source_text import Use
 from meshwright.data.text_corpus import open_corpus
-from meshwright.data.tokenise import encode, parts
 from meshwright.errors import DataError
 from tests.data.chats.formats import CHATML, TEMPLATES, build, chat, many_chats, write_lines
 from tests.data.chats.formats import parts as written
@@ -156,10 +156,10 @@ def test_a_source_is_used_whole(tmp_path, tokenizers, use):
 
 
 def test_a_killed_process_leaves_parts_with_masks(tmp_path, tokenizers, monkeypatch):
-    monkeypatch.setattr(encode, "_BATCH_CHARS", 200)
-    monkeypatch.setattr(parts, "_NUM_BATCHES", 2)
+    monkeypatch.setattr(tokenise, "_BATCH_CHARS", 200)
+    monkeypatch.setattr(tokenise, "_NUM_BATCHES", 2)
     path = write_lines(tmp_path / "a.jsonl", CHATS)
-    save, encode_batch = parts.Parts._save, ChatFormat.encode_batch
+    save, encode_batch = tokenise.Parts._save, ChatFormat.encode_batch
 
     def save_and_fail(self, number, encoded):
         save(self, number, encoded)
@@ -167,7 +167,7 @@ def test_a_killed_process_leaves_parts_with_masks(tmp_path, tokenizers, monkeypa
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(parts.Parts, "_save", save_and_fail)
+        patch.setattr(tokenise.Parts, "_save", save_and_fail)
         with pytest.raises(KeyboardInterrupt):
             opened(path, tokenizers["chatml"], tmp_path)
     num_encoded = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.data.mixtures.changes import changes
+from meshwright.models.tasks.text_sources import changes
 
 OURS = {"mixture": ("0.7:web", "0.2:code", "0.1:books"), "source": "stdlib", "validation_source": None}
 

@@ -6,11 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.loader import IGNORED_TARGET, validation_windows
-from meshwright.data.mixtures.chosen_validation import chosen_validation
+from meshwright.data.loader import IGNORED_TARGET, chosen_validation, validation_windows
 from meshwright.data.mixtures.entries import ONE
-from meshwright.data.mixtures.joined_windows import JoinedPacked, JoinedWindows
-from meshwright.data.token_windows import TokenWindows
+from meshwright.data.windows import JoinedWindows, TokenWindows
 from tests.data.test_packed_windows import open_windows
 
 chosen = st.lists(st.integers(0, 11), max_size=30)
@@ -33,7 +31,7 @@ def test_a_window_is_that_of_its_source(chosen):
 @given(data=st.data())
 def test_packed_windows_keep_their_documents(data):
     sources = [open_windows(lengths, 8) for lengths in ((5, 9, 30, 2), (3, 3, 3), (17, 8, 8, 40, 3))]
-    joined = JoinedPacked(tuple(sources))
+    joined = JoinedWindows(tuple(sources))
     numbered = [(source, window) for source in sources for window in range(source.num_windows)]
     windows = data.draw(st.lists(st.integers(0, len(numbered) - 1), max_size=20))
     rows = np.array(windows, dtype=np.int64)

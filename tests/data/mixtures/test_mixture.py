@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.mixtures.describe import describe
 from meshwright.data.mixtures.entries import BLOCK, ONE
-from meshwright.data.mixtures.mixture import Mixture, train_order, train_sizes, validation_shares
+from meshwright.data.mixtures.mixture import Mixture, describe, train_order, train_sizes, validation_shares
 from meshwright.data.text_corpus import Corpus
 
 QUARTERS = (ONE // 4, 3 * ONE // 4)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.prefetch.device_copies import (
+from meshwright.data.prefetch import (
     NUM_STAGINGS,
     CudaStreams,
     DirectCopies,

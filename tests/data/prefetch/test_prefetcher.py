@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.prefetch import prefetcher as module
-from meshwright.data.prefetch.prefetcher import Prefetcher
+from meshwright.data import prefetch as module
+from meshwright.data.prefetch import Prefetcher
 from meshwright.errors import DataError
 
 

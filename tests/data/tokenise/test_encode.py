@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data.sources.text_pieces import Continued
-from meshwright.data.tokenise import encode as batches_module
-from meshwright.data.tokenise.encode import AHEAD, AT_ONCE, batches, encode, encode_in_order, texts_sha256
-from meshwright.data.tokenise.special_tokens import Framing
+from meshwright.data import tokenise as batches_module
+from meshwright.data.sources.source_text import Continued
+from meshwright.data.tokenise import AHEAD, AT_ONCE, batches, encode, encode_in_order
 from meshwright.data.tokenizer import ByteTokenizer
+from meshwright.data.tokenizer_files import Framing
 from meshwright.errors import DataError
 
 TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=6)
@@ -68,7 +68,7 @@ def test_the_digest_is_of_the_texts_and_of_where_documents_end():
     texts = (["ab", "c"], ["a", "bc"], ["abc"], [Continued("ab"), "c"], [Continued("a"), "bc"], ["ab", "d"])
     found = [next(batches(one)) for one in texts]
     digests = [encode(one, ByteTokenizer()).texts_sha256 for one in found]
-    assert digests == [texts_sha256(one) for one in found] and len(set(digests)) == len(texts)
+    assert digests == [one.digest() for one in found] and len(set(digests)) == len(texts)
 
 
 @pytest.mark.parametrize("cores", [1, 3, 64])

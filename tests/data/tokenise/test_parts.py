@@ -11,11 +11,9 @@ import time
 import pytest
 
 from meshwright.data import cache_file
+from meshwright.data import tokenise as batches_module
 from meshwright.data.text_corpus import open_corpus
-from meshwright.data.tokenise import encode as batches_module
-from meshwright.data.tokenise import parts as parts_module
-from meshwright.data.tokenise.encode import batches
-from meshwright.data.tokenise.parts import Parts
+from meshwright.data.tokenise import Parts, batches
 from meshwright.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 TEXTS = [f"document {number}: " + "la " * (number % 7) for number in range(100)]
@@ -37,7 +35,7 @@ class Counting(ByteTokenizer):
 def shrink(patch, *, batch_chars=1):
     """Batches of one text, parts of ten, one core."""
     patch.setattr(batches_module, "_BATCH_CHARS", batch_chars)
-    patch.setattr(parts_module, "_NUM_BATCHES", PER_PART)
+    patch.setattr(batches_module, "_NUM_BATCHES", PER_PART)
     patch.setattr(os, "sched_getaffinity", lambda _: {0})
 
 

@@ -13,7 +13,7 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.data.loader import IGNORED_TARGET
-from meshwright.data.mixtures.joined_windows import JoinedPacked
+from meshwright.data.windows import JoinedWindows
 from meshwright.models.contract.task import Batch
 from meshwright.models.hf import origin
 from meshwright.models.hf.export import TransformersWeights
@@ -69,7 +69,7 @@ def batch_of(config: RunConfig, *, mask_later: int = 0) -> Batch:
     task: Any = config.family.task(run_facts(config), open_data(config), torch.device("cpu"))
     (windows,) = task._loader._windows.sources
     mask = replace(windows.mask, start=windows.mask.start - mask_later)
-    task._loader._windows = JoinedPacked((replace(windows, mask=mask),))
+    task._loader._windows = JoinedWindows((replace(windows, mask=mask),))
     batch: Batch = task.batch(range(8))
     return batch
 

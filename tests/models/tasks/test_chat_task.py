@@ -13,8 +13,8 @@ from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.packed_windows import PackedSplits
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.model_facts import Part
+from meshwright.models.tasks.text_reference import document_pairs, document_spans, documents_loss_sum
 from meshwright.models.tasks.text_sources import end_ids
-from meshwright.models.tasks.text_task import document_pairs, document_spans, documents_loss_sum
 from meshwright.plan.rules import load
 from tests.data.chats.formats import CHATML, SPECIAL, build, many_chats, write_lines
 from tests.helpers import open_data

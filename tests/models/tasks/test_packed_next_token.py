@@ -11,7 +11,7 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.models.contract.model_facts import Part
-from meshwright.models.tasks.text_task import (
+from meshwright.models.tasks.text_reference import (
     PackedTextReference,
     document_pairs,
     document_spans,

@@ -15,7 +15,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.data.mixtures.entries import ONE
 from meshwright.data.mixtures.mixture import Mixture
 from meshwright.data.mixtures.mixture_order import MixtureOrder
-from meshwright.data.sources import text_pieces
+from meshwright.data.sources import source_text
 from meshwright.data.sources.source_text import Use
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.tasks.text_data import check_overlaps
@@ -146,8 +146,8 @@ def test_files_that_are_read_in_pieces_are_used_whole(folder, monkeypatch):
     (folder / "long.txt").write_text("some words\n\n" * 500)
     words = [f"data.source={folder}/long.txt", f"data.validation_source={folder}/v.txt", PACKED]
     whole = open_data(config_of(folder, *words))
-    monkeypatch.setattr(text_pieces, "_LONG_CHARS", 100)
-    monkeypatch.setattr(text_pieces, "_READ_BYTES", 300)
+    monkeypatch.setattr(source_text, "_LONG_CHARS", 100)
+    monkeypatch.setattr(source_text, "_READ_BYTES", 300)
     pieces = open_data(config_of(folder, *words, f"data.cache_dir={folder}/other"))
     assert len(pieces.train) == 6001 and pieces.fingerprint == whole.fingerprint
 

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.chats.messages import ASSISTANT, RULE, Message
-from meshwright.data.chats.written import Span, Written
-from meshwright.data.tokenise.special_tokens import TOKENIZER_CONFIG, TOKENS_MAP, read_json, read_text, token_text
-from meshwright.data.tokenizer import BYTES, Tokens, open_backend, require_tokenizers, token_dtype, tokenizer_path
+from meshwright.data.chats.messages import ASSISTANT, RULE, Message, Span, Written
+from meshwright.data.tokenizer import Tokens, open_backend, require_tokenizers, token_dtype, tokenizer_path
+from meshwright.data.tokenizer_files import BYTES, TOKENIZER_CONFIG, TOKENS_MAP, read_json, read_text, token_text
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:

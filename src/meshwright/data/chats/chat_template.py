@@ -18,8 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from meshwright.data.chats.messages import MARKS, Message
-from meshwright.data.chats.written import Span, Written
+from meshwright.data.chats.messages import MARKS, Message, Span, Written
 
 _START, _END = MARKS
 _EITHER = re.compile(f"[{_START}{_END}]")

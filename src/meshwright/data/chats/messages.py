@@ -1,9 +1,12 @@
-"""Check the messages of a conversation: a list of objects with a role and a text, `content`."""
+"""Check the messages of a conversation: a list of objects with a role and a text, `content`.
+
+A conversation as text, and the parts of it that count in the loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.data.text_documents import BOM, damage
 from meshwright.errors import DataError
@@ -112,3 +115,19 @@ def _is_like_messages(value: Any) -> bool:
 
 def _bad(what: str, field: str, place: str, fix: str) -> DataError:
     return DataError(what, where=f"{KEY}, {field}; {place}", rule=RULE, fix=fix)
+
+
+Span = tuple[int, int]
+"""First character of a part of a text, and the one after its last."""
+
+
+class Written(NamedTuple):
+    """Text of messages.
+
+    Args:
+        text: the text.
+        spans: parts of it that the assistant says, as far as they are known.
+    """
+
+    text: str
+    spans: tuple[Span, ...]

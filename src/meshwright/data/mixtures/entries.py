@@ -1,6 +1,8 @@
 """Entries of `data.mixture`, such as `0.7:web/*.jsonl#text`: a weight, a source and its field.
 
 Weights become integer shares.
+
+Say how the sources of a run differ from those of an earlier one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ from meshwright.errors import ConfigError
 KEY = "data.mixture"
 EXAMPLE = "data.mixture=['0.7:web/*.jsonl','0.3:stdlib']"
 RULE = "an entry is weight:source or weight:source#field, with a source as data.source takes and a weight above zero"
+BLOCK = 4096
+"""Samples in a block, B."""
+ONE = 2**32
+"""The sum of all shares."""
+MIN_SHARE = ONE // BLOCK
+"""Smallest share of a source: one sample of each block."""
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,2})?", re.IGNORECASE)
 _SEVERAL = re.compile(r",\s*[+-]?(\d+\.?\d*|\.\d+)%?:")
 
@@ -102,11 +110,3 @@ def _round_up(weight: Fraction) -> float:
 
 def _error(what: str, *, rule: str, fix: str) -> ConfigError:
     return ConfigError(what, where=KEY, rule=rule, fix=fix)
-
-
-BLOCK = 4096
-"""Samples in a block, B."""
-ONE = 2**32
-"""The sum of all shares."""
-MIN_SHARE = ONE // BLOCK
-"""Smallest share of a source: one sample of each block."""

@@ -56,36 +56,27 @@ class MixtureOrder:
 
     @cached_property
     def parts(self) -> tuple[WindowOrder, ...]:
-        """Order of the windows of each source."""
         return tuple(WindowOrder(size, _source_seed(self.seed, at)) for at, size in enumerate(self.sizes))
 
     @property
     def num_windows(self) -> int:
-        """Number of windows of all sources."""
         return sum(self.sizes)
 
     @property
     def first_repeat(self) -> int:
-        """First sample that reads a window of a source whose windows were all read."""
         return min(self.first_repeats())
 
     def first_repeats(self) -> tuple[int, ...]:
-        """Return, for each source, its first sample of the second epoch."""
         return tuple(map(self._first_repeat, range(len(self.sizes))))
 
     def num_read(self, num_samples: int) -> tuple[int, ...]:
-        """Return the number of samples of each source among the first `num_samples`."""
         block, rest = divmod(num_samples, BLOCK)
         sources, _ = self.places(range(block * BLOCK, block * BLOCK + rest))
         in_block = np.bincount(sources, minlength=len(self.sizes))
         return tuple(_num_before(self.shares, block, at) + int(in_block[at]) for at in range(len(self.sizes)))
 
     def places(self, samples: range | NDArray[np.integer]) -> tuple[Int64Array, Int64Array]:
-        """Return the source of each sample, and its position in that source, both in the samples' shape.
-
-        Args:
-            samples: global sample indices since the start of the run, in any order and shape.
-        """
+        """Return the source of each sample, and its position in that source, both in the samples' shape."""
         indices = np.asarray(samples, dtype=np.int64)
         assert not ((indices < 0) | (indices >= MAX_SAMPLES)).any(), "sample indices are in 0 … MAX_SAMPLES - 1"
         blocks, offsets = np.divmod(indices.reshape(-1), BLOCK)
@@ -98,11 +89,7 @@ class MixtureOrder:
         return sources.reshape(indices.shape), positions.reshape(indices.shape)
 
     def windows(self, samples: range | NDArray[np.integer]) -> Int64Array:
-        """Return the window of each sample, in [0, num_windows); each epoch of a source visits every window of it once.
-
-        Args:
-            samples: global sample indices since the start of the run, in any order and shape.
-        """
+        """Return the window of each sample, in [0, num_windows); each epoch of a source visits all its windows once."""
         sources, positions = self.places(samples)
         windows, first = np.empty_like(positions), 0
         for at, part in enumerate(self.parts):

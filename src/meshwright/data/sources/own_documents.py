@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.text_documents import BOM, damage
 from meshwright.errors import DataError, MeshwrightError
-from meshwright.settings.import_object import OBJECT_NAME, import_object, raised
+from meshwright.settings.import_object import import_object, raised
 
 RULE = "package.module:Source is a class or function that takes no argument and gives documents by index"
 
@@ -30,11 +29,6 @@ class Documents(Protocol):
 
     def __getitem__(self, index: int) -> str:
         """Return the text of a document, given its index from zero."""
-
-
-def is_own(source: str) -> bool:
-    """Return True if a source names an object in the user's code, rather than files."""
-    return OBJECT_NAME.fullmatch(source) is not None and not os.path.exists(source)
 
 
 def open_documents(source: str) -> Documents:

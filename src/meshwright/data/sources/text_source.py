@@ -1,4 +1,7 @@
-"""Find the documents that `data.source` names, and split them into training and held-out texts."""
+"""Find the documents that `data.source` names, and split them into training and held-out texts.
+
+Readers of records, of saved datasets, and of the user's own objects are imported where a source is one of these.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,26 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, filterfalse, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.data import text_documents
-from meshwright.data.chats.chat_format import ChatFormat, Conversation
-from meshwright.data.sources import own_documents, record_files, saved_dataset
-from meshwright.data.sources.record_field import RecordField
-from meshwright.data.sources.source_text import EmptyTexts, LeftOut, SourceText, Use
-from meshwright.data.sources.text_fields import no_effect
-from meshwright.data.sources.text_pieces import read_pieces
-from meshwright.data.text_documents import HOLD_OUT_DIVISOR, MIN_HELD_OUT_FILES, Extent, TextSlice, is_held_out
+from meshwright.data.sources.source_text import EmptyTexts, LeftOut, SourceText, Use, read_pieces
+from meshwright.data.text_documents import (
+    HOLD_OUT_DIVISOR,
+    MIN_HELD_OUT_FILES,
+    Extent,
+    TextSlice,
+    is_held_out,
+    is_own,
+    is_record_file,
+    is_saved_dataset,
+)
 from meshwright.errors import DataError
 from meshwright.units import counted, format_bytes
+
+if TYPE_CHECKING:
+    from meshwright.data.chats.chat_format import ChatFormat
+    from meshwright.data.sources.record_field import RecordField
 
 _PLACEHOLDER_CHARS = 1000
 Read = Callable[[Iterable[int], EmptyTexts], Iterator[SourceText]]
@@ -60,7 +71,9 @@ class TextSource:
                     fix=left_out.fix(f"a source with text, or data.source={text_documents.STDLIB}"),
                 )
             # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
-            whole, other = chain([first], texts), [_start(first)]
+            text = getattr(first, "text", first)  # of a piece
+            start = text[:_PLACEHOLDER_CHARS] if isinstance(text, str) else first
+            whole, other = chain([first], texts), [start]
             return (whole, other) if use is Use.TRAIN else (other, whole)
 
         more, listing = self.key
@@ -79,14 +92,19 @@ def open_source(source: str, field: RecordField | None) -> TextSource:
         DataError: nothing is found or it can't be read, or the field is missing or has no effect.
         ConfigError: the source's module can't be imported.
     """
-    if own_documents.is_own(source):
-        if field is not None:
-            raise no_effect(field.name, source, key=field.key)
+    if is_own(source):
+        _check_no_field(field, source)
         return _own(source)
-    if saved_dataset.is_saved_dataset(source):
+    if is_saved_dataset(source):
         return _saved(source, field)
     documents = text_documents.list_documents(source)
-    record_files.check_record_field(documents, field, source=source)
+    records = [document for document in documents if is_record_file(document.path)]
+    if records:
+        from meshwright.data.sources.record_files import check_record_files
+
+        check_record_files(records, field, source=source)
+    else:
+        _check_no_field(field, source)
     listing = [(os.path.abspath(item.path), item.name, item.num_bytes, item.mtime_ns) for item in documents]
     files = counted(len(documents), "file")
     is_stdlib = source == text_documents.STDLIB
@@ -108,22 +126,23 @@ def open_source(source: str, field: RecordField | None) -> TextSource:
     )
 
 
-def _start(text: SourceText) -> SourceText:
-    if isinstance(text, Conversation):
-        return text
-    return (text if isinstance(text, str) else text.text)[:_PLACEHOLDER_CHARS]
-
-
 def has_records(source: str) -> bool:
     """Return True if a source has fields: if it has files of records, or is a saved dataset."""
-    if own_documents.is_own(source) or source == text_documents.STDLIB:
+    if is_own(source) or source == text_documents.STDLIB:
         return False
-    if saved_dataset.is_saved_dataset(source):
-        return True
-    return any(record_files.is_record_file(path) for path in text_documents.find_files(source)[1])
+    return is_saved_dataset(source) or any(map(is_record_file, text_documents.find_files(source)[1]))
+
+
+def _check_no_field(field: RecordField | None, source: str) -> None:
+    if field is not None:
+        from meshwright.data.sources.record_field import no_effect
+
+        raise no_effect(field.name, source, key=field.key)
 
 
 def _own(source: str) -> TextSource:
+    from meshwright.data.sources import own_documents
+
     documents = own_documents.open_documents(source)
 
     def read(indices: Iterable[int], empty: EmptyTexts) -> Iterator[str]:
@@ -135,12 +154,14 @@ def _own(source: str) -> TextSource:
 
 
 def _saved(source: str, field: RecordField | None) -> TextSource:
-    identity = saved_dataset.identity(source)
+    from meshwright.data.sources import record_files
+
+    identity = record_files.saved_identity(source)
     if field is None:
-        raise saved_dataset.no_text_column(source)
+        raise record_files.no_saved_column(source)
 
     def opened() -> tuple[int, Read]:
-        texts = saved_dataset.SavedTexts(source, field)
+        texts = record_files.SavedTexts(source, field)
         return len(texts), texts.read
 
     found = _indexed(f"dataset of {source}", "rows", (field.identity(), identity), opened)
@@ -169,8 +190,10 @@ def _texts(
 ) -> Iterator[SourceText]:
     """Yield the non-empty texts of the slices; add what is none to `left_out`."""
     for document_slice in slices:
-        if field is not None and record_files.is_record_file(document_slice.document.path):
-            yield from record_files.read_texts(document_slice, field, left_out.empty, source=source)
+        if field is not None and is_record_file(document_slice.document.path):
+            from meshwright.data.sources.record_files import read_texts
+
+            yield from read_texts(document_slice, field, left_out.empty, source=source)
             continue
         pieces = read_pieces(document_slice, source=source)
         if pieces is None:
@@ -185,12 +208,12 @@ def split_indices(number: int) -> tuple[Iterable[int], Iterable[int]]:
     One in ten is held out by a hash of its index, of few the last tenth. Documents added at the end move no others
     while there are more than about fifty.
     """
+
+    def is_out(index: int) -> bool:
+        return is_held_out(str(index))
+
     indices = range(number)
-    if len(list(islice(filter(_is_held_out, indices), MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
-        return filterfalse(_is_held_out, indices), filter(_is_held_out, indices)
+    if len(list(islice(filter(is_out, indices), MIN_HELD_OUT_FILES))) == MIN_HELD_OUT_FILES:
+        return filterfalse(is_out, indices), filter(is_out, indices)
     end = number - number // HOLD_OUT_DIVISOR
     return indices[:end], indices[end:]
-
-
-def _is_held_out(index: int) -> bool:
-    return is_held_out(str(index))

@@ -19,10 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.image_grid import write_animation, write_grid, write_strip
-from meshwright.data.images import DIGITS, ImageDataset
+from meshwright.data.images import ImageDataset, write_animation, write_grid, write_strip
 from meshwright.data.loader import validation_windows
 from meshwright.data.sampler import WindowOrder
+from meshwright.data.text_documents import DIGITS
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import RunFacts
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.data.cache_directory import preferred_directory, writable_directory
+from meshwright.data.cache_file import preferred_directory, writable_directory
 from meshwright.models.foreign.structure import Structure
 
 FORMAT = 16

@@ -221,7 +221,7 @@ def _own_tokenizer(f: RunFacts) -> Path | None:
     section, data = _section(f), f.data
     if section.weights != "folder" or (folder := _source(section).folder) is None:
         return None
-    from meshwright.data.tokenizer import BYTES, TOKENIZER
+    from meshwright.data.tokenizer_files import BYTES, TOKENIZER
 
     if data.tokenizer != BYTES or not (folder / TOKENIZER).is_file():
         return None

@@ -28,8 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.safetensors_file import open_tensors, read_slices
-from meshwright.data.cache_directory import preferred_directory, writable_directory
-from meshwright.data.cache_file import atomic_write, build_lock
+from meshwright.data.cache_file import atomic_write, build_lock, preferred_directory, writable_directory
 from meshwright.errors import CheckpointError
 from meshwright.log import get_logger
 from meshwright.models.foreign.description import SavedTensors

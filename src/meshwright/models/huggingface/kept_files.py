@@ -11,8 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.tokenise.special_tokens import SEPARATOR_NAMES, TOKENS_MAP, token_text
-from meshwright.data.tokenizer_files import TOKENIZER, TOKENIZER_CONFIG, TOKENIZER_FILES, read_files, vocabulary
+from meshwright.data.tokenizer_files import (
+    SEPARATOR_NAMES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    TOKENS_MAP,
+    read_files,
+    token_text,
+    vocabulary,
+)
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import Architecture, Model
 from meshwright.models.huggingface.checks import CONFIG

@@ -6,7 +6,7 @@ Shapes: b batch, t time, v vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.comm.collectives import broadcast_object
-from meshwright.data.chats.chat_format import ChatFormat
-from meshwright.data.loader import IGNORED_TARGET, Loader, validation_batches
-from meshwright.data.mixtures.chosen_validation import chosen_validation
-from meshwright.data.mixtures.joined_windows import JoinedWindows, Windows
+from meshwright.data.loader import IGNORED_TARGET, Loader, chosen_validation, validation_batches
 from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_sizes, validation_shares
-from meshwright.data.token_windows import Int64Array, TokenWindows
+from meshwright.data.windows import JoinedWindows, TokenWindows
 from meshwright.errors import InputError
 from meshwright.models.contract.loss_unit import LossUnit
 from meshwright.models.contract.run_facts import Prompt, RunFacts
@@ -56,29 +53,71 @@ class OwnLoss:
     unit: LossUnit
 
 
-class NextTokenTask(Task):
-    """Loss and text generation of next-token prediction, whatever the samples are."""
+class TextTask(Task):
+    """Next-token prediction on windows of a text: of its stream of tokens, or of packed documents.
+
+    The loss is the mean over the targets of the global batch; the first token of a packed document is no target.
+    """
 
     def __init__(self, f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> None:
         self._run, self._device = f, device
         self._has_text = text.is_text
         self._loss_sum = cross_entropy_sum if loss is None else loss.sum
         self.unit = text_unit(text.validation_bytes_per_token) if loss is None else loss.unit
-        self._order = train_order(text, train_sizes(text, f.seq_len), f.seed)
-        self._validation_shares = [share for _, share in validation_shares(text)]
+        sources, held_out = corpora(text), validation_shares(text)
+        assert all(one.packed is not None or one.train_mask is None for one in sources), "conversations are packed"
+        train = [TokenWindows(one.train, f.seq_len) if one.packed is None else one.packed.train for one in sources]
+        validation = [
+            TokenWindows(one.validation, f.seq_len) if one.packed is None else one.packed.validation
+            for one, _ in held_out
+        ]
+        self._validation = JoinedWindows(validation)
+        self._validation_shares = [share for _, share in held_out]
+        self._loader = Loader(JoinedWindows(train), train_order(text, train_sizes(text, f.seq_len), f.seed), device)
+        self.units_a_sample = f.seq_len if sources[0].packed is None else None
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the tokens' losses for logits [b, t, v]."""
         return self._loss_sum(out, targets)
 
+    def batch(self, samples: range) -> Batch:
+        """Return the windows of the training samples."""
+        return self.prepare(samples, BatchUse()).to(self._device)
+
+    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
+        """Read the windows of the training samples; inputs and targets come from one read."""
+        host = self._loader.host_batch(samples)
+        layout = TokenLayout(self._run.seq_len, documents=host.documents, samples=tuple(samples))
+
+        def assemble(tensors: tuple[Tensor, ...]) -> Batch:
+            inputs, targets = tensors
+            return TextBatch(inputs, targets, layout)
+
+        return HostBatch((host.inputs, host.targets), assemble)
+
+    def count(self, samples: range) -> int:
+        """Return the number of targets in the training samples, without reading tokens."""
+        return self._loader.count(samples)
+
+    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
+        """Return this rank's windows of the held-out text, evenly spread."""
+        sizes = [source.num_windows for source in self._validation.sources]
+        batches = validation_batches(
+            self._validation,
+            chosen_validation(sizes, self._validation_shares, self._run.validation_samples),
+            batch_size=batch_size,
+            data_parallel=data_parallel,
+            data_index=data_index,
+            device=self._device,
+        )
+        return [
+            TextBatch(one.inputs, one.targets, TokenLayout(self._run.seq_len, documents=one.documents))
+            for one in batches
+        ]
+
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the number of tokens, ignoring those without a target."""
         return self.loss_sum(out, targets), (targets != IGNORED_TARGET).sum()
-
-    def _chosen(self, windows: Iterable[Windows]) -> Int64Array:
-        """Return the windows to validate with, given those of each source of the validation split."""
-        sizes = [source.num_windows for source in windows]
-        return chosen_validation(sizes, self._validation_shares, self._run.validation_samples)
 
     def end_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end turns of the assistant, and documents."""
@@ -95,46 +134,6 @@ class NextTokenTask(Task):
             forward, prompt, seq_len=f.seq_len, num_tokens=f.sample_tokens, temperature=TEMPERATURE, seed=f.seed
         )  # fmt: skip
         return text + tokenizer.decode(tokens)
-
-
-class TextTask(NextTokenTask):
-    """Next-token prediction on windows of a corpus."""
-
-    def __init__(self, f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> None:
-        super().__init__(f, text, device, loss)
-        assert corpora(text)[0].packed is None, "a packed corpus has a task of its own: text_task chooses"
-        assert all(corpus.train_mask is None for corpus in corpora(text)), "conversations are packed"
-        train = JoinedWindows(tuple(TokenWindows(corpus.train, f.seq_len) for corpus in corpora(text)))
-        held_out = tuple(TokenWindows(corpus.validation, f.seq_len) for corpus, _ in validation_shares(text))
-        self._validation = JoinedWindows(held_out)
-        self._loader = Loader(train, self._order, device)
-        self.units_a_sample = f.seq_len
-
-    def batch(self, samples: range) -> Batch:
-        """Return the windows of the training samples."""
-        return self.prepare(samples, BatchUse()).to(self._device)
-
-    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
-        """Read the windows of the training samples; inputs and targets come from one read."""
-        layout = TokenLayout(self._run.seq_len, samples=tuple(samples))
-
-        def assemble(tensors: tuple[Tensor, ...]) -> Batch:
-            inputs, targets = tensors
-            return TextBatch(inputs, targets, layout)
-
-        return HostBatch(self._loader.host_batch(samples), assemble)
-
-    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """Return this rank's windows of the held-out text, evenly spread."""
-        batches = validation_batches(
-            self._validation,
-            self._chosen(self._validation.sources),
-            batch_size=batch_size,
-            data_parallel=data_parallel,
-            data_index=data_index,
-            device=self._device,
-        )
-        return [TextBatch(inputs, targets, TokenLayout(self._run.seq_len)) for inputs, targets in batches]
 
 
 def text_unit(bytes_per_token: float | None) -> LossUnit:
@@ -159,6 +158,8 @@ def answer(f: RunFacts, forward: Forward, prompt: Prompt) -> str:
     tokenizer, ids = encode_prompt(prompt.text, f.data)
     ends = set(end_ids(f.data))
     if prompt.is_chat:
+        from meshwright.data.chats.chat_format import ChatFormat
+
         chat = ChatFormat(f.data.tokenizer)
         ids = chat.encode_question(prompt.text)
         ends |= {chat.turn_end.id} if chat.turn_end is not None else set()

@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from meshwright.data.corpus_checks import check_vocab, check_windows
-from meshwright.data.mixtures.describe import check_exhaustion, describe, with_validation
 from meshwright.data.mixtures.entries import shares
-from meshwright.data.mixtures.mixture import Mixture, Text, train_order, train_sizes
-from meshwright.data.mixtures.mixture_order import MixtureOrder
-from meshwright.data.packed_corpus import pack_corpus
-from meshwright.data.sources.own_documents import is_own
+from meshwright.data.mixtures.mixture import (
+    Mixture,
+    Text,
+    check_exhaustion,
+    describe,
+    train_order,
+    train_sizes,
+    with_validation,
+)
 from meshwright.data.sources.source_text import Use
-from meshwright.data.text_corpus import Corpus, open_corpus
-from meshwright.data.text_documents import list_documents
+from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
+from meshwright.data.text_documents import is_own, list_documents
 from meshwright.data.token_files import is_token_file
-from meshwright.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from meshwright.data.tokenizer import Tokenizer, open_tokenizer
+from meshwright.data.tokenizer_files import BYTES
 from meshwright.errors import ConfigError, DataError
 from meshwright.models.contract.run_facts import DataFacts, RunFacts
 from meshwright.models.tasks.text_sources import RunSource, all_sources, resolved_sources
@@ -76,6 +80,8 @@ def _prepared(one: RunSource, corpus: Corpus, f: RunFacts, vocab_size: int) -> C
     multiple_of = f.axes.tp if f.sequence_parallel else 1
     with one.named():
         if f.data.packing == "documents":
+            from meshwright.data.packed_corpus import pack_corpus
+
             corpus = pack_corpus(corpus, seq_len=f.seq_len, cache_dir=f.data.cache_dir, multiple_of=multiple_of)
         else:
             check_windows(corpus, f.seq_len, multiple_of=multiple_of)
@@ -92,11 +98,10 @@ def _joined(sources: tuple[RunSource, ...], found: list[Corpus], f: RunFacts) ->
         check_exhaustion(text, order, steps=f.steps, global_batch=f.global_batch)
     if isinstance(text, Mixture):
         text = replace(text, description=describe(text, order, num_samples=f.steps * f.global_batch))
-    read = order.num_read(f.global_batch) if isinstance(order, MixtureOrder) else (f.global_batch,)
     note = "\n  each batch repeats samples: train.global_batch = {}, and {} has {}"
     notes = (
         note.format(f.global_batch, corpus.source, part.num_windows) if number > part.num_windows else ""
-        for corpus, part, number in zip(found, order.parts, read, strict=True)
+        for corpus, part, number in zip(found, order.parts, order.num_read(f.global_batch), strict=True)
     )
     return replace(text, description=text.description + "".join(notes))
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from meshwright.data.chats.chat_format import ChatFormat
-from meshwright.data.images import DIGITS, DIGITS_VIDEO
 from meshwright.data.mixtures import entries
 from meshwright.data.sources.source_text import Use
-from meshwright.data.sources.text_fields import no_effect
 from meshwright.data.sources.text_source import has_records
-from meshwright.data.text_documents import STDLIB
+from meshwright.data.text_documents import DIGITS, DIGITS_VIDEO, STDLIB
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
-from meshwright.errors import DataError, InputError
+from meshwright.errors import ConfigError, DataError, InputError
 from meshwright.models.contract.run_facts import DataFacts
 
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
@@ -113,6 +111,8 @@ def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
             fix=f"remove {key}",
         )
     if not takes:
+        from meshwright.data.sources.record_field import no_effect
+
         raise no_effect(field, " and ".join(one.source for one in sources), key=key)
     return tuple(_with_field(one, key, field) if one in takes else one for one in sources)
 
@@ -127,6 +127,8 @@ def end_ids(data: DataFacts) -> tuple[int, ...]:
     documents: list[int | None] = []
     for one in resolved_sources(data):
         if one.chat_field is not None:
+            from meshwright.data.chats.chat_format import ChatFormat
+
             turns += [None if (end := ChatFormat(data.tokenizer).turn_end) is None else end.id]
         elif one.use is not Use.VALIDATION:
             tokenizer = open_tokenizer(data.tokenizer, bos=data.bos, separator=data.separator)
@@ -147,3 +149,52 @@ def _check_is_text(one: RunSource) -> None:
                 rule="a text model takes text files or token files",
                 fix=f"the preset {PRESETS[one.source]}, or {SOURCE}={STDLIB}",
             )
+
+
+SOURCE_KEYS = (
+    entries.KEY, SOURCE, VALIDATION, TEXT, CHAT, "data.tokenizer", "data.token_dtype", "data.bos",
+)  # fmt: skip
+"""Keys in which the sources of two runs may differ."""
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between the sources of two runs, in words.
+
+    Args:
+        before: values of the `data` section of the earlier run, by name; keys may be missing.
+        now: values of the `data` section of this run.
+    """
+    earlier, later = (tuple(data.get("mixture") or ()) for data in (before, now))
+    found = [] if earlier == later else list(_mixture_changes(earlier, later))
+    for key in SOURCE_KEYS[1:]:
+        name = key.partition(".")[2]
+        first, second = before.get(name, now.get(name)), now.get(name)
+        # With a mixture, data.source has no effect.
+        if first != second and not (key == SOURCE and (earlier or later)):
+            was, is_now = ("not set" if value is None else value for value in (first, second))
+            found.append(f"{key} was {was} and is {is_now}")
+    return found
+
+
+def _mixture_changes(before: Sequence[str], now: Sequence[str]) -> Iterator[str]:
+    if not before or not now:
+        yield f"{entries.KEY} was {'not set' if not before else 'set'} and is {'set' if not before else 'not set'}"
+        return
+    try:
+        first, second = _percents(before), _percents(now)
+    except ConfigError:  # of a version with other rules
+        yield f"{entries.KEY} was {list(before)}"
+        return
+    yield from (f"{name} was added" for name in second if name not in first)
+    yield from (f"{name} was removed" for name in first if name not in second)
+    common = [name for name in first if name in second]
+    for name in common:
+        if first[name] != second[name]:
+            yield f"the weight of {name} was {first[name]:.4g}% and is {second[name]:.4g}%"
+    if common != [name for name in second if name in first]:
+        yield "the sources are in another order"
+
+
+def _percents(texts: Sequence[str]) -> dict[str, float]:
+    found = entries.parse_mixture(texts)
+    return {one.name: 100 * share / entries.ONE for one, share in zip(found, entries.shares(found), strict=True)}

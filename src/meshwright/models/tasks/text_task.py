@@ -1,282 +1,29 @@
-"""Task and reference of text runs: on windows of a stream, or on packed documents."""
+"""Task and reference of text runs, as families give them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy import int64
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from meshwright.data.chats.chat_format import Conversation
-from meshwright.data.document_ends import SplitDocuments
-from meshwright.data.loader import IGNORED_TARGET
-from meshwright.data.mixtures.joined_windows import JoinedPacked
-from meshwright.data.mixtures.mixture import Text, corpora, train_order, validation_shares
-from meshwright.data.packed_corpus import packed_splits
-from meshwright.data.packed_loader import PackedBatch, PackedLoader, packed_validation_batches
-from meshwright.data.packed_windows import PackedWindows
-from meshwright.data.sources.source_text import LeftOut
-from meshwright.data.sources.text_pieces import Continued
-from meshwright.data.text_corpus import Conversations, Corpus, Tokens
+from meshwright.data.mixtures.mixture import Text, corpora
 from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch, BatchUse, HostBatch, Reference, Task
-from meshwright.models.tasks.next_token import NextTokenTask, OwnLoss, TextBatch, TextTask
-from meshwright.models.tasks.next_token_reference import LossSum, TextReference, cross_entropy_sum
-from meshwright.nn.attention.mask_spec import TokenLayout
-from meshwright.nn.step_handles import handles
+from meshwright.models.contract.task import Reference, Task
+from meshwright.models.tasks.next_token import OwnLoss, TextTask
 
-Span = tuple[int, int]
-"""First input of a document, as a token of the split, and the number of its inputs."""
-Pair = tuple[Tensor, Tensor]
-"""Inputs of a document and their targets, [time] each; what doesn't count is `IGNORED_TARGET`."""
+if TYPE_CHECKING:
+    from meshwright.models.tasks.text_reference import LossSum
 
 
 def text_task(f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> Task:
     """Return the next-token task for a text, packed if the text is."""
-    return (PackedTextTask if _is_packed(text) else TextTask)(f, text, device, loss)
+    return TextTask(f, text, device, loss)
 
 
-def text_reference(f: RunFacts, text: Text, loss_sum: LossSum = cross_entropy_sum) -> Reference:
-    """Return the reference implementation of the next-token loss for a text, packed if the text is."""
-    return (PackedTextReference if _is_packed(text) else TextReference)(f, text, loss_sum)
+def text_reference(f: RunFacts, text: Text, loss_sum: LossSum | None = None) -> Reference:
+    """Return the reference implementation of the next-token loss for a text, packed if the text is; the loss is
+    cross-entropy unless another is given."""
+    from meshwright.models.tasks.text_reference import PackedTextReference, TextReference, cross_entropy_sum
 
-
-def _is_packed(text: Text) -> bool:
-    return corpora(text)[0].packed is not None
-
-
-class PackedTextTask(NextTokenTask):
-    """Next-token prediction on windows of packed documents.
-
-    The loss is the mean over the targets of the global batch; the first token of a document is no target.
-    """
-
-    def __init__(self, f: RunFacts, text: Text, device: torch.device, loss: OwnLoss | None = None) -> None:
-        super().__init__(f, text, device, loss)
-        train = JoinedPacked(tuple(packed_splits(corpus).train for corpus in corpora(text)))
-        self._validation = JoinedPacked(tuple(packed_splits(one).validation for one, _ in validation_shares(text)))
-        self._loader = PackedLoader(train, self._order, device)
-        self.units_a_sample = None
-
-    def batch(self, samples: range) -> Batch:
-        """Return the windows of the training samples."""
-        return self.prepare(samples, BatchUse()).to(self._device)
-
-    def prepare(self, samples: range, use: BatchUse) -> HostBatch:
-        """Read the windows of the training samples; inputs and targets come from one read."""
-        host = self._loader.host_batch(samples)
-
-        def assemble(tensors: tuple[Tensor, ...]) -> Batch:
-            inputs, targets = tensors
-            return self._text_batch(PackedBatch(inputs, targets, host.documents), tuple(samples))
-
-        return HostBatch((host.inputs, host.targets), assemble)
-
-    def count(self, samples: range) -> int:
-        """Return the number of targets in the training samples, without reading tokens."""
-        return self._loader.count(samples)
-
-    def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
-        """Return this rank's windows of the held-out documents, evenly spread."""
-        batches = packed_validation_batches(
-            self._validation,
-            self._chosen(self._validation.sources),
-            batch_size=batch_size,
-            data_parallel=data_parallel,
-            data_index=data_index,
-            device=self._device,
-        )
-        return [self._text_batch(batch) for batch in batches]
-
-    def _text_batch(self, batch: PackedBatch, samples: tuple[int, ...] | None = None) -> TextBatch:
-        layout = TokenLayout(self._run.seq_len, documents=batch.documents, samples=samples)
-        return TextBatch(batch.inputs, batch.targets, layout)
-
-
-class PackedTextReference:
-    """Next-token loss on packed documents, document by document.
-
-    A packed sample is only a list of documents here: each of them goes through the model alone, so neither masks nor
-    padding exist. It shares with the task where each document starts and how long it is, and no more: which tokens of
-    a conversation count is found again, from its text. Models that count or balance the tokens of full samples, padding
-    included, get full samples instead.
-    """
-
-    def __init__(self, f: RunFacts, text: Text, loss_sum: LossSum = cross_entropy_sum) -> None:
-        self._loss_sum = loss_sum
-        self._sources = [_Source(corpus) for corpus in corpora(text)]
-        self.order = train_order(text, [one.windows.num_windows for one in self._sources], f.seed)
-        self._global_batch, self._seq_len, self._drops = f.global_batch, f.seq_len, f.dropout > 0
-
-    def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Return the contribution of samples `indices`, all of one step, to the mean loss per target of its batch."""
-        step = indices[0] // self._global_batch
-        assert all(index // self._global_batch == step for index in indices), "the samples are of several steps"
-        batch = range(step * self._global_batch, (step + 1) * self._global_batch)
-        self._read_masks(batch)
-        num_targets = sum(int((targets != IGNORED_TARGET).sum()) for i in batch for _, targets in self._pairs(i))
-        if handles(model):
-            return self._full_samples(model, indices) / num_targets
-        if self._drops:
-            return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
-        sums = [documents_loss_sum(model, self._pairs(index), self._loss_sum) for index in indices]
-        return torch.stack(sums).sum() / num_targets
-
-    def sample(self, index: int) -> Mapping[str, Any]:
-        """Return the tokens of a sample and their next tokens, [t] each, and its documents' lengths; padding has the
-        id 0."""
-        inputs = torch.zeros(self._seq_len, dtype=torch.int64)
-        targets = torch.full_like(inputs, IGNORED_TARGET)
-        pairs = self._pairs(index)
-        filled = sum(len(one) for one, _ in pairs)
-        inputs[:filled] = torch.cat([one for one, _ in pairs])
-        targets[:filled] = torch.cat([one for _, one in pairs])
-        return {"inputs": inputs, "targets": targets, "documents": self._documents(index)}
-
-    def _full_samples(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Return the loss sum of samples with their mask, all in one forward."""
-        samples = [self.sample(index) for index in indices]
-        inputs, targets = (torch.stack([sample[part] for sample in samples]) for part in ("inputs", "targets"))
-        logits = model(inputs, self._layout(indices))
-        return self._loss_sum(logits, targets)
-
-    def _with_dropout(self, model: nn.Module, index: int) -> Tensor:
-        """Return the loss sum of a sample's documents, each alone, with the dropout of its place in the sample."""
-        losses, start = [], 0
-        for inputs, targets in self._pairs(index):
-            place = (start, start + len(inputs))
-            logits = model(inputs[None], self._layout([index]).on((((place,),),), 0))
-            losses.append(self._loss_sum(logits, targets[None]))
-            start = place[1]
-        return torch.stack(losses).sum()
-
-    def _layout(self, indices: list[int]) -> TokenLayout:
-        return TokenLayout(self._seq_len, tuple(self._documents(index) for index in indices), tuple(indices))
-
-    def _documents(self, index: int) -> tuple[int, ...]:
-        """Return the lengths of a sample's documents, and of its padding if there is any."""
-        lengths = [len(inputs) for inputs, _ in self._pairs(index)]
-        rest = self._seq_len - sum(lengths)
-        return (*lengths, *[rest] * (rest > 0))
-
-    def _pairs(self, index: int) -> list[Pair]:
-        """Return the documents of a sample."""
-        source, window = self._place(index)
-        return source.pairs([window])
-
-    def _read_masks(self, indices: Iterable[int]) -> None:
-        """Read what counts of all samples, in one pass over each source."""
-        places = [self._place(index) for index in indices]
-        for source in self._sources:
-            if windows := [window for one, window in places if one is source]:
-                source.pairs(windows)
-
-    def _place(self, index: int) -> tuple[_Source, int]:
-        """Return the source of a sample, and its window in it."""
-        window = int(self.order.windows(range(index, index + 1))[0])
-        number = 0
-        while window >= self._sources[number].windows.num_windows:
-            window -= self._sources[number].windows.num_windows
-            number += 1
-        return self._sources[number], window
-
-
-class _Source:
-    """Documents of a corpus, and which of their tokens count."""
-
-    def __init__(self, corpus: Corpus) -> None:
-        self._tokens, self.windows = corpus.train, packed_splits(corpus).train
-        self._masks = None
-        if corpus.conversations is not None:
-            assert corpus.train_documents is not None, "the corpus is packed"
-            self._masks = RereadMasks(corpus.conversations, corpus.train_documents)
-
-    def pairs(self, windows: Iterable[int]) -> list[Pair]:
-        """Return the documents of windows."""
-        spans = [span for window in windows for span in document_spans(self.windows, window)]
-        pairs = document_pairs(self._tokens, spans)
-        if self._masks is None:
-            return pairs
-        self._masks.read(start for start, _ in spans)
-        counts = [torch.from_numpy(self._masks.targets(*span)) for span in spans]
-        return [
-            (one, targets.where(count, IGNORED_TARGET)) for (one, targets), count in zip(pairs, counts, strict=True)
-        ]
-
-
-def document_spans(windows: PackedWindows, window: int) -> list[Span]:
-    """Return the documents of a packed window."""
-    first, last = int(windows.first_pieces[window]), int(windows.first_pieces[window + 1])
-    return [(int(piece["start"]), int(piece["length"])) for piece in windows.pieces[first:last]]
-
-
-def document_pairs(tokens: Tokens, spans: Iterable[Span]) -> list[Pair]:
-    """Return the inputs and targets of documents, given the tokens of the split."""
-    found = [torch.from_numpy(tokens[start : start + length + 1].astype(int64)) for start, length in spans]
-    return [(document[:-1], document[1:]) for document in found]
-
-
-def documents_loss_sum(model: nn.Module, pairs: Iterable[Pair], loss_sum: LossSum = cross_entropy_sum) -> Tensor:
-    """Return the sum of the losses of documents, each alone through the model.
-
-    Args:
-        model: maps ids [1, time] to logits [1, time, vocabulary].
-        pairs: documents, at least one.
-        loss_sum: loss of logits and targets.
-    """
-    return torch.stack([loss_sum(model(inputs[None]), targets[None]) for inputs, targets in pairs]).sum()
-
-
-class RereadMasks:
-    """Masks of the documents of a training split.
-
-    Args:
-        conversations: where the documents were read.
-        documents: where they end.
-    """
-
-    def __init__(self, conversations: Conversations, documents: SplitDocuments) -> None:
-        self._conversations, self._documents = conversations, documents
-        self._ends = documents.ends.astype(np.int64) - documents.split_start
-        self._masks: dict[int, NDArray[np.bool_]] = {}
-
-    def read(self, starts: Iterable[int]) -> None:
-        """Read the documents in which pieces start, given their first tokens, in one pass over the source."""
-        missing = {self._document(start) for start in starts} - self._masks.keys()
-        if not missing:
-            return
-        number = 0
-        for text in self._conversations.source.splits(LeftOut())[0]:
-            if number in missing:
-                self._masks[number] = self._mask(text, number)
-            number += not isinstance(text, Continued)
-            if number > max(missing):
-                return
-
-    def targets(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Return whether the targets of `length` inputs from token `start` of the split count."""
-        document = self._document(start)
-        first = start - self._bounds(document)[0] + 1
-        return self._masks[document][first : first + length]
-
-    def _mask(self, text: str | Continued | Conversation, number: int) -> NDArray[np.bool_]:
-        """Return the mask of a document, by marking each character that the assistant says."""
-        begin, end = self._bounds(number)
-        if not isinstance(text, Conversation):
-            return np.ones(end - begin, dtype=np.bool_)
-        written = text.format.write(text, day=self._conversations.day)
-        is_said = [any(first <= at < last for first, last in written.spans) for at in range(len(written.text))]
-        (encoding,) = text.format.encodings([written])
-        assert len(encoding.ids) == end - begin, f"{text.place} has other tokens than the cache"
-        return np.array([any(is_said[first : max(last, first + 1)]) for first, last in encoding.offsets])
-
-    def _document(self, token: int) -> int:
-        """Return the document that has a token of the split."""
-        return int(np.searchsorted(self._ends, token, side="right"))
-
-    def _bounds(self, document: int) -> tuple[int, int]:
-        return int(self._ends[document - 1]) if document else 0, int(self._ends[document])
+    kind = TextReference if corpora(text)[0].packed is None else PackedTextReference
+    return kind(f, text, loss_sum or cross_entropy_sum)

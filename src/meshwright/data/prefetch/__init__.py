@@ -1,1 +1,0 @@
-"""Values prepared ahead of their use in a worker thread, and copied to the device beside the computation."""
