@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import tee
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,18 +41,9 @@ from tests.prove.seeded_faults import Fault
 NUM_STEPS = 3
 FEW_STEPS = 2
 """Steps of right layouts, of which there are many."""
-SMALL = (
-    "model.num_layers=2",
-    "model.dim=32",
-    "model.ffn_dim=48",
-    "model.num_heads=4",
-    "model.num_kv_heads=2",
-    "train.seq_len=16",
-    "train.global_batch=8",
-    # A step large enough that a wrong update stands out, and a norm that is clipped.
-    "train.warmup_steps=1",
-    "train.max_grad_norm=0.5",
-)
+# Steps large enough that a wrong update stands out, and a norm that is clipped.
+STEP = ("train.seq_len=16", "train.global_batch=8", "train.warmup_steps=1", "train.max_grad_norm=0.5")
+SMALL = ("model.num_layers=2", "model.dim=32", "model.ffn_dim=48", "model.num_heads=4", "model.num_kv_heads=2", *STEP)
 SOURCE = str(Path(sysconfig.get_paths()["stdlib"]) / "json" / "*.py")
 
 
@@ -60,17 +52,8 @@ def small_config(*overrides: str) -> RunConfig:
     return as_proof(load("llama-tiny", [*SMALL, f"data.source={SOURCE}", *overrides]))
 
 
-SMALL_EXPERTS = (
-    "model.num_layers=2",
-    "model.dim=16",
-    "model.num_heads=2",
-    "model.num_kv_heads=2",
-    "model.expert_dim=12",
-    "train.seq_len=16",
-    "train.global_batch=8",
-    "train.warmup_steps=1",
-    "train.max_grad_norm=0.5",
-)
+SMALL_EXPERTS = ("model.num_layers=2", "model.dim=16", "model.num_heads=2", "model.num_kv_heads=2",
+                 "model.expert_dim=12", *STEP)  # fmt: skip
 
 
 def small_expert_config(*overrides: str) -> RunConfig:
@@ -78,19 +61,11 @@ def small_expert_config(*overrides: str) -> RunConfig:
     return as_proof(load("moe-tiny", [*SMALL_EXPERTS, f"data.source={SOURCE}", *overrides]))
 
 
-SMALL_DIT = (
-    # Sizes that nothing divides: no parameter of a stage is as large as another's, or as a part of it.
-    "model.num_layers=3",
-    "model.dim=19",
-    "model.num_heads=2",
-    "model.head_dim=5",
-    "model.ffn_dim=23",
-    "model.num_classes=13",
-    "model.zero_init=false",  # as in any proof; and what starts at zero may not be frozen
-    "train.global_batch=8",
-    "train.warmup_steps=1",
-    "train.max_grad_norm=0.1",
-)
+# Sizes that nothing divides: no parameter of a stage is as large as another's, or as a part of it. Zeros as initial
+# values are left out as in any proof; and what starts at zero may not be frozen.
+SMALL_DIT = ("model.num_layers=3", "model.dim=19", "model.num_heads=2", "model.head_dim=5", "model.ffn_dim=23",
+             "model.num_classes=13", "model.zero_init=false", "train.global_batch=8", "train.warmup_steps=1",
+             "train.max_grad_norm=0.1")  # fmt: skip
 SMALL_PICTURES = ("model.image_size=9", "model.patch_size=3")
 SMALL_VIDEOS = ("model.image_size=15", "model.patch_size=5", "model.num_frames=3", "model.patch_frames=3")
 NUM_PICTURES = 50
@@ -195,30 +170,22 @@ def reference(config: RunConfig, num_steps: int = NUM_STEPS) -> ReferenceEvidenc
     return compute_reference(config, data, num_steps=num_steps, stages=stages)
 
 
-class Replayed:
-    """What an iterator yields, any number of times: each item is computed once, when it is first asked for."""
-
-    def __init__(self, items: Iterator[Variant]) -> None:
-        self._items, self._seen = items, list[Variant]()
-
-    def __iter__(self) -> Iterator[Variant]:
-        yield from self._seen
-        for item in self._items:
-            self._seen.append(item)
-            yield item
-
-
 class Remembered:
-    """Known variants that several proofs of a configuration share: computing them takes most of a failed proof."""
+    """Known variants that several proofs of a configuration share: computing them takes most of a failed proof.
+
+    Each is computed once, when it is first asked for.
+    """
 
     def __init__(self, variants: Variants) -> None:
-        self._first, self._later = Replayed(variants.of_first_step()), Replayed(variants.of_later_steps())
+        self._first, self._later = variants.of_first_step(), variants.of_later_steps()
 
     def of_first_step(self) -> Iterator[Variant]:
-        return iter(self._first)
+        self._first, found = tee(self._first)
+        return found
 
     def of_later_steps(self) -> Iterator[Variant]:
-        return iter(self._later)
+        self._later, found = tee(self._later)
+        return found
 
 
 @lru_cache(maxsize=8)
@@ -273,14 +240,17 @@ def proof(
     return with_place(result, place)
 
 
-def assert_proved(gang: GangPool, config: RunConfig) -> ProofResult:
-    """A right layout is proved, in a few steps."""
+def records_of(gang: GangPool, config: RunConfig) -> list[RankRecord]:
+    """What the ranks of a right layout record in a few steps; one rank is this process."""
     world_size, arguments = config.mesh.axes().num_ranks(), (config, few_pictures(config))
     if world_size == 1:
-        records = [record_few_steps(0, 1, *arguments)]
-    else:
-        records = gang(world_size).run(record_few_steps, *arguments)
-    result = prove_with(records, config)
+        return [record_few_steps(0, 1, *arguments)]
+    return gang(world_size).run(record_few_steps, *arguments)
+
+
+def assert_proved(gang: GangPool, config: RunConfig, records: list[RankRecord] | None = None) -> ProofResult:
+    """A right layout is proved, in a few steps."""
+    result = prove_with(records or records_of(gang, config), config)
     assert result.passed, "\n".join(render(result))
     return result
 

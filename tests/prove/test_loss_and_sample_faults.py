@@ -6,133 +6,122 @@ import pytest
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import FaultKind
+from meshwright.prove.compare.result import FaultKind as K
 from tests.prove.synthetic import Case
 
-LAYOUTS = [Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2)]
+TWO = Axes(dp_shard=2)
+HSDP = Axes(dp_replicate=2, dp_shard=2)
+LAYOUTS = (TWO, HSDP, Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2))
 
 
-class Losses(Case):
-    """A faultless layout whose losses or samples a test replaces."""
-
-    def lose(self, loss_of_rank):
-        for rank in range(self.axes.num_ranks()):
-            self.layout.losses[rank][0] = float(loss_of_rank(rank))
-
-    def loss_says(self, *words, kind=None):
-        self.says_of("losses", *words, kind=kind)
-
-    def samples_say(self, *words):
-        result = compare(self.layout, self.reference)
-        assert not result.passed
-        text = " / ".join(one.text for one in result.samples)
-        for word in words:
-            assert word in text, text
+def share(c, rank):
+    """The loss of a rank's share of the samples."""
+    return c.reference.partial_losses[c.share(rank)].sum()
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("micro", [1, 3])
-def test_a_loss_of_the_own_share(axes, micro):
-    case = Losses(axes, micro)
-    parts = case.reference.partial_losses
-    case.lose(lambda rank: parts[axes.data_index(rank)].sum())
-    case.loss_says("each rank holds only its local contribution: the sum over", kind=FaultKind.SUM_MISSING)
-    case.lose(lambda rank: parts[axes.data_index(rank)].sum() * axes.data_parallel())
-    case.loss_says("its local contribution: the mean over", kind=FaultKind.SUM_MISSING)
+def last(c):
+    return c.reference.partial_losses[:, -1].sum()
+
+
+OWN, LAST = "each rank holds only its local contribution: the sum over", "only the last micro-batch (2)"
+LOSSES = {
+    "own": (LAYOUTS, 1, lambda c, r: share(c, r), [OWN], K.SUM_MISSING),
+    "own of 3": (LAYOUTS, 3, lambda c, r: share(c, r), [OWN], K.SUM_MISSING),
+    "own mean": (LAYOUTS, 3, lambda c, r: share(c, r) * c.axes.data_parallel(),
+        ["its local contribution: the mean over"], K.SUM_MISSING),
+    "sum": (LAYOUTS, 5, lambda c, r: c.reference.losses[0] * 5,
+        ["5.000 × the reference on every rank: summed over the 5 micro-batches"], K.SCALED),
+    "mean": (LAYOUTS, 5, lambda c, r: c.reference.losses[0] / 5, ["averaged over the 5 micro-batches instead of"],
+        K.SCALED),
+    "last": ((TWO,), 3, lambda c, r: last(c), [LAST], K.CONTRIBUTIONS),
+    "mean of last": ((TWO,), 3, lambda c, r: last(c) * 3, [f"{LAST} is present, counted 3 times"], K.CONTRIBUTIONS),
+    "anything": ((HSDP,), 1, lambda c, r: c.reference.losses[0] * 1.01,
+        ["not recognised: the forward pass differs"], K.UNRECOGNISED),
+    "one rank": ((HSDP,), 1, lambda c, r: c.reference.losses[0] * (1 + 0.01 * (r == 2)),
+        ["report different losses", "on rank 2"], K.UNRECOGNISED),
+    "infinite": ((HSDP,), 1, lambda c, r: float("inf") if r == 1 else c.reference.losses[0],
+        ["not finite only on rank 1"], K.NON_FINITE),
+}  # fmt: skip
+
+
+def with_losses(case, loss_of_rank):
+    for rank in range(case.axes.num_ranks()):
+        case.layout.losses[rank][0] = float(loss_of_rank(case, rank))
+    return case
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_wrong_loss_is_named(name):
+    layouts, micro, loss_of_rank, words, kind = LOSSES[name]
+    for axes in layouts:
+        with_losses(Case(axes, micro), loss_of_rank).says_of("losses", *words, kind=kind)
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 def test_losses_that_add_up_need_no_partial_losses(axes):
-    case = Losses(axes)
-    parts = case.reference.partial_losses.sum(1)
-    case.lose(lambda rank: parts[axes.data_index(rank)] * axes.data_parallel())
-    object.__setattr__(case.reference, "partial_losses", None)
-    case.loss_says(
-        "ranks report different losses, each its local contribution", "the mean over", kind=FaultKind.SUM_MISSING
-    )
-    case.lose(lambda rank: parts[axes.data_index(rank)])
-    case.loss_says("the sum over", kind=FaultKind.SUM_MISSING)
-
-
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_losses_summed_over_microbatches(axes):
-    case = Losses(axes, 5)
-    case.lose(lambda rank: case.reference.losses[0] * 5)
-    case.loss_says("5.000 × the reference on every rank: summed over the 5 micro-batches", kind=FaultKind.SCALED)
-    case.lose(lambda rank: case.reference.losses[0] / 5)
-    case.loss_says("averaged over the 5 micro-batches instead of summed", kind=FaultKind.SCALED)
-
-
-def test_the_last_microbatchs_loss_only():
-    case = Losses(LAYOUTS[0], 3)
-    case.lose(lambda rank: case.reference.partial_losses[:, -1].sum())
-    case.loss_says("only the last micro-batch (2)", kind=FaultKind.CONTRIBUTIONS)
-    case.lose(lambda rank: case.reference.partial_losses[:, -1].sum() * 3)
-    case.loss_says("only the last micro-batch (2) is present, counted 3 times", kind=FaultKind.CONTRIBUTIONS)
-
-
-def test_a_loss_that_nothing_explains():
-    case = Losses(LAYOUTS[1])
-    case.lose(lambda rank: case.reference.losses[0] * 1.01)
-    case.loss_says("not recognised: the forward pass differs", kind=FaultKind.UNRECOGNISED)
-    case.lose(lambda rank: case.reference.losses[0] * (1 + 0.01 * (rank == 2)))
-    case.loss_says("report different losses", "on rank 2", kind=FaultKind.UNRECOGNISED)
-    case.lose(lambda rank: float("inf") if rank == 1 else case.reference.losses[0])
-    case.loss_says("not finite only on rank 1", kind=FaultKind.NON_FINITE)
+    for factor, words in ((axes.data_parallel(), "the mean over"), (1, "the sum over")):
+        case = Case(axes)
+        with_losses(case, lambda c, rank, factor=factor: share(c, rank) * factor)
+        object.__setattr__(case.reference, "partial_losses", None)
+        case.says_of("losses", "ranks report different losses, each its local", words, kind=K.SUM_MISSING)
 
 
 def test_later_losses():
-    case = Losses(LAYOUTS[0])
+    case = Case(TWO)
     for losses in case.layout.losses:
         losses[1:] = losses[:-1]
-    case.loss_says("loss of step 2 matches step 1 of the reference: one step behind", kind=FaultKind.OUT_OF_STEP)
-    case = Losses(LAYOUTS[0])
+    case.says_of("losses", "loss of step 2 matches step 1 of the reference: one step behind", kind=K.OUT_OF_STEP)
+    case = Case(TWO)
     case.layout.losses[1][2] += 1e-3
-    case.loss_says("loss correct in step 1, wrong from step 3 on", "not recognised")
+    case.says_of("losses", "loss correct in step 1, wrong from step 3 on", "not recognised")
 
 
-def test_a_rank_reads_another_ranks_share():
-    case = Losses(Axes(dp_shard=2, tp=2), 2)
+def first(*samples_of_rank):
+    """Other samples in the first step."""
+
+    def damage(read):
+        for rank, samples in enumerate(samples_of_rank):
+            read[rank][0] = list(samples)
+
+    return damage
+
+
+def one_step_behind(read):
+    for batches in read:
+        batches[1] = list(batches[0])
+
+
+def of_the_first_ranks(read):
     for rank in (2, 3):
-        case.layout.samples[rank] = [list(batch) for batch in case.layout.samples[0]]
-    case.samples_say(
+        read[rank] = [list(batch) for batch in read[0]]
+
+
+SAMPLES = {
+    "another share": (Axes(dp_shard=2, tp=2), 2, of_the_first_ranks, [
         "rank 2 read samples 0…3 instead of 4…7 (the samples of ranks 0 and 1): a rank reads another rank's samples",
-        "in every step, on ranks 2 and 3",
-    )
+        "in every step, on ranks 2 and 3"]),
+    "micro-batches": (TWO, 2, first(range(4), [6, 7, 4, 5]),
+        ["rank 1 read samples 6, 7, 4, 5 instead of 4…7", "micro-batches in a different order", "step 1"]),
+    "order": (TWO, 2, lambda read: read[1].__setitem__(2, [21, 20, 22, 23]),
+        ["the correct samples, in a different order", "in step 3"]),
+    "reversed": (TWO, 2, lambda read: read[1].__setitem__(2, [23, 22, 21, 20]), ["samples, in reverse order"]),
+    "a step behind": (TWO, 1, one_step_behind,
+        ["rank 0 read samples 0, 1 instead of 4, 5 (its samples of step 1)", "the sampler is 1 step behind"]),
+    "not divided": (TWO, 2, first(range(8), range(8)),
+        ["read 8 samples (0…7) instead of 4 (0…3)", "the rank reads all of it"]),
+    "interleaved": (TWO, 2, first(range(0, 8, 2), range(1, 8, 2)),
+        ["samples are interleaved instead of split into contiguous blocks"]),
+    "twice": (TWO, 2, first([0, 1, 1, 2]), ["samples are read more than once"]),
+    "outside": (TWO, 2, first([0, 1, 2, 300]), ["samples from outside the batch of the step"]),
+    "none": (TWO, 2, first([]), ["read 0 samples (none) instead of 4 (0…3)"]),
+}  # fmt: skip
 
 
-def test_microbatches_in_another_order():
-    case = Losses(Axes(dp_shard=2), 2)
-    case.layout.samples[1][0] = [6, 7, 4, 5]
-    case.samples_say("rank 1 read samples 6, 7, 4, 5 instead of 4…7", "micro-batches in a different order", "step 1")
-
-
-def test_samples_in_another_order():
-    case = Losses(Axes(dp_shard=2), 2)
-    case.layout.samples[1][2] = [21, 20, 22, 23]
-    case.samples_say("the correct samples, in a different order", "in step 3")
-    case.layout.samples[1][2] = [23, 22, 21, 20]
-    case.samples_say("the correct samples, in reverse order")
-
-
-def test_samples_of_the_step_before():
-    case = Losses(Axes(dp_shard=2))
-    for rank in (0, 1):
-        case.layout.samples[rank][1] = list(case.layout.samples[rank][0])
-    case.samples_say("rank 0 read samples 0, 1 instead of 4, 5 (its samples of step 1)", "the sampler is 1 step behind")
-
-
-def test_a_batch_that_is_not_divided_or_divided_otherwise():
-    case = Losses(Axes(dp_shard=2), 2)
-    for rank in (0, 1):
-        case.layout.samples[rank][0] = list(range(8))
-    case.samples_say("read 8 samples (0…7) instead of 4 (0…3)", "the rank reads all of it")
-    for rank in (0, 1):
-        case.layout.samples[rank][0] = list(range(rank, 8, 2))
-    case.samples_say("samples are interleaved instead of split into contiguous blocks")
-    case.layout.samples[0][0] = [0, 1, 1, 2]
-    case.samples_say("samples are read more than once")
-    case.layout.samples[0][0] = [0, 1, 2, 300]
-    case.samples_say("samples from outside the batch of the step")
-    case.layout.samples[0][0] = []
-    case.samples_say("read 0 samples (none) instead of 4 (0…3)")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_wrong_samples_are_named(name):
+    axes, micro, damage, words = SAMPLES[name]
+    case = Case(axes, micro)
+    damage(case.layout.samples)
+    result = compare(case.layout, case.reference)
+    text = " / ".join(one.text for one in result.samples)
+    assert not result.passed and all(word in text for word in words), text

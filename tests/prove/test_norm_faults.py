@@ -7,16 +7,12 @@ import math
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.result import FaultKind
+from meshwright.prove.compare.result import FaultKind as K
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, Case, hold, scale
 
-LAYOUTS = [
-    Axes(dp_replicate=2, dp_shard=2),
-    Axes(dp_shard=4),
-    Axes(dp_shard=2, tp=2),
-    Axes(dp_shard=3, tp=2),
-    Axes(dp_replicate=2, dp_shard=2, tp=2),
-]
+HSDP, FSDP, FSDP_TP = Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=4), Axes(dp_shard=2, tp=2)
+ODD, ALL = Axes(dp_shard=3, tp=2), Axes(dp_replicate=2, dp_shard=2, tp=2)
+LAYOUTS = (HSDP, FSDP, FSDP_TP, ODD, ALL)
 
 
 class Norms(Case):
@@ -26,17 +22,17 @@ class Norms(Case):
         super().__init__(axes)
         self.due = self.reference.grad_norms[0]
 
-    def square(self, name):
-        return float((self.reference.gradients[name] ** 2).sum())
+    def squares(self, names=SHAPES):
+        return sum(float((self.reference.gradients[name] ** 2).sum()) for name in names)
 
     def local(self, rank, weight=lambda name: 1.0):
         """Sum of squares of what a rank holds."""
         pieces = self.layout.gradients
         return sum(weight(name) * float((pieces[name][rank].value ** 2).sum()) for name in pieces)
 
-    def copies(self, name, but=()):
+    def copies(self, name):
         over = {"dp_replicate", "cp"} | ({"tp"} if name in REPLICATED_OVER_TP else set())
-        return math.prod(self.axes.size(axis) for axis in over - set(but))
+        return math.prod(self.axes.size(axis) for axis in over)
 
     def report(self, squares_of_rank):
         for rank in range(self.axes.num_ranks()):
@@ -46,61 +42,63 @@ class Norms(Case):
         self.says_of("grad_norm", *words, kind=kind)
 
 
-@pytest.mark.parametrize(
-    ("axes", "name"), [*((LAYOUTS[-1], name) for name in SHAPES), *((axes, "head.weight") for axes in LAYOUTS[:-1])]
-)
-def test_a_parameter_left_out(axes, name):
-    case = Norms(axes)
-    case.report(lambda rank: case.due**2 - case.square(name))
-    case.says(f"left out of the norm: {name}", kind=FaultKind.NORM_MEMBERS)
+def without(names):
+    return lambda c, rank: c.due**2 - c.squares(names)
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_a_parameter_counted_twice(axes):
-    case = Norms(axes)
-    case.report(lambda rank: case.due**2 + case.square("head.weight"))
-    case.says("counted twice: head.weight", kind=FaultKind.NORM_MEMBERS)
+def counted(names, times):
+    return lambda c, rank: c.due**2 + (times(c.axes) - 1) * c.squares(names)
 
 
-def test_a_class_of_parameters_left_out():
-    case = Norms(LAYOUTS[2])
-    case.report(lambda rank: case.due**2 - sum(map(case.square, REPLICATED_OVER_TP)))
-    case.says("left out of the norm: parameters replicated over tp", kind=FaultKind.NORM_MEMBERS)
-    for label, picked in (
-        ("blocks.*.attn.q.weight", lambda name: name.endswith("attn.q.weight")),
-        ("blocks.1.*", lambda name: name.startswith("blocks.1.")),
-        ("parameters sharded over tp", lambda name: name not in REPLICATED_OVER_TP),
-    ):
-        members = [name for name in SHAPES if picked(name)]
-        case.report(lambda rank, members=members: case.due**2 - sum(map(case.square, members)))
-        case.says(f"left out of the norm: {label}")
+IN_Q = [name for name in SHAPES if name.endswith("attn.q.weight")]
+IN_BLOCK_1 = [name for name in SHAPES if name.startswith("blocks.1.")]
+SHARDED = [name for name in SHAPES if name not in REPLICATED_OVER_TP]
+HEAD, WRONG = "head.weight", "left out of the norm: "
+FAULTS = {
+    **{f"without {name}": ((ALL,), without([name]), [WRONG + name], K.NORM_MEMBERS) for name in SHAPES},
+    "without the head": (LAYOUTS, without([HEAD]), [WRONG + HEAD], K.NORM_MEMBERS),
+    "the head twice": (LAYOUTS, counted([HEAD], lambda axes: 2), [f"counted twice: {HEAD}"], K.NORM_MEMBERS),
+    "without replicas": ((FSDP_TP,), without(REPLICATED_OVER_TP), [f"{WRONG}parameters replicated over tp"],
+        K.NORM_MEMBERS),
+    "without queries": ((FSDP_TP,), without(IN_Q), [f"{WRONG}blocks.*.attn.q.weight"], K.NORM_MEMBERS),
+    "without block 1": ((FSDP_TP,), without(IN_BLOCK_1), [f"{WRONG}blocks.1.*"], K.NORM_MEMBERS),
+    "without what tp shards": ((FSDP_TP,), without(SHARDED), [f"{WRONG}parameters sharded over tp"], K.NORM_MEMBERS),
+    "replicas once a rank": (LAYOUTS[2:], counted(REPLICATED_OVER_TP, lambda axes: axes.tp),
+        ["counted tp (2) times: parameters replicated over tp"], K.NORM_MEMBERS),
+    "all once a replica": ((HSDP,), lambda c, rank: 2 * c.due**2, ["counted dp_replicate (2) times: all parameters"],
+        K.NORM_MEMBERS),
+    "local": (LAYOUTS, lambda c, rank: c.local(rank), ["report different norms", "not reduced over", "dp_shard"],
+        K.NORM_MEMBERS),
+    "without a rank's shards": ((FSDP,), lambda c, rank: c.due**2 - c.local(2), [f"{WRONG}the shards of rank 2"], None),
+    "no root": (LAYOUTS, lambda c, rank: c.due**4, ["the square root is missing"], K.NORM_FORM),
+    "two roots": (LAYOUTS, lambda c, rank: c.due, ["the square root is taken twice"], K.NORM_FORM),
+    "norms added": (LAYOUTS, lambda c, rank: sum(math.sqrt(c.squares([name])) for name in SHAPES) ** 2,
+        ["norms of parameters are added instead of their squares"], K.NORM_FORM),
+    "a factor": ((ODD,), lambda c, rank: 9 * c.due**2,
+        ["3.000 × the norm of the reference", "summed over dp_shard (3 ranks) instead of averaged"], None),
+    "a factor of squares": ((ODD,), lambda c, rank: 3 * c.due**2,
+        ["3.000 × the sum of squares of the reference", "dp_shard (3 ranks)"], None),
+    "one rank": ((FSDP,), lambda c, rank: (c.due * (1.01 if rank == 2 else 1.0)) ** 2,
+        ["wrong only on rank 2: not recognised", "ratio 1.010"], K.UNRECOGNISED),
+    "NaN": ((Axes(dp_shard=2),), lambda c, rank: float("nan") if rank == 1 else c.due**2,
+        ["not finite only on rank 1"], K.NON_FINITE),
+    "anything": ((FSDP_TP,), lambda c, rank: 1.2345 * c.due**2, ["not recognised"], K.UNRECOGNISED),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("axes", LAYOUTS[2:], ids=str)
-def test_replicated_parameters_counted_once_a_rank(axes):
-    case = Norms(axes)
-    extra = (axes.tp - 1) * sum(map(case.square, REPLICATED_OVER_TP))
-    case.report(lambda rank: case.due**2 + extra)
-    case.says(f"counted tp ({axes.tp}) times: parameters replicated over tp", kind=FaultKind.NORM_MEMBERS)
-
-
-def test_all_parameters_counted_once_a_replica():
-    case = Norms(LAYOUTS[0])
-    case.report(lambda rank: 2 * case.due**2)
-    case.says("counted dp_replicate (2) times: all parameters", kind=FaultKind.NORM_MEMBERS)
-
-
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_local_norms(axes):
-    case = Norms(axes)
-    case.report(case.local)
-    case.says("report different norms", "not reduced over", "dp_shard", kind=FaultKind.NORM_MEMBERS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_norm_is_named(name):
+    layouts, squares, words, kind = FAULTS[name]
+    for axes in layouts:
+        case = Norms(axes)
+        case.report(lambda rank, case=case: squares(case, rank))
+        case.says(*words, kind=kind)
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "tp"])
 def test_norms_reduced_over_one_axis_only(axis):
     """Sums of squares over the other axis; each copy counted by its share, as it should be."""
-    case = Norms(Axes(dp_shard=2, tp=2))
+    case = Norms(FSDP_TP)
 
     def squares(rank):
         at = case.axes.coordinate(rank)[axis]
@@ -108,66 +106,23 @@ def test_norms_reduced_over_one_axis_only(axis):
         return sum(case.local(r, lambda name: 1 / case.copies(name)) for r in line)
 
     case.report(squares)
-    case.says(f"local norms not reduced over {axis}", kind=FaultKind.NORM_MEMBERS)
-
-
-def test_what_a_rank_holds_left_out():
-    case = Norms(Axes(dp_shard=4))
-    case.report(lambda rank: case.due**2 - case.local(2))
-    case.says("left out of the norm: the shards of rank 2")
-
-
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_the_right_sum_in_a_wrong_form(axes):
-    case = Norms(axes)
-    case.report(lambda rank: case.due**4)
-    case.says("the square root is missing", kind=FaultKind.NORM_FORM)
-    case.report(lambda rank: case.due)
-    case.says("the square root is taken twice", kind=FaultKind.NORM_FORM)
-    case.report(lambda rank: sum(math.sqrt(case.square(name)) for name in SHAPES) ** 2)
-    case.says("norms of parameters are added instead of their squares", kind=FaultKind.NORM_FORM)
-
-
-def test_a_factor():
-    case = Norms(Axes(dp_shard=3, tp=2))
-    case.report(lambda rank: 9 * case.due**2)
-    case.says("3.000 × the norm of the reference", "summed over dp_shard (3 ranks) instead of averaged")
-    case.report(lambda rank: 3 * case.due**2)
-    case.says("3.000 × the sum of squares of the reference", "dp_shard (3 ranks)")
-
-
-def test_one_rank_with_another_norm():
-    case = Norms(Axes(dp_shard=4))
-    case.layout.grad_norms[2][0] *= 1.01
-    case.says("wrong only on rank 2: not recognised", "ratio 1.010", kind=FaultKind.UNRECOGNISED)
-
-
-def test_a_norm_that_is_not_finite():
-    case = Norms(Axes(dp_shard=2))
-    case.layout.grad_norms[1][0] = float("nan")
-    case.says("not finite only on rank 1", kind=FaultKind.NON_FINITE)
-
-
-def test_no_cause_is_made_up():
-    case = Norms(Axes(dp_shard=2, tp=2))
-    case.report(lambda rank: 1.2345 * case.due**2)
-    case.says("not recognised", kind=FaultKind.UNRECOGNISED)
+    case.says(f"local norms not reduced over {axis}", kind=K.NORM_MEMBERS)
 
 
 def test_the_norm_of_wrong_gradients_follows_from_them():
-    case = Norms(Axes(dp_shard=2, tp=2))
+    case = Norms(FSDP_TP)
     scale(case.layout.gradients, list(SHAPES), 2.0)
     case.report(lambda rank: 4 * case.due**2)
-    case.says("follows from the wrong gradients", kind=FaultKind.CONSEQUENCE)
+    case.says("follows from the wrong gradients", kind=K.CONSEQUENCE)
 
 
 def test_later_norms():
     case = Norms(Axes(dp_shard=2))
     for norms in case.layout.grad_norms:
         norms[1] = case.reference.grad_norms[0]
-    case.says("gradient norm of step 2 matches step 1 of the reference", "one step behind", kind=FaultKind.OUT_OF_STEP)
+    case.says("gradient norm of step 2 matches step 1 of the reference", "one step behind", kind=K.OUT_OF_STEP)
     case = Norms(Axes(dp_shard=2))
     case.layout.grad_norms[0][2] *= 1.5
     case.says("gradient norm correct in step 1, wrong from step 3 on", "not recognised")
-    hold(case.layout.after_first, case.axes, "head.weight", lambda rank: case.reference.initial["head.weight"])
-    case.says("follows from a wrong update", kind=FaultKind.CONSEQUENCE)
+    hold(case.layout.after_first, case.axes, HEAD, lambda rank: case.reference.initial[HEAD])
+    case.says("follows from a wrong update", kind=K.CONSEQUENCE)

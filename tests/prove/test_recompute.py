@@ -5,68 +5,32 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.prove.report import render
-from tests.prove.proofs import (
-    few_pictures,
-    prove_with,
-    record_few_steps,
-    small_config,
-    small_dit_config,
-    small_expert_config,
-)
+from tests.prove.proofs import assert_proved, records_of, small_config, small_dit_config, small_expert_config
 
-FAMILIES = {"decoder": small_config, "experts": small_expert_config, "dit": small_dit_config}
-POLICIES = {
-    "selective": ("recompute.policy=selective",),
-    "full": ("recompute.policy=full",),
-    "by block": ("recompute.policy=selective", "recompute.blocks=['full:0','none:3']"),
+LAYOUT = "mesh.pp=2 model.num_layers=4 train.num_microbatches=4"
+SELECTIVE, FULL = "recompute.policy=selective", "recompute.policy=full"
+BY_BLOCK = f"{SELECTIVE} recompute.blocks=['full:0','none:3']"
+EVERY_OTHER = "train.freeze=['blocks.0.*','blocks.2.*']"
+CASES = {
+    "zb-v, every other block frozen": (small_config, SELECTIVE, f"pipeline.schedule=zb-v {EVERY_OTHER}"),
+    "1f1b, all frozen but the head": (small_config, FULL, "train.freeze=['embed.*','blocks.*','norm.*']"),
+    "interleaved, by block": (small_config, BY_BLOCK, "pipeline.schedule=interleaved mesh.dp_shard=2"),
+    "dropout": (small_config, SELECTIVE, "pipeline.schedule=zb-v train.dropout=0.25"),
+    "experts, zb-v": (small_expert_config, SELECTIVE, "pipeline.schedule=zb-v"),
+    "experts, by block": (small_expert_config, BY_BLOCK, "pipeline.schedule=1f1b train.freeze=['embed.*']"),
+    "pictures, interleaved": (small_dit_config, SELECTIVE, "pipeline.schedule=interleaved"),
+    "pictures, zb-v, every other block frozen": (small_dit_config, FULL, f"pipeline.schedule=zb-v {EVERY_OTHER}"),
 }
-SCHEDULES = ("1f1b", "zb-v", "interleaved")
-FROZEN = {
-    "nothing": (),
-    "embeddings": ("embed.*", "label_embed.*", "time_embed.*"),
-    "every other block": ("blocks.0.*", "blocks.2.*"),
-    "all but the head": ("embed.*", "blocks.*", "norm.*", "label_embed.*", "time_embed.*"),
-}
-LAYOUT = ("mesh.pp=2", "model.num_layers=4", "train.num_microbatches=4", "train.global_batch=8")
-MATRIX = [
-    ("decoder", "selective", "zb-v", 1, "every other block"),
-    ("decoder", "full", "1f1b", 1, "all but the head"),
-    ("decoder", "by block", "interleaved", 2, "nothing"),
-    ("experts", "selective", "zb-v", 1, "nothing"),
-    ("experts", "by block", "1f1b", 1, "embeddings"),
-    ("dit", "selective", "interleaved", 1, "nothing"),
-    ("dit", "full", "zb-v", 1, "every other block"),
-]
 
 
-@pytest.mark.parametrize(
-    ("family", "policy", "schedule", "shards", "frozen"),
-    [pytest.param(*case, marks=() if case == MATRIX[0] else pytest.mark.slow) for case in MATRIX],
-)
-def test_policies_are_proved(gang, family, policy, schedule, shards, frozen):
-    others = ("norm.*",) if family == "dit" else ("label_embed.*", "time_embed.*")
-    globs = [glob for glob in FROZEN[frozen] if glob not in others]
-    words = [*LAYOUT, f"pipeline.schedule={schedule}", f"mesh.dp_shard={shards}", f"train.freeze={globs}"]
-    assert_proved_with_the_bits_of_none(gang, family, words, policy)
-
-
-@pytest.mark.slow
-def test_selective_recomputation_drops_the_same_elements(gang):
-    words = [*LAYOUT, "pipeline.schedule=zb-v", "train.dropout=0.25"]
-    assert_proved_with_the_bits_of_none(gang, "decoder", words, "selective")
-
-
-def assert_proved_with_the_bits_of_none(gang, family, words, policy):
-    """A policy is proved, and its gradients are bitwise those without recomputation."""
-    records = {}
-    for name, own in (("none", ()), (policy, POLICIES[policy])):
-        config = FAMILIES[family](*words, *own)
-        ranks = config.mesh.axes().num_ranks()
-        records[name] = gang(ranks).run(record_few_steps, config, few_pictures(config))
-    result = prove_with(records[policy], config)
-    assert result.passed, "\n".join(render(result))
-    for found, expected in zip(records[policy], records["none"], strict=True):
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if at else ()) for at, n in enumerate(CASES)])
+def test_policies_are_proved_with_the_bits_of_none(gang, name):
+    make, policy, words = CASES[name]
+    config = make(*LAYOUT.split(), *words.split(), *policy.split())
+    records = records_of(gang, config)
+    assert_proved(gang, config, records)
+    plain = records_of(gang, make(*LAYOUT.split(), *words.split()))
+    for found, expected in zip(records, plain, strict=True):
         assert found.gradients.keys() == expected.gradients.keys()
         for name, gradients in expected.gradients.items():
             assert same_bits(found.gradients[name], gradients), name
