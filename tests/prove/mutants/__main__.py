@@ -17,8 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from tests.prove.mutants.mutate import Mutant, mutants_of
-from tests.prove.mutants.mutated_import import mutate_import
+from tests.prove.mutants.mutate import Mutant, mutants_of, mutate_import
 
 MANY_S = 3600
 """For a process that neither ends nor hangs."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,11 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.config.schema import RunConfig
 from meshwright.prove.record.layout_run import RankRecord, record_rank
 from meshwright.prove.report import render
 from tests.helpers import open_data, rank_context
-from tests.prove.mutants.layouts import LAYOUTS, Layout
-from tests.prove.proofs import NUM_STEPS, few_pictures, prove_with, reference
+from tests.prove.proofs import (
+    NUM_STEPS,
+    few_pictures,
+    prove_with,
+    reference,
+    small_config,
+    small_dit_config,
+    small_expert_config,
+)
 
 CHECK_S = 0.05
 HUNG = 200
@@ -31,6 +40,49 @@ HUNG = 200
 MOST_CPU_S = 300
 ROUNDING = 1e-11
 """Relative differences up to here are of rounding."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A small configuration by name."""
+
+    name: str
+    make: Callable[..., RunConfig]
+    words: tuple[str, ...]
+
+    @cache  # noqa: B019
+    def config(self) -> RunConfig:
+        """Return the configuration of its proof."""
+        return self.make(*self.words)
+
+    @cache  # noqa: B019
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.config().mesh.axes().num_ranks()
+
+
+VEE = ("pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4")
+LAYOUTS = [
+    Layout("tp", small_config, ("mesh.tp=2", "train.num_microbatches=2")),
+    Layout("tp, whole sequences", small_config, ("mesh.tp=2", "mesh.sequence_parallel=false", "train.dropout=0.25")),
+    Layout("dp_shard, packed", small_config, ("mesh.dp_shard=2", "train.num_microbatches=2", "data.packing=documents")),
+    Layout("cp ring, window", small_config, ("mesh.cp=2", "model.window=6", "model.global_every=2")),
+    Layout("cp heads, packed", small_config, ("mesh.cp=2", "mesh.cp_method=heads", "data.packing=documents",
+                                              "recompute.policy=selective")),
+    Layout("pp zb-v", small_config, ("mesh.pp=2", *VEE)),
+    Layout("ep", small_expert_config, ("mesh.dp_shard=2", "mesh.ep=2", "train.num_microbatches=2")),
+    Layout("ep, groups", small_expert_config, (
+        "mesh.dp_shard=2", "mesh.ep=2", "model.score=sigmoid", "model.num_groups=4", "model.top_groups=2",
+        "model.balance_bias=true", "model.bias_rate=0.05", "model.route_scale=2.5", "model.num_dense_layers=1",
+        "model.num_shared_experts=1", "recompute.policy=full")),
+    Layout("dit tp", small_dit_config, ("mesh.tp=2", "model.ffn_dim=22")),
+    Layout("dit pp", small_dit_config, ("mesh.pp=2", "train.num_microbatches=2")),
+    Layout("hsdp", small_config, ("mesh.dp_replicate=2", "mesh.dp_shard=2")),
+    Layout("tp, pp", small_config, ("mesh.tp=2", "mesh.pp=2", "pipeline.schedule=1f1b", "train.num_microbatches=2")),
+    Layout("cp, dp_shard", small_config, ("mesh.cp=2", "mesh.dp_shard=2", "data.packing=documents", "model.window=4")),
+    Layout("ep, tp", small_expert_config, (
+        "mesh.dp_shard=2", "mesh.ep=2", "mesh.tp=2", "model.balance_scope=global-batch", "model.z_loss=0.01")),
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,12 +97,7 @@ class Verdict:
 
 
 def baseline(folder: Path, only: Sequence[str] = ()) -> None:
-    """Record the layouts of the right code in `folder`, and which lines of which files were run.
-
-    Args:
-        folder: folder for `evaluate`.
-        only: names of the layouts, if not all.
-    """
+    """Record these layouts, or all, of the right code in `folder`, and which lines of which files were run."""
     for layouts in _by_size(only):
         with _ranks(layouts, folder, lines=True) as wait:
             for layout in layouts:
@@ -66,12 +113,9 @@ def baseline(folder: Path, only: Sequence[str] = ()) -> None:
 
 
 def evaluate(right: Path, folder: Path, only: Sequence[str] = ()) -> Verdict:
-    """Return what the proofs of the layouts say, in a process that imports mutated code.
+    """Return what the proofs of these layouts, or of all, say, in a process that imports mutated code.
 
-    Args:
-        right: folder of `baseline`.
-        folder: folder for the ranks' records.
-        only: names of the layouts, if not all.
+    What `baseline` recorded is in `right`; what the ranks do now goes to `folder`.
     """
     changed: list[Verdict] = []
     for layouts in _by_size(only):

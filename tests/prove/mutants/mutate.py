@@ -1,37 +1,28 @@
 """Small changes of source code: an operator, a constant, a condition or a statement. Imports nothing but Python's own.
 
-Each is made on the syntax tree, and named by the place of its node, so that it can be made again in another process.
+Each is made on the syntax tree, and named by the place of its node, so that it can be made again in another process,
+which imports the changed module.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
 
+PAIRS = ((ast.Add, ast.Sub), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot),
+         (ast.In, ast.NotIn), (ast.And, ast.Or))  # fmt: skip
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.MatMult: ast.Mult,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+    ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.MatMult: ast.Mult,
+    **dict(PAIRS), **{right: left for left, right in PAIRS},
+}  # fmt: skip
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -125,13 +116,7 @@ def _never(found: ast.AST) -> ast.AST:
 
 
 def mutants_of(module: str, path: Path, lines: set[int]) -> list[Mutant]:
-    """Return the mutants of a module on lines that were run.
-
-    Args:
-        module: name of the module.
-        path: its source.
-        lines: lines that were run.
-    """
+    """Return the mutants of a module, whose source is in `path`, on lines that were run."""
     found = []
     for number, (node, change) in enumerate(changes(ast.parse(path.read_text("utf-8")))):
         line: int = node.lineno  # type: ignore[attr-defined]
@@ -158,3 +143,36 @@ class _Replace(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         return self._new if node is self._old else self.generic_visit(node)
+
+
+def mutate_import(mutant: Mutant) -> None:
+    """Have the mutant's module imported with its change.
+
+    Raises:
+        RuntimeError: the module is already imported.
+    """
+    if mutant.module in sys.modules:
+        raise RuntimeError(f"{mutant.module} is already imported")
+    sys.meta_path.insert(0, _Finder(mutant))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._mutant.module:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        assert spec is not None and spec.origin is not None
+        spec.loader = _Loader(self._mutant, name, spec.origin)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, mutant: Mutant, name: str, path: str) -> None:
+        super().__init__(name, path)
+        self._mutant = mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(mutated(self._mutant, Path(self.path)), self.path, "exec")

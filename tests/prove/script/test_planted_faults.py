@@ -6,8 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.prove.script.faults_together import Fault, prove_together
-from tests.prove.script.scripts import ACCELERATE, BFLOAT16, DDP, FSDP2_TP, PIPELINE
+from tests.prove.script.scripts import ACCELERATE, BFLOAT16, DDP, FSDP2_TP, PIPELINE, Fault, prove_together
 
 # ---- FSDP2 and DDP
 

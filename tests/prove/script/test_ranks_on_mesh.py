@@ -44,17 +44,15 @@ def test_axes_come_from_names_placements_and_samples(given, axes):
     assert (found.axes, found.order, found.note) == (axes, (0, 1, 2, 3), "")
 
 
-def test_stages_differ_in_their_parameters():
-    found = ranks_on_mesh([RankRecord(parameters=dict.fromkeys(names), samples=[[0]]) for names in "aabb"])
-    assert found.axes == Axes(pp=2, dp_replicate=2)
-
-
-def test_another_order_of_axes_renumbers_ranks():
-    found = ranks_on_mesh([RankRecord(parameters=dict.fromkeys(names), samples=[[0]]) for names in "abab"])
-    assert found.axes == Axes(pp=2, dp_replicate=2) and found.order == (0, 2, 1, 3)
-    assert "rank 1 is the script's rank 2" in found.note
-
-
-def test_uneven_stages_are_no_mesh():
-    found = ranks_on_mesh([RankRecord(parameters=dict.fromkeys(names), samples=[[0]]) for names in "aab"])
-    assert found.axes == Axes(dp_replicate=3)
+@pytest.mark.parametrize(
+    ("stages", "axes", "order"),
+    [
+        ("aabb", Axes(pp=2, dp_replicate=2), (0, 1, 2, 3)),
+        ("abab", Axes(pp=2, dp_replicate=2), (0, 2, 1, 3)),
+        ("aab", Axes(dp_replicate=3), (0, 1, 2)),  # uneven, so no mesh
+    ],
+)
+def test_stages_differ_in_their_parameters_and_ranks_are_renumbered(stages, axes, order):
+    found = ranks_on_mesh([RankRecord(parameters=dict.fromkeys(name), samples=[[0]]) for name in stages])
+    assert (found.axes, found.order) == (axes, order)
+    assert ("rank 1 is the script's rank 2" in found.note) == (stages == "abab")

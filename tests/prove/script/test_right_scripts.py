@@ -1,11 +1,15 @@
-"""Right scripts prove on all layouts, in both dtypes."""
+"""Right scripts prove on all layouts, in both dtypes; what the page shows is what the command prints."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 
 import pytest
 
+from meshwright.cli.main import main
+from tests.docs.console import ROOT, missing, shown
 from tests.prove.script.scripts import (
     ACCELERATE,
     ACCUMULATED,
@@ -22,7 +26,7 @@ LAYOUTS = {
     PIPELINE: ("1", "4"),
     ACCELERATE: ("1 --accumulate 1", "2"),
 }
-"""That with FSDP2: `test_docs_page`."""
+"""That with FSDP2: the page's, below."""
 
 
 @pytest.mark.slow
@@ -71,17 +75,43 @@ def test_variants_of_the_example_are_proved(variant, tmp_path):
     assert all(word in str(proof) for word in words)
 
 
-@pytest.mark.slow
-def test_ddp_that_reduces_in_the_last_micro_batch_is_proved(tmp_path):
-    proof = prove(planted(DDP, tmp_path, *ACCUMULATED), "1", "3")
-    assert proof, causes(proof)
-
-
 COMPILED = [("    recorder =", "    model.compile(backend='eager')\n    recorder =")]
 
 
 @pytest.mark.slow
-def test_compiled_ddp_is_proved(tmp_path):
-    proof = prove(planted(DDP, tmp_path, *COMPILED), "1", "2", arguments=["--dtype", "float64"])
+@pytest.mark.parametrize(("changes", "layout"), [(ACCUMULATED, "3"), (COMPILED, "2")], ids=["accumulated", "compiled"])
+def test_ddp_is_proved(changes, layout, tmp_path):
+    proof = prove(planted(DDP, tmp_path, *changes), "1", layout, arguments=["--dtype", "float64"])
     assert proof, causes(proof)
-    assert [one["axes"] for one in proof.report["layouts"]] == ["dp_replicate 2"]
+    assert [one["axes"] for one in proof.report["layouts"]] == [f"dp_replicate {layout}"]
+
+
+PROOFS = [one for one in shown() if one.page == "prove-scripts.md" and one.lines[0].startswith("reference")]
+
+
+def run(monkeypatch, capsys, *words):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", list(words))
+    code = 0
+    try:
+        main()
+    except SystemExit as error:
+        code = error.code or 0
+    return code, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_proof_of_the_page(monkeypatch, capsys, tmp_path):
+    (block,) = PROOFS
+    code, found = run(monkeypatch, capsys, *shlex.split(block.command))
+    assert code == 0 and not missing(block.lines, found, numbers=False), found
+
+
+@pytest.mark.slow
+def test_the_fault_of_the_page_and_its_json(monkeypatch, capsys, tmp_path):
+    script = planted(FSDP2_TP, tmp_path, ("            reduce_norm_gradients(model, mesh)\n", ""))
+    words = ["--layout", "1 --accumulate 1", "--layout", "4 --tp 2", "--json", str(tmp_path / "out.json")]
+    code, found = run(monkeypatch, capsys, "meshwright", "prove", "script", str(script), *words, "--", "--seed", "0")
+    page = (ROOT / "docs/prove-scripts.md").read_text("utf-8").partition("over tp:\n\n```\n")[2].partition("```")[0]
+    assert code == 1 and not missing(page.splitlines(), found, numbers=False), found
+    assert '"passed": false' in (tmp_path / "out.json").read_text("utf-8")
