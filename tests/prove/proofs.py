@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -257,12 +257,15 @@ def assert_proved(gang: GangPool, config: RunConfig, records: list[RankRecord] |
 
 def assert_named(result: ProofResult, fault: Fault) -> None:
     """A proof fails, says what the fault says, and gives a cause for its parameter."""
-    report, lines = to_json(result, loss_unit="nats/token"), render(result)
+    assert_says(to_json(result, loss_unit="nats/token"), render(result), fault)
+
+
+def assert_says(report: dict[str, Any], lines: Sequence[str], fault: Fault) -> None:
+    """What a report and its lines must say of a fault."""
     assert not report["passed"]
     text = " ".join(" ".join(lines).lower().split())
     missing = [words for words in fault.says if words.lower() not in text]
     assert not missing, "\n".join([f"missing: {missing}", *lines])
     if fault.at:
         (entry,) = (entry for entry in report["parameters"] if entry["name"] == fault.at)
-        assert entry["verdict"] == "wrong"
-        assert entry["cause"]
+        assert entry["verdict"] == "wrong" and entry["cause"]

@@ -19,26 +19,24 @@ from tests.prove.as_run.proofs import SIZES, as_run_config, proof
 from tests.prove.proofs import SMALL_DIT, SMALL_PICTURES, SMALL_VIDEOS, SOURCE
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "one rank": (),
-    "dp_shard 4": ("mesh.dp_shard=4",),
-    "dp_replicate 2 × dp_shard 2, micro-batches": (
-        "mesh.dp_replicate=2", "mesh.dp_shard=2", "train.num_microbatches=2",
-    ),
-    "dp_shard 2, recomputed": ("mesh.dp_shard=2", "recompute.policy=full"),
-    "dp_shard 2, selectively recomputed": ("mesh.dp_shard=2", "recompute.policy=selective", "train.num_microbatches=2"),
-    "pp 2": ("mesh.pp=2", "train.num_microbatches=4"),
-    "pp 2, zb-v": ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=2"),
-    "pp 2 × dp_shard 2": ("mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
-    "tp 2": ("mesh.tp=2",),
-    "tp 2 × dp_shard 2": ("mesh.tp=2", "mesh.dp_shard=2", "train.num_microbatches=2"),
-    "tp 2 × dp_replicate 2, no sequence parallel": (
-        "mesh.tp=2", "mesh.dp_replicate=2", "mesh.sequence_parallel=false",
-    ),
-    "cp 2, ring": ("mesh.cp=2", "mesh.cp_method=ring", "train.num_microbatches=2"),
-    "cp 2 × tp 2, heads": ("mesh.cp=2", "mesh.cp_method=heads", "mesh.tp=2", "model.num_heads=4",
-                           "model.num_kv_heads=4"),
-    "ep 2 × dp_shard 2": ("mesh.dp_shard=4", "mesh.ep=2"),
-}  # fmt: skip
+    name: tuple(words.split())
+    for name, words in {
+        "one rank": "",
+        "dp_shard 4": "mesh.dp_shard=4",
+        "dp_replicate 2 × dp_shard 2": "mesh.dp_replicate=2 mesh.dp_shard=2 train.num_microbatches=2",
+        "dp_shard 2, recomputed": "mesh.dp_shard=2 recompute.policy=full",
+        "dp_shard 2, selective": "mesh.dp_shard=2 recompute.policy=selective train.num_microbatches=2",
+        "pp 2": "mesh.pp=2 train.num_microbatches=4",
+        "pp 2, zb-v": "mesh.pp=2 pipeline.schedule=zb-v model.num_layers=4 train.num_microbatches=2",
+        "pp 2 × dp_shard 2": "mesh.pp=2 mesh.dp_shard=2 train.num_microbatches=2",
+        "tp 2": "mesh.tp=2",
+        "tp 2 × dp_shard 2": "mesh.tp=2 mesh.dp_shard=2 train.num_microbatches=2",
+        "tp 2 × dp_replicate 2, whole sequences": "mesh.tp=2 mesh.dp_replicate=2 mesh.sequence_parallel=false",
+        "cp 2, ring": "mesh.cp=2 mesh.cp_method=ring train.num_microbatches=2",
+        "cp 2 × tp 2": "mesh.cp=2 mesh.cp_method=heads mesh.tp=2 model.num_heads=4 model.num_kv_heads=4",
+        "ep 2 × dp_shard 2": "mesh.dp_shard=4 mesh.ep=2",
+    }.items()
+}
 VARIANTS: dict[str, tuple[str, ...]] = {"": (), "dropout": ("train.dropout=0.25",)}
 BATCH = "train.global_batch=16"
 
@@ -67,9 +65,9 @@ CHOSEN = [
     ("llama-tiny", "one rank", 0, ""),
     ("llama-tiny", "tp 2", 1, "dropout"),
     ("llama-tiny", "pp 2, zb-v", 2, ""),
-    ("llama-tiny", "dp_shard 2, selectively recomputed", 0, "dropout"),
+    ("llama-tiny", "dp_shard 2, selective", 0, "dropout"),
     ("moe-tiny", "cp 2, ring", 2, "dropout"),
-    ("dit-digits", "dp_replicate 2 × dp_shard 2, micro-batches", 1, "dropout"),
+    ("dit-digits", "dp_replicate 2 × dp_shard 2", 1, "dropout"),
 ]
 """Each axis with another preset, seed and variant."""
 
@@ -79,11 +77,6 @@ CHOSEN = [
 def test_a_right_run_passes(gang: GangPool, preset: str, layout: str, seed: int, variant: str) -> None:
     words = (BATCH, *LAYOUTS[layout], *VARIANTS[variant], f"train.seed={seed}")
     assert_passes(proof(gang, as_run_config(*words, preset=preset), steps=2))
-
-
-@pytest.mark.slow
-def test_sharded_experts_pass(gang: GangPool) -> None:
-    assert_passes(proof(gang, as_run_config("mesh.dp_shard=2", "mesh.ep=2", preset="moe-tiny"), steps=2))
 
 
 def test_the_layouts_are_many() -> None:
@@ -115,9 +108,16 @@ def test_other_precisions_pass_more_tightly(gang: GangPool, precision: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
-def test_a_compiled_run_passes(gang: GangPool, axis: str) -> None:
-    assert_passes(proof(gang, as_run_config(f"mesh.{axis}=2", "train.compile=true", "model.num_layers=1"), steps=2))
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("moe-tiny", "mesh.dp_shard=2 mesh.ep=2"),
+        ("llama-tiny", "mesh.dp_shard=2 train.compile=true model.num_layers=1"),
+        ("llama-tiny", "mesh.tp=2 train.compile=true model.num_layers=1"),
+    ],
+)
+def test_sharded_experts_and_compiled_runs_pass(gang: GangPool, preset: str, words: str) -> None:
+    assert_passes(proof(gang, as_run_config(*words.split(), preset=preset), steps=2))
 
 
 ONE_AXIS = ("mesh.tp=1", "mesh.pp=1", "mesh.cp=1", "mesh.dp_replicate=1", "mesh.dp_shard=2", "train.num_microbatches=1")
