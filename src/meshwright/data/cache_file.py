@@ -66,9 +66,6 @@ def open_or_build(
     the system's temporary directory and logs a warning.
 
     Args:
-        name: name of the file.
-        kind: type of the metadata.
-        cache_dir: directory of the file.
         build: function that writes the arrays to a file and returns their metadata.
         is_usable: function that says whether the file has what the caller needs; otherwise it is replaced.
 

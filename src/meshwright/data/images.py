@@ -62,15 +62,9 @@ class ImageDataset:
     """Training and validation splits of an image or video dataset.
 
     Args:
-        source: `data.source`, for messages.
-        description: human-readable line with the sizes of both splits.
         train: training samples [n, c, f, h, w], 0 … 255.
-        validation: held-out samples, same layout.
         train_labels: class of each training sample, 0 … num_classes - 1.
-        validation_labels: class of each held-out sample.
         train_fps: frames per second of each training video, 0 for images.
-        validation_fps: frames per second of each held-out video, 0 for images.
-        num_classes: number of classes in both splits together.
         fingerprint: hex SHA-256 of all arrays, the same on every machine.
     """
 
@@ -92,8 +86,6 @@ def open_images(source: str, *, image_size: int, num_channels: int, num_frames: 
     Args:
         source: `digits` (scikit-learn's handwritten digits), `digits-video` (videos of them), or else a glob of
             image files. `py` and `py` define the held-out samples.
-        image_size: height and width of every sample.
-        num_channels: 1 (grey) or 3 (RGB, image files only).
         num_frames: frames per video; 1 for images.
 
     Raises:
@@ -212,10 +204,6 @@ def moving_digits(size: int, num_frames: int) -> LabelledImages:
 
     All videos of a digit are held out together. Values are rounded to bytes.
 
-    Args:
-        size: height and width of the canvas, at least `MIN_CANVAS`.
-        num_frames: frames per video, for every frame rate.
-
     Raises:
         DataError: scikit-learn is not installed.
     """
@@ -308,11 +296,6 @@ def is_image_source(source: str) -> bool:
 
 def read_images(source: str, *, size: int, num_channels: int) -> tuple[Bytes, NDArray[np.int64], NDArray[np.bool_]]:
     """Read the images of a glob (`**` and `~` are expanded), sorted by name, center-cropped and resized.
-
-    Args:
-        source: the glob.
-        size: height and width of each image.
-        num_channels: 1 (grey) or 3 (RGB).
 
     Returns:
         The images [n, c, 1, size, size]; their classes, which are the names of their folders, numbered in
@@ -413,9 +396,6 @@ def write_grid(path: Path, images: Bytes, *, columns: int, scale: int | None = N
     """Write images as a PNG grid, row by row.
 
     Args:
-        path: output file, in an existing folder.
-        images: [n, c, 1, h, w].
-        columns: images per row.
         scale: enlargement factor; None to choose it by size.
     """
     assert images.shape[2] == 1, "videos go to write_strip"
@@ -423,13 +403,7 @@ def write_grid(path: Path, images: Bytes, *, columns: int, scale: int | None = N
 
 
 def write_strip(path: Path, videos: Bytes, *, scale: int | None = None) -> None:
-    """Write videos as a PNG with the frames of one video per row.
-
-    Args:
-        path: output file, in an existing folder.
-        videos: [n, c, f, h, w].
-        scale: enlargement factor; None to choose it by size.
-    """
+    """Write videos as a PNG with the frames of one video per row."""
     frames = videos.swapaxes(1, 2).reshape(-1, *np.delete(videos.shape, [0, 2]))
     _write_png(path, _tile(frames, columns=videos.shape[2], scale=scale))
 
@@ -438,11 +412,7 @@ def write_animation(path: Path, videos: Bytes, *, columns: int, fps: int, scale:
     """Write videos of one frame rate side by side as a looping animated GIF.
 
     Args:
-        path: output file, in an existing folder.
-        videos: [n, c, f, h, w].
-        columns: videos per row.
         fps: frames per second; GIF delays are rounded to 1/100 s.
-        scale: enlargement factor; None to choose it by size.
     """
     num_frames = videos.shape[2]
     images = [_image(_tile(videos[:, :, frame], columns=columns, scale=scale)) for frame in range(num_frames)]

@@ -33,13 +33,7 @@ class LoadedBatch(NamedTuple):
 
 
 class Loader:
-    """Random-access loader of a run's samples; it keeps no position, so it has no state to save.
-
-    Args:
-        windows: windows of this split, of one source or of several.
-        order: order of all windows in this split.
-        device: device of the batches.
-    """
+    """Random-access loader of a run's samples; it keeps no position, so it has no state to save."""
 
     def __init__(self, windows: Windows, order: SampleOrder, device: torch.device) -> None:
         assert order.num_windows == windows.num_windows, "the order does not match the windows"
@@ -78,12 +72,7 @@ def validation_batches(
     divide after reducing both over the ranks.
 
     Args:
-        windows: windows of the validation split, of one source or of several.
         chosen: windows that are used, in order, over all ranks.
-        batch_size: rows per batch, padding included.
-        data_parallel: number of data-parallel ranks.
-        data_index: data-parallel index of this rank.
-        device: device of the batches.
     """
     first, last = (len(chosen) * index // data_parallel for index in (data_index, data_index + 1))
     num_rows = -(-len(chosen) // data_parallel)

@@ -56,13 +56,7 @@ def count_pieces(lengths: Int64Array, seq_len: int) -> Int64Array:
 
 
 def buckets(lengths: Int64Array, seq_len: int, *, max_pieces: int = BUCKET_PIECES) -> Iterator[slice]:
-    """Yield runs of consecutive documents with at most `max_pieces` pieces, or of a single document.
-
-    Args:
-        lengths: tokens of each document.
-        seq_len: pairs in a window.
-        max_pieces: bound on the pieces of a run.
-    """
+    """Yield runs of consecutive documents with at most `max_pieces` pieces, or of a single document."""
     pieces = count_pieces(lengths, seq_len).cumsum()
     first = 0
     while first < len(lengths):
@@ -73,13 +67,7 @@ def buckets(lengths: Int64Array, seq_len: int, *, max_pieces: int = BUCKET_PIECE
 
 
 def split_documents(starts: Int64Array, lengths: Int64Array, seq_len: int) -> NDArray[np.void]:
-    """Split documents into pieces of at most `seq_len` pairs, in order, as an array of `PIECE`.
-
-    Args:
-        starts: first token of each document.
-        lengths: tokens of each document.
-        seq_len: pairs in a window.
-    """
+    """Split documents into pieces of at most `seq_len` pairs, in order, as an array of `PIECE`."""
     num_pairs, num_pieces = np.maximum(lengths - 1, 0), count_pieces(lengths, seq_len)
     offsets = ranges(np.zeros_like(num_pieces), num_pieces) * seq_len
     pieces = np.empty(len(offsets), dtype=PIECE)
@@ -90,10 +78,6 @@ def split_documents(starts: Int64Array, lengths: Int64Array, seq_len: int) -> ND
 
 def pack(pieces: NDArray[np.void], seq_len: int) -> tuple[NDArray[np.void], Int64Array]:
     """Assign pieces to windows of `seq_len` pairs.
-
-    Args:
-        pieces: pieces in the order of the corpus.
-        seq_len: pairs in a window.
 
     Returns:
         The pieces window by window, and the number of pieces of each window. Windows are in the order of their first
@@ -108,12 +92,7 @@ def pack(pieces: NDArray[np.void], seq_len: int) -> tuple[NDArray[np.void], Int6
 
 
 def best_fit_decreasing(lengths: Int64Array, room: int) -> tuple[Int64Array, int]:
-    """Return the window of each piece and the number of windows.
-
-    Args:
-        lengths: lengths of the pieces, 1 … `room`.
-        room: room in a window.
-    """
+    """Return the window of each piece and the number of windows."""
     longest_first = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)
     windows = np.empty(len(lengths), dtype=np.int64)
@@ -192,11 +171,7 @@ class IndexMetadata:
     """Metadata of an index, as stored in its cache file.
 
     Args:
-        num_windows: number of windows.
-        num_pieces: number of pieces of all windows.
         num_targets: number of targets of all windows, without padding.
-        payload_bytes: size of the arrays.
-        is_masked: whether pieces have the number of their targets.
         num_split: with a mask, number of documents that are longer than a window.
         num_left_out: number of pieces left out because none of their tokens counts.
 
@@ -232,14 +207,10 @@ class PackedWindows:
     """Random access to the windows of a split whose documents are packed.
 
     Args:
-        tokens: tokens of the split, 1-D; usually memory-mapped.
-        seq_len: tokens in a window, T.
         num_targets: number of targets of all windows; no document has targets in another one, or outside its pieces.
         pieces: pieces of all windows, window by window.
         first_pieces: number of the first piece of each window, and of all pieces at the end.
         mask: loss mask of the tokens; None if all count.
-        num_split: with a mask, number of documents that are longer than a window.
-        num_left_out: number of pieces left out because none of their tokens counts.
     """
 
     tokens: Tokens = field(repr=False)
@@ -253,7 +224,6 @@ class PackedWindows:
 
     @property
     def num_windows(self) -> int:
-        """Number of windows."""
         return len(self.first_pieces) - 1
 
     @property
@@ -274,17 +244,11 @@ class PackedWindows:
         return tuple(self._lengths(window) for window in windows.tolist())
 
     def count(self, windows: Int64Array) -> int:
-        """Return the number of targets in the windows, without reading tokens."""
         name = "length" if self.mask is None else "targets"
         return int(self._pieces_of(windows)[0][name].sum(dtype=np.int64))
 
     def read(self, windows: Int64Array, *, ignored_target: int) -> tuple[Int64Array, Int64Array]:
-        """Return the inputs and targets of the windows, both [len(windows), seq_len]; padding has input 0.
-
-        Args:
-            windows: numbers of the windows, 1-D.
-            ignored_target: target of padding, and of what doesn't count.
-        """
+        """Return the inputs and targets of the windows, both [len(windows), seq_len]; padding has input 0."""
         pieces, num_pieces = self._pieces_of(windows)
         lengths = pieces["length"].astype(np.int64)
         places = ranges(pieces["start"], lengths)
@@ -337,10 +301,6 @@ def open_packed(
     """Pack the documents of a split into windows, or open the cached index.
 
     Args:
-        tokens: tokens of the split, 1-D.
-        documents: its documents.
-        seq_len: tokens in a window.
-        cache_dir: see `cache_file.open_or_build`.
         mask: loss mask of the tokens, part of the documents' fingerprint; None if all count.
 
     Raises:

@@ -151,7 +151,6 @@ class DirectCopies:
         self._device = device
 
     def start(self, tensors: Tensors) -> Handle:
-        """Copy at once."""
         return _Arrived(tuple(x.to(self._device) for x in tensors))
 
 
@@ -208,7 +207,6 @@ class _Copying:
         self._streams, self._tensors, self._copied = streams, tensors, copied
 
     def wait_stream(self) -> Tensors:
-        """Order the compute stream after the copy, and the allocator's reuse after the compute stream."""
         self._streams.compute_waits(self._copied)
         for x in self._tensors:
             self._streams.keep_for_compute(x)
@@ -222,7 +220,6 @@ class _Arrived:
         self._tensors = tensors
 
     def wait_stream(self) -> Tensors:
-        """Return the tensors."""
         return self._tensors
 
 
@@ -263,32 +260,25 @@ class CudaStreams:
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned_like(self, x: Tensor) -> Tensor:
-        """Allocate pinned host memory."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
 
     def empty_like(self, x: Tensor) -> Tensor:
-        """Allocate device memory that belongs to the copy stream."""
         with torch.cuda.stream(self._copies):
             return torch.empty(x.shape, dtype=x.dtype, device=self._device)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Launch a copy on the copy stream."""
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
 
     def copy_event(self) -> torch.cuda.Event:
-        """Record an event on the copy stream."""
         event: torch.cuda.Event = self._copies.record_event()
         return event
 
     def compute_waits(self, event: torch.cuda.Event) -> None:
-        """Make the calling thread's current stream wait."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def host_waits(self, event: torch.cuda.Event) -> None:
-        """Wait, with the GIL released."""
         event.synchronize()
 
     def keep_for_compute(self, x: Tensor) -> None:
-        """Tell the allocator that the calling thread's current stream uses `x`."""
         x.record_stream(torch.cuda.current_stream(self._device))

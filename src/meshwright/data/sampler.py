@@ -125,13 +125,6 @@ def microbatch_samples(
     Step `s` uses samples [s·B, (s+1)·B) on every layout; data-parallel index `d` gets the d-th contiguous block of
     them, and micro-batch `m` the m-th contiguous block of that.
 
-    Args:
-        step: step number, from 0.
-        global_batch: samples per step over all ranks, B.
-        data_parallel: number of data-parallel ranks.
-        data_index: data-parallel index of this rank.
-        num_microbatches: micro-batches per rank and step.
-
     Raises:
         LayoutError: the batch is not divisible by the number of micro-batches over all ranks.
     """

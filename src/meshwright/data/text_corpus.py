@@ -54,23 +54,16 @@ class Corpus:
     """Training and validation split of a tokenised corpus.
 
     Args:
-        source: `data.source`, for messages.
-        description: human-readable line with the sizes of both splits.
-        train: training ids, 1-D, memory-mapped.
-        validation: held-out ids, 1-D, memory-mapped.
         vocab_size: size of the smallest vocabulary that covers every id.
         validation_bytes_per_token: average bytes of text per token of `validation`, counting one byte per end of a
             document and none per beginning, which packed documents don't predict; converts nats per token to bits per
             byte. None for token files, whose text is unknown, and for conversations, of which only some tokens count.
         fingerprint: hex SHA-256 of the ids of both splits, and of the documents if they are known; the same on every
             machine.
-        train_documents: documents of `train`; None unless asked for.
-        validation_documents: documents of `validation`; None unless asked for.
         packed: windows of packed documents of both splits; None unless `pack_corpus` made them.
         validation_source: `data.validation_source`, if that is where `validation` is from.
         is_text: whether `validation` is of the tokenizer; false for token files.
         train_mask: loss mask of `train`; None if all its tokens count.
-        validation_mask: loss mask of `validation`.
         conversations: where `train` was read from, to read its conversations again; None without such.
     """
 
@@ -93,12 +86,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Training documents of a source with conversations, as they are read.
-
-    Args:
-        source: the source.
-        day: today, as the tokenised conversations have it.
-    """
+    """Training documents of a source with conversations, as they are read."""
 
     source: TextSource
     day: date
@@ -300,8 +288,6 @@ def check_windows(corpus: Corpus, seq_len: int, *, multiple_of: int = 1) -> None
     """Check that both splits of a corpus hold at least one window.
 
     Args:
-        corpus: the corpus to check.
-        seq_len: inputs per window.
         multiple_of: divisor required of the suggested `seq_len`, for example the number of ranks that shard it.
 
     Raises:
@@ -324,8 +310,6 @@ def check_vocab(corpus: Corpus, vocab_size: int, *, is_key: bool = True) -> None
     """Check that a model's vocabulary covers every id of a corpus.
 
     Args:
-        corpus: the corpus to check.
-        vocab_size: tokens of the model's vocabulary.
         is_key: whether the vocabulary is the key `model.vocab_size`, and not the size of a given model.
 
     Raises:

@@ -371,13 +371,7 @@ def open_contents(path: str) -> io.BufferedReader:
 
 
 def require_datasets(source: str, *, package: str, purpose: str) -> None:
-    """Raise a DataError if a package that comes with the extra `datasets` is not installed.
-
-    Args:
-        source: `data.source`, for the message.
-        package: pyarrow or datasets.
-        purpose: what is read with it, such as `a Parquet file`.
-    """
+    """Raise a DataError if a package that comes with the extra `datasets` is not installed."""
     if importlib.util.find_spec(package) is None:
         raise DataError(
             f"the {package} package is not installed",

@@ -35,23 +35,14 @@ class CorpusMetadata:
 
     Args:
         dtype: element type of the tokens, little-endian (`|u1`, `<u2`, `<u4`).
-        num_train: number of training tokens, which come first.
-        num_validation: number of held-out tokens.
         payload_bytes: size of the tokens, their mask and the documents' ends in the cache file, without the tokens if
             they are stored elsewhere.
-        vocab_size: size of the smallest vocabulary that covers every id.
         validation_text_bytes: size of the held-out text; None if unknown.
-        num_skipped: number of files skipped because they are not text.
-        fingerprint: that of the tokens (see `Fingerprint`).
-        num_train_documents: number of training documents, which come first.
-        num_validation_documents: number of held-out documents.
         num_empty: number of lines left out because their text is empty.
         ends_fingerprint: SHA-256 of the documents' ends; empty if the file has none, as in files of earlier versions.
         mask_bytes: size of the loss mask; 0 if all tokens count.
-        mask_fingerprint: SHA-256 of the mask.
         chat_day: the day, in ISO format, that is today in the conversations; empty without such.
         framing: tokens around each document, as in `<s> … </s>`; empty for bytes and conversations.
-        has_begin: whether a token begins each document.
 
     Raises:
         ValueError: the size of the payload is not that of its contents.

@@ -53,9 +53,6 @@ def open_token_file(
     """Memory-map a token file and return its tokens, their metadata, and the cache file of the metadata.
 
     Args:
-        source: path of a `.npy` or `.bin`; `~` is expanded.
-        token_dtype: element type of a `.bin`: uint8, uint16 or uint32.
-        cache_dir: see `cache_file.open_or_build`.
         separator: last token of each document; if None, documents are unknown.
 
     Raises:

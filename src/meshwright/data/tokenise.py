@@ -256,16 +256,7 @@ def _num_cores() -> int:
 
 @dataclass(frozen=True)
 class PartMetadata:
-    """Metadata of a part.
-
-    Args:
-        payload_bytes: size of the tokens, of the ends of their documents, and of the mask.
-        num_documents: number of documents that end in this part.
-        text_bytes: see `Encoded`.
-        texts_sha256: digest of the texts of all batches.
-        payload_sha256: digest of the tokens, ends and mask.
-        mask_bytes: size of the loss mask, a bit per token; 0 if all tokens count.
-    """
+    """Metadata of a part."""
 
     payload_bytes: int
     num_documents: int

@@ -77,10 +77,6 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """Tokenizer read from a `tokenizer.json` by the `tokenizers` package.
 
-    Args:
-        path: path of the `tokenizer.json`.
-        bos, separator: see `frame`.
-
     Raises:
         DataError: the package or the file is missing, or the file is not a tokenizer.
     """

@@ -55,8 +55,6 @@ def frame(backend: Any, path: Path, *, bos: str, separator: int | None) -> Frami
     """Return how documents are framed.
 
     Args:
-        backend: tokenizer of the `tokenizers` package.
-        path: its `tokenizer.json`.
         bos: auto for the beginning that the tokenizer adds, or none.
         separator: id of the token that ends a document; None for what the tokenizer declares.
 

@@ -61,9 +61,6 @@ class Token(NamedTuple):
 class ChatFormat:
     """Chat template and tokens of a tokenizer; callable from any thread.
 
-    Args:
-        tokenizer: `data.tokenizer`.
-
     Raises:
         DataError: it has no chat template or a malformed one, or the `tokenizers` package is missing.
     """
@@ -104,7 +101,6 @@ class ChatFormat:
         """Return the text of a conversation, and the assistant's parts of it.
 
         Args:
-            conversation: the conversation.
             day: today, for templates that write it; the day on which this object was made if None.
 
         Raises:
@@ -273,9 +269,6 @@ def write_conversation(
     turn: nothing is generated after that token.
 
     Args:
-        template: the chat template.
-        messages: checked messages.
-        day: see `ChatTemplate.render`.
         special_tokens: texts of all special tokens, of which one may end a turn.
 
     Raises:
@@ -311,9 +304,6 @@ class TemplateFiles:
     """A chat template as its tokenizer's files have it.
 
     Args:
-        path: the tokenizer's `tokenizer.json`.
-        template_path: the file that has the template.
-        template: its text, in Jinja's language.
         special_tokens: texts of the tokens that a template may name, such as `bos_token`.
     """
 

@@ -28,10 +28,6 @@ _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatTemplate:
     """A compiled chat template; callable from any thread.
 
-    Args:
-        template: its text.
-        special_tokens: texts of the tokenizer's special tokens by name, such as `bos_token`.
-
     Raises:
         TemplateError: it is malformed.
     """
@@ -44,11 +40,6 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], *, day: date, add_generation_prompt: bool = False) -> Written:
         """Return the text of messages, and what of it is inside `{% generation %}`.
-
-        Args:
-            messages: messages, in order.
-            day: today, for templates that write it.
-            add_generation_prompt: end with what the assistant's next turn begins with.
 
         Raises:
             TemplateError: the template refuses the messages; other exceptions, whatever it does wrong.

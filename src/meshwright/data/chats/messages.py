@@ -37,11 +37,6 @@ def likely_chat_field(record: Mapping[str, Any]) -> str | None:
 def check_messages(value: Any, field: str, place: str) -> list[Message]:
     """Return the messages of a record, without keys that are null.
 
-    Args:
-        value: what the field has.
-        field: `data.chat_field`.
-        place: the record, for messages.
-
     Raises:
         DataError: it is no conversation of texts in which the assistant says something.
     """
@@ -122,12 +117,7 @@ Span = tuple[int, int]
 
 
 class Written(NamedTuple):
-    """Text of messages.
-
-    Args:
-        text: the text.
-        spans: parts of it that the assistant says, as far as they are known.
-    """
+    """Text of messages."""
 
     text: str
     spans: tuple[Span, ...]

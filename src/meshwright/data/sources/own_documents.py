@@ -60,12 +60,6 @@ def open_documents(source: str) -> Documents:
 def read_texts(documents: Documents, indices: Iterable[int], empty: EmptyTexts, *, source: str) -> Iterator[str]:
     """Yield the non-empty texts of documents, and count the empty ones.
 
-    Args:
-        documents: the texts.
-        indices: documents to read.
-        empty: counts those that are empty, which are left out.
-        source: `data.source`, for messages.
-
     Raises:
         DataError: a document can't be read or isn't a text; the message has its index.
     """

@@ -50,8 +50,6 @@ class RecordField:
         """Return the document of a value, which may be an empty text.
 
         Args:
-            value: the value.
-            place: file and number of its record.
             likely: another field that is more likely the text.
 
         Raises:
@@ -76,9 +74,6 @@ class RecordField:
         """Return the error for a record or a table without the field.
 
         Args:
-            place: the record or file.
-            names: fields that it has.
-            noun: what a field is called there: field or column.
             record: values of the fields, as far as they are known.
         """
         likely = likely_field(record) if self.format is None else messages.likely_chat_field(record)

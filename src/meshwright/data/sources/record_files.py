@@ -74,12 +74,6 @@ def check_record_files(files: list[Document], field: RecordField | None, *, sour
 def read_texts(part: TextSlice, field: RecordField, empty: EmptyTexts, *, source: str) -> Iterator[RecordText]:
     """Yield the documents of a file's records, or of the first nine tenths or the last tenth of them.
 
-    Args:
-        part: the file, and the portion of it.
-        field: the field of each record that is the document.
-        empty: counts the records whose text is empty, which are left out.
-        source: `data.source`, for messages.
-
     Raises:
         DataError: the file or a record can't be read, or a record has no such document.
     """
@@ -312,10 +306,6 @@ def no_saved_column(source: str) -> DataError:
 
 class SavedTexts:
     """Documents of a saved dataset by row.
-
-    Args:
-        source: the folder.
-        field: the column that has the documents.
 
     Raises:
         DataError: the folder can't be read, or has no such column.

@@ -204,23 +204,12 @@ def document_pairs(tokens: Tokens, spans: Iterable[Span]) -> list[Pair]:
 
 
 def documents_loss_sum(model: nn.Module, pairs: Iterable[Pair], loss_sum: LossSum = cross_entropy_sum) -> Tensor:
-    """Return the sum of the losses of documents, each alone through the model.
-
-    Args:
-        model: maps ids [1, time] to logits [1, time, vocabulary].
-        pairs: documents, at least one.
-        loss_sum: loss of logits and targets.
-    """
+    """Return the sum of the losses of documents, each alone through the model."""
     return torch.stack([loss_sum(model(inputs[None]), targets[None]) for inputs, targets in pairs]).sum()
 
 
 class RereadMasks:
-    """Masks of the documents of a training split.
-
-    Args:
-        conversations: where the documents were read.
-        documents: where they end.
-    """
+    """Masks of the documents of a training split."""
 
     def __init__(self, conversations: Conversations, documents: SplitDocuments) -> None:
         self._conversations, self._documents = conversations, documents

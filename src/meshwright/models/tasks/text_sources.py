@@ -28,11 +28,6 @@ class RunSource:
     """A source of a run.
 
     Args:
-        key: key that names it.
-        source: what it names.
-        use: how its documents are used.
-        text_field: field of its records that is the text.
-        chat_field: field of its records that is a conversation.
         entry: its entry of the mixture, if it has one.
     """
 
