@@ -43,9 +43,8 @@ from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import BusyCores, advice, check_machine
 from meshwright.train.launch.rank_context import RunSpec
 from meshwright.train.launch.rank_start import run_body
-from meshwright.train.record.events import reporting
 from meshwright.train.record.record_files import loss_key, read_metrics
-from meshwright.train.record.reporter import Reporter
+from meshwright.train.record.reporter import Reporter, reporting
 from meshwright.train.record.trackers import check_trackers
 from meshwright.train.run_folder import RunFolder
 from meshwright.units import counted

@@ -21,11 +21,7 @@ _log = get_logger(__name__)
 
 
 class LastingStream:
-    """Stream whose writes don't fail.
-
-    Args:
-        stream: stream to write to.
-        warns: whether to log the first failure.
+    """Stream whose writes don't fail; with `warns`, the first failure is logged.
 
     Attributes:
         error: why something couldn't be written; None if everything was.
@@ -57,14 +53,9 @@ class LastingStream:
             if self._warns and self.error is None:
                 _log.warning("the output can't be written (%s): the run goes on without it", error.strerror)
             self.error = self.error or error
-            _discard(self._stream)
-
-
-def _discard(stream: TextIO) -> None:
-    """Let what a stream still holds, and gets, go nowhere: Python flushes it once more at the end, and fails if it
-    can't."""
-    with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+            # What the stream holds, and gets, goes nowhere: Python flushes it once more at the end, and may not fail.
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def lasting(stream: TextIO, *, warns: bool = False) -> TextIO:

@@ -12,13 +12,9 @@ from meshwright.errors import CONTINUE, InputError, RunError
 
 
 def check_output(path: Path, *, where: str) -> None:
-    """Check that `path` is writable, without changing the file.
+    """Check that `path` is writable, without changing the file; `where` is the option that specified it.
 
     Opens the file, since permission bits don't reveal read-only mounts and don't apply to root.
-
-    Args:
-        path: the output file, which may exist.
-        where: the option that specified it, for the error message.
 
     Raises:
         InputError: the file can't be written.

@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.train.launch.kubernetes import to_yaml
+from meshwright.train.launch.cluster_job import to_yaml
 
 TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=12),

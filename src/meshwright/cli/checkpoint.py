@@ -154,11 +154,8 @@ def _weights_like(source: Path) -> OtherWeights:
     if not isinstance(model_type, str):
         return known[0]
     # The format of any model comes last.
-    return next(weights for weights in sorted(known, key=_is_any) if weights.model_type in (model_type, None))
-
-
-def _is_any(weights: OtherWeights) -> bool:
-    return weights.model_type is None
+    known.sort(key=lambda weights: weights.model_type is None)
+    return next(weights for weights in known if weights.model_type in (model_type, None))
 
 
 def _newest_valid(folder: Path) -> Path:
@@ -232,12 +229,7 @@ def check_unused(out: Path) -> None:
 
 
 def write_run(manifest: Manifest, out: Path, *, name: str) -> bool:
-    """Write the configuration and the kept files of an imported checkpoint into its run folder.
-
-    Args:
-        manifest: of the checkpoint.
-        out: the run folder.
-        name: name of the run.
+    """Write the configuration and the kept files of an imported checkpoint into its run folder `out`.
 
     Returns:
         Whether there is a tokenizer for training.

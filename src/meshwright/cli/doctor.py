@@ -59,7 +59,8 @@ def _findings() -> Iterator[Finding]:
     good = sys.version_info[:2] >= MIN_PYTHON
     fix = "" if good else "Python 3.11 or newer: python.org or your system's packages"
     yield Finding("ok" if good else "missing", "python", f"{platform.python_version()} ({sys.executable})", fix)
-    yield Finding("ok", "machine", f"{platform.platform()} · {counted(num_cores(), 'core')} · {_total_memory()}")
+    memory = format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    yield Finding("ok", "machine", f"{platform.platform()} · {counted(num_cores(), 'core')} · {memory}")
     yield from _packages()
     yield from _torch()
     yield _compiler()
@@ -143,7 +144,3 @@ def _ports() -> Iterator[Finding]:
     except OSError as error:
         fix = "put this host's name into /etc/hosts, or give torchrun --master-addr"
         yield Finding("note", "torchrun", f"host name does not resolve: {error}", fix)
-
-
-def _total_memory() -> str:
-    return format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

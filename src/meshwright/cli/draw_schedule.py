@@ -230,14 +230,7 @@ def _layers(text: str) -> int | tuple[int, ...]:
 def load_schedule(
     source: str, stages: int | None, microbatches: int | None, chunks: int | None, *, command: str
 ) -> Schedule:
-    """Generate the named schedule, or read one from a file and verify it.
-
-    Args:
-        source: name of a schedule, or path of a table.
-        stages: pipeline ranks; needed with a name.
-        microbatches: micro-batches per step; needed with a name.
-        chunks: chunks per rank.
-        command: command to name in an error.
+    """Generate the named schedule, or read one from a file and verify it; `command` is named in errors.
 
     Raises:
         ScheduleError: the schedule is unknown, lacks a number, or differs from the file.

@@ -58,13 +58,13 @@ def kubernetes(
     out: Out = None,
 ) -> None:
     """Write a JobSet, which restarts the run from its newest checkpoint when a pod fails or is evicted."""
-    from meshwright.train.launch.kubernetes import KubernetesOptions, jobset_manifest
+    from meshwright.config.source import preset_names
+    from meshwright.train.launch.cluster_job import KubernetesOptions, jobset_manifest
 
     source = split_words(words)[0]
+    file = None if source is None or source in preset_names() else Path(source)
     job, memory = _job(words, nodes, gpus_per_node, name, out)
-    _write(
-        jobset_manifest(job, KubernetesOptions(image, volume, _file_of(source))), out, job, memory, "kubectl apply -f"
-    )
+    _write(jobset_manifest(job, KubernetesOptions(image, volume, file)), out, job, memory, "kubectl apply -f")
 
 
 @app.command(cls=ConfigCommand)
@@ -104,13 +104,6 @@ def _job(
     verify(plan, where=config.name)
     memory = predict_memory(plan).total()
     return job, f"maximum memory of a rank  {format_bytes(memory)}\n{devices(memory)}"
-
-
-def _file_of(source: str | None) -> Path | None:
-    """Return the path of a configuration file, or None for a preset."""
-    from meshwright.config.source import preset_names
-
-    return None if source is None or source in preset_names() else Path(source)
 
 
 def _write(text: str, out: Path | None, job: ClusterJob, memory: str, command: str | None) -> None:

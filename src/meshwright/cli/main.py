@@ -87,18 +87,12 @@ def main() -> None:
             sys.exit(error.exit_code)
         except SystemExit:
             if (lost := unwritten()) is not None and sys.argv[1:2] != ["run"]:  # a run's files have it all
-                show_error(_not_written(lost))
+                rule, fix = "what a command prints is its result", "free some space there, or write to another file"
+                show_error(
+                    MeshwrightError(f"stdout can't be written: {lost.strerror}", where="stdout", rule=rule, fix=fix)
+                )
                 sys.exit(1)
             raise
-
-
-def _not_written(error: OSError) -> MeshwrightError:
-    return MeshwrightError(
-        f"stdout can't be written: {error.strerror}",
-        where="stdout",
-        rule="what a command prints is its result",
-        fix="free some space there, or write to another file",
-    )
 
 
 def show_error(error: MeshwrightError) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.capture.predict import predict_capture
@@ -37,7 +37,7 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     yield from (f"  {line}" for line in replicated_note(plan))
     memory = predict_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
-    yield from _items(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size)
+    yield from _items(*(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size))
     yield devices(memory.total())
     yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
     if config is not None and config.capture.scope:
@@ -53,7 +53,7 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
         heading, *rows = feature.page(plan)
         yield from heading
         for row in rows:
-            yield from _items(row)
+            yield from _items(*row)
     if collectives := list(_collectives(plan)):
         yield "operator collectives, per micro-batch"
         yield from collectives
@@ -94,13 +94,11 @@ def _batch(plan: RunPlan) -> Iterator[str]:
     used = [f"{atom} {size}" for atom, size in plan.mesh.atoms if size > 1]
     kept = f", {plan.masters} masters" if compute != plan.masters else ""
     yield from _items(
-        (
-            f"{' × '.join(used)} = {counted(plan.mesh.num_ranks(), 'rank')}" if used else "one rank",
-            f"batch {batch.global_batch} × {batch.tokens} tokens",
-            f"{batch.num_microbatches} × {counted(batch.samples, 'sample')} per rank",
-            f"{compute}{kept}",
-            f"schedule {plan.schedule.kind}{_bubble(plan)}",
-        )
+        f"{' × '.join(used)} = {counted(plan.mesh.num_ranks(), 'rank')}" if used else "one rank",
+        f"batch {batch.global_batch} × {batch.tokens} tokens",
+        f"{batch.num_microbatches} × {counted(batch.samples, 'sample')} per rank",
+        f"{compute}{kept}",
+        f"schedule {plan.schedule.kind}{_bubble(plan)}",
     )
 
 
@@ -120,7 +118,7 @@ def _capture(plan: RunPlan, capture: CaptureConfig) -> Iterator[str]:
     yield f"CUDA graphs of a rank, at most  {found.graphs} in {found.pools} memory pool{'s' * (found.pools > 1)}"
     sizes = {"static tensors": found.static, "copies of weights": found.weights}
     words = [f"{what} {format_bytes(size)} more" for what, size in sizes.items() if size]
-    yield from _items([*words, f"{format_bytes(found.saved)} of the activations in pools"])
+    yield from _items(*words, f"{format_bytes(found.saved)} of the activations in pools")
 
 
 def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
@@ -174,13 +172,13 @@ def _units(plan: RunPlan) -> Iterator[str]:
             name = f"{kind.name} experts" if unit.name == EXPERTS else kind.name
             in_use = kind.experts.axes if kind.experts is not None and unit.name == EXPERTS else ()
             more = [f"in use over {_axes(in_use)}", *more] if in_use else more
-            yield from _item(f"{name}{times}", format_count(elements), _unit_words(unit), *more)
+            yield from _items(f"{name}{times}", format_count(elements), _unit_words(unit), *more)
     roots = set()
     for stage in plan.stages:
         held = [(f"{kind.name}/{p.name}", math.prod(p.shape)) for kind, _, p in plan.parameters(stage)]
         roots.add(sum(size for name, size in held if name in stage.root.parameters))
     sizes = " … ".join(dict.fromkeys(map(format_count, sorted(roots))))
-    yield from _item("root of a stage", sizes, _unit_words(plan.stages[0].root))
+    yield from _items("root of a stage", sizes, _unit_words(plan.stages[0].root))
 
 
 def _unit_words(unit: Unit) -> str:
@@ -217,7 +215,7 @@ def _groups(plan: RunPlan, train: TrainConfig | None) -> Iterator[str]:
         size = f"{counted(len(one['parameters']), 'parameter')}, {format_count(one['elements'])}"
         settings = [f"decay {one['weight_decay']:g}" if one["weight_decay"] else "no decay"] if train else []
         settings += [f"lr {one['lr']:g}"] if train and one["lr"] != train.lr else []
-        yield from _item(one["role"], one["optimizer"], size, *settings)
+        yield from _items(one["role"], one["optimizer"], size, *settings)
 
 
 def _collectives(plan: RunPlan) -> Iterator[str]:
@@ -254,24 +252,20 @@ def _times(one: Collective, *, recomputed: bool) -> int:
 def _sums(plan: RunPlan) -> Iterator[str]:
     who = {"ours": "by Meshwright", "fsdp": "by FSDP2", "dtensor": "by DTensor"}
     for one in plan.sums:
-        yield from _item(
+        yield from _items(
             one.op, f"over {_axes(one.axes)}", counted(len(one.parameters), "distinct parameter"), who[one.by]
         )
     stages = Counter(tuple(stage for stage, _ in sites) for _, sites in plan.shared)
     for held, count in stages.items():
         where = f"stages {held[0]} and {held[1]}" if len(held) == 2 else counted(len(held), "stage")
-        yield from _item("sum", f"over {where}", f"{count} shared parameter{'s' if count > 1 else ''}", "by Meshwright")
+        yield from _items("sum", f"over {where}", counted(count, "shared parameter"), "by Meshwright")
 
 
 def _axes(axes: Sequence[str]) -> str:
     return " × ".join(axes)
 
 
-def _item(*parts: str) -> Iterator[str]:
-    return _items(parts)
-
-
-def _items(parts: Iterable[str]) -> Iterator[str]:
+def _items(*parts: str) -> Iterator[str]:
     """Join parts with middle dots, breaking lines only between parts."""
     line = " "
     for part in parts:

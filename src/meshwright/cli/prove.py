@@ -39,8 +39,7 @@ def prove(
         Path | None, typer.Option("--plan", help="Prove this plan, written by meshwright plan -o and possibly edited.")
     ] = None,
     as_run: Annotated[
-        bool,
-        typer.Option("--as-run", help="Prove the run in its precision, compiled and compressed, not in float64."),
+        bool, typer.Option("--as-run", help="Prove the run in its precision, compiled and compressed, not in float64.")
     ] = False,
     catalogue: Annotated[
         bool,
@@ -88,10 +87,7 @@ def prove_and_show(prove: Callable[[], Proof], json_path: Path | None) -> None:
 def show_catalogue(words: list[str], steps: int | None, json_path: Path | None) -> None:
     """Prove the catalogue, show each outcome and a table, write both as JSON, and exit with 1 if a proof failed.
 
-    Args:
-        words: model types, and keys of every case.
-        steps: optimizer steps to compare; 2 if None.
-        json_path: file for the outcomes.
+    `words` are model types, and keys of every case.
     """
     from meshwright import api
     from meshwright.prove.catalogue.case import Outcome, Result

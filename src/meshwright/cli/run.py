@@ -24,8 +24,7 @@ def run(
     words: Words = None,
     out: Annotated[str | None, typer.Option(metavar="PATH", help="The run folder; default: runs/<name>-<n>.")] = None,
     resume: Annotated[
-        str | None,
-        typer.Option(help="auto for the folder's newest valid checkpoint, or the path of a checkpoint."),
+        str | None, typer.Option(help="auto for the folder's newest valid checkpoint, or the path of a checkpoint.")
     ] = None,
     plan_path: Annotated[
         Path | None, typer.Option("--plan", help="Run this plan, written by meshwright plan -o and possibly edited.")
@@ -117,8 +116,7 @@ Model = Annotated[list[str], typer.Argument(metavar="RUN|CHECKPOINT|FOLDER [KEY=
 
 
 def evaluate(
-    words: Model,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the loss as JSON.")] = False,
+    words: Model, as_json: Annotated[bool, typer.Option("--json", help="Print the loss as JSON.")] = False
 ) -> None:
     """Compute a trained model's validation loss, on the run's data or data.source=…, on any layout (mesh.…)."""
     from meshwright.train.trained_model import find_model, use

@@ -74,7 +74,14 @@ def _input_error(error: Any, command: Any, path: str, args: Sequence[str]) -> In
     parameters = command.params
     if option is not None:
         known = [one for one in parameters if option in one.opts]
-        return _without_value(option, known[0]) if known else unknown_option(option, path, parameters)
+        if not known:
+            return unknown_option(option, path, parameters)
+        return InputError(
+            f"{option} has no value",
+            where=f"command line, {option}",
+            rule=f"{option}: {_help(known[0])}",
+            fix=f"{option} {_example(known[0])}",
+        )
     if parameter is None:
         extra = re.search(r"\(([^()]*)\)$", str(error))
         return InputError(
@@ -97,15 +104,6 @@ def _input_error(error: Any, command: Any, path: str, args: Sequence[str]) -> In
         where=f"command line, {name}",
         rule=f"{_expected(str(error.message))} ({_lower(_help(parameter))})",
         fix=f"{name} {_example(parameter)}",
-    )
-
-
-def _without_value(option: str, parameter: Any) -> InputError:
-    return InputError(
-        f"{option} has no value",
-        where=f"command line, {option}",
-        rule=f"{option}: {_help(parameter)}",
-        fix=f"{option} {_example(parameter)}",
     )
 
 

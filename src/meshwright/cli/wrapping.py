@@ -19,13 +19,9 @@ CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def wrapped(text: str, columns: int, *, indent: str = "", more: str = "    ") -> Iterator[str]:
-    """Yield the lines of a text that is broken at spaces; a word that is longer than a line stays whole.
+    """Yield the lines of one line of text, with `indent` before the first and `more` before all others.
 
-    Args:
-        text: one line, which may have a terminal's codes.
-        columns: width of a line.
-        indent: put before the first line.
-        more: put before all others.
+    It is broken at spaces; a word that is longer than a line stays whole. A terminal's codes take no width.
     """
     first, *words = FIGURE.sub(NO_BREAK, text).split(" ")
     line = indent + first

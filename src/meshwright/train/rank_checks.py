@@ -23,8 +23,8 @@ from meshwright.train.choose_folder import choose_folder
 from meshwright.train.continued_run import naming
 from meshwright.train.launch.machine_limits import check_memory
 from meshwright.train.launch.rank_context import RankContext, RunSpec
-from meshwright.train.measure.run_measurement import memory_bytes
-from meshwright.train.record.events import reporting
+from meshwright.train.record.reporter import reporting
+from meshwright.train.record.run_measurement import memory_bytes
 from meshwright.train.run_folder import RunFolder
 
 

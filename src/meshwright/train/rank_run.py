@@ -20,10 +20,9 @@ from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import build_job, choose_device, rank_group
 from meshwright.train.launch.rank_context import RankContext, RunSpec
-from meshwright.train.measure.run_measurement import memory_bytes
-from meshwright.train.record.events import RecordingReporter
 from meshwright.train.record.record_files import EventLog
-from meshwright.train.record.reporter import Reporter, Start
+from meshwright.train.record.reporter import RecordingReporter, Reporter, Start
+from meshwright.train.record.run_measurement import memory_bytes
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.training_loop import Trainer
 

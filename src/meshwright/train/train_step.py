@@ -29,10 +29,9 @@ from meshwright.parallel.data_parallel import complete_gradients
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.train.build_job import Job
-from meshwright.train.measure.run_measurement import RunMeasurement
 from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from meshwright.train.pipeline_stages import Pipeline
-from meshwright.train.record.step_profiler import Label
+from meshwright.train.record.run_measurement import Label, RunMeasurement
 from meshwright.train.step_handles import StepHandles
 
 Key = tuple[int, int]

@@ -13,7 +13,7 @@ from meshwright.comm.collective_log import count_collectives
 from meshwright.comm.private import COLLECTIVES
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.plan.traffic import predict_traffic
-from meshwright.train.measure.run_measurement import MEASURED_STEPS, measured_steps
+from meshwright.train.record.run_measurement import MEASURED_STEPS, measured_steps
 from tests.helpers import small_corpus
 from tests.train.jobs import load_words, make_job, make_plan, pieces
 

@@ -9,7 +9,7 @@ import pytest
 from meshwright.config.load import load
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import LinkBytes, Purpose, messages, predict_traffic
-from meshwright.train.measure.step_parts import ALL_TO_ALL, OPERATIONS, count_purposes
+from meshwright.train.record.step_parts import ALL_TO_ALL, OPERATIONS, count_purposes
 
 LAYOUTS = [
     ["llama-tiny", "mesh.dp_shard=2", "mesh.tp=2"],

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.pipeline.actions import Action, ActionKind
 from meshwright.pipeline.timeline import Reading, ThreadClock, TimedOperation, compute_spans
-from meshwright.train.measure.step_parts import raw_parts
+from meshwright.train.record.step_parts import raw_parts
 
 KINDS = [ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE]
 AMOUNT = st.floats(0, 1)

@@ -14,7 +14,7 @@ from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.serialize import to_json
 from meshwright.plan.traffic import predict_traffic
-from meshwright.train.measure.step_parts import StepParts
+from meshwright.train.record.step_parts import StepParts
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"

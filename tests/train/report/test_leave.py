@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from meshwright.errors import RunError, StoppedError
-from meshwright.train.record.events import reporting
 from meshwright.train.record.record_files import REPORT, EventLog, read_events
+from meshwright.train.record.reporter import reporting
 from tests.train.report.folders import write_folder
 
 

@@ -325,13 +325,7 @@ class RankExit:
 
 
 def explain(ranks: Sequence[BaseProcess], board: StatusBoard, folder: Path) -> MeshwrightError:
-    """Return the error of the rank that failed first.
-
-    Args:
-        ranks: processes by rank; at least one has failed, others may still be running.
-        board: status board with every rank's progress.
-        folder: folder that holds the ranks' error reports.
-    """
+    """Return the error of the rank that failed first; others may still be running. Their reports are in `folder`."""
     ended = []
     for rank, process in enumerate(ranks):
         if process.exitcode:

@@ -139,16 +139,7 @@ def needed_bytes(plan: RunPlan, *, num_ranks: int, on_cpu: bool) -> int:
 
 
 def memory_fixes(config: RunConfig, *, num_ranks: int, num_bytes: int, on_cpu: bool, what: str) -> list[str]:
-    """Return settings with which the predicted memory of some ranks fits, in words, the least change first.
-
-    Args:
-        config: a run that doesn't fit.
-        num_ranks: ranks that share the memory.
-        num_bytes: the memory.
-        on_cpu: whether the memory is the CPU's.
-        what: what has this memory, in the plural: `machines` or `devices`.
-    """
-
+    """Return settings with which the predicted memory of some ranks fits, in words, the least change first."""
     from meshwright.plan.make_plan import make_plan
 
     def fits(fix: Fix) -> Fix | None:

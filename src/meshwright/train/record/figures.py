@@ -36,11 +36,8 @@ LOADS = {1 / 4: "1/4", 1 / 2: "1/2", 1.0: "1", 2.0: "2", 4.0: "4"}
 def write_trace(folder: Path, schedule: Schedule, timelines: Mapping[str, Timeline], *, overlaps: bool) -> None:
     """Write `timeline.json`, `trace.json` (for Perfetto and chrome://tracing) and `timeline.svg` to a run folder.
 
-    Args:
-        folder: the run folder.
-        schedule: the table of the run.
-        timelines: the `predicted` and `measured` timelines of one step.
-        overlaps: whether the run overlapped the pairs of the table; if so, the figure frames them.
+    The timelines are the `predicted` and the `measured` one of a step. If the run `overlaps` the pairs of its table,
+    the figure frames them.
     """
     predicted, measured = timelines["predicted"], timelines["measured"]
     texts = {"timeline.json": to_json(timelines), "trace.json": to_chrome_trace(timelines, time_us=1e6)}
@@ -67,12 +64,9 @@ class LoadHistory:
 
 
 def read_history(lines: Iterable[dict[str, Any]], num_experts: Sequence[int], *, max_bins: int) -> LoadHistory | None:
-    """Return the loads in the lines of a metrics file, or None if no line has counts.
+    """Return the loads in the lines of a metrics file, or None if no line has counts of `num_experts` by layer.
 
-    Args:
-        lines: lines of the file.
-        num_experts: number of experts of each layer; counts of other numbers are ignored.
-        max_bins: maximum number of bins; even, since bins are merged in pairs.
+    `max_bins` is even, since bins are merged in pairs.
     """
     bins = _Bins(max_bins)
     for line in lines:
@@ -113,13 +107,7 @@ class _Bins:
 
 
 def draw_expert_load(metrics: Path, out: Path, *, title: str, experts: Mapping[str, int]) -> bool:
-    """Write the heat map as .svg or .png: steps along x; layers and their experts along y.
-
-    Args:
-        metrics: the run's `metrics.jsonl`.
-        out: file to write.
-        title: headline.
-        experts: number of experts by label of the layer.
+    """Write the heat map as .svg or .png: steps along x; layers, by their labels, and their experts along y.
 
     Returns:
         False if the metrics have no counts of these experts; then no file is written.

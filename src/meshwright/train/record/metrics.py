@@ -14,9 +14,9 @@ from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
 from meshwright.plan.stage_sizes import experts_per_layer, load_rows
 from meshwright.train.build_job import Job
-from meshwright.train.measure.run_measurement import memory_bytes
 from meshwright.train.record.record_files import LOSS, MetricsFile, in_unit, read_metrics
 from meshwright.train.record.reporter import Progress, Reporter, Validation
+from meshwright.train.record.run_measurement import memory_bytes
 from meshwright.train.run_folder import RunFolder
 from meshwright.train.train_step import StepResult
 

@@ -21,7 +21,7 @@ from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_me
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.settings.violation import format_value
-from meshwright.train.measure.step_parts import StepParts
+from meshwright.train.record.step_parts import StepParts
 from meshwright.train.report.figures import MAX_LANES, SMALL, Image, Line, bars, chart, interval, timeline_figure
 from meshwright.train.report.run_data import RunData
 from meshwright.units import counted, format_bytes, format_count, format_duration

@@ -1,9 +1,8 @@
-"""Measurement of a few steps of a run: the times of their operations, memory by type and bytes by purpose.
+"""Measurements of a few steps of every run, and profiles of chosen steps by PyTorch's profiler (`train.profile`).
 
-It is always on, and cheap: a measured step reads its thread's clocks around each operation of the pipeline table, the
-last one also counts collectives, and ranks exchange what they found once, after the last step. Nothing is synchronized
-on the CPU. Ranks' clocks are aligned by the sum over all ranks that ends each step.
-"""
+Measuring is cheap: a measured step reads its thread's clocks around each operation of the pipeline table, the last one
+also counts collectives, and ranks exchange what they found once, after the last step. Nothing is synchronized on a CPU.
+Ranks' clocks are aligned by the sum over all ranks that ends each step."""
 
 from __future__ import annotations
 
@@ -20,25 +19,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.comm.collective_log import CollectiveBytes, Sent, count_collectives
 from meshwright.comm.collectives import all_gather_object
+from meshwright.config.resolve import format_ranges, profiled_ranks, profiled_steps
 from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.task import Batch
+from meshwright.output_files import writing
 from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.simulate import Costs, StageCosts, simulate
 from meshwright.pipeline.timeline import Reading, Span, ThreadClock, TimedOperation, Timeline, compute_spans
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.train.build_job import Job
-from meshwright.train.measure.step_parts import (
-    ZERO,
-    CountedPurpose,
-    RawParts,
-    StepParts,
-    count_purposes,
-    raw_parts,
-)
+from meshwright.train.record.step_parts import ZERO, CountedPurpose, RawParts, StepParts, count_purposes, raw_parts
 
 PAGE_BYTES = resource.getpagesize()
 MEASURED_STEPS = 5
@@ -335,3 +330,84 @@ def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
         if tensor is not None and (storage := to_local(tensor).untyped_storage()).nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+DIRECTORY = "profile"
+VIEWER = "https://ui.perfetto.dev"
+
+Label = Callable[[str], AbstractContextManager[object]]
+"""Function that returns a context whose time is shown under a name in the profile."""
+
+
+class StepProfiler:
+    """Profiler of one rank's steps; ranks that write no profile follow the others', so that each can summarize them."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        """Set up for a run in `folder`; nothing is recorded before the first chosen step."""
+        self._folder = folder / DIRECTORY
+        self._rank, self._is_on_cuda = job.context.rank, job.device.type == "cuda"
+        self._steps, self._ranks = profiled_steps(job.config.train), profiled_ranks(job.config)
+        self._recorded = range(0)
+        self._profile: profile | None = None
+        self._written: list[range] = []
+
+    def step(self, step: int) -> AbstractContextManager[Label | None]:
+        """Profile step `step`, counted from 1, within the context, if it is chosen; steps run in ascending order.
+
+        Returns:
+            Context that yields the function that labels parts of the step, or None if this rank doesn't profile it.
+
+        Raises:
+            RunError: the file can't be written, after the last step of a range.
+        """
+        chosen = next((steps for steps in self._steps if step in steps), None)
+        return nullcontext() if chosen is None else self._record(step, is_last=step == chosen[-1])
+
+    @contextmanager
+    def _record(self, step: int, *, is_last: bool) -> Iterator[Label | None]:
+        if not self._recorded:
+            self._recorded = range(step, step)
+            self._start()
+        label = None if self._profile is None else record_function
+        with nullcontext() if label is None else label(f"step {step}"):
+            yield label
+        self._recorded = range(self._recorded.start, step + 1)
+        if is_last:
+            self.write()
+
+    def _start(self) -> None:
+        if any(self._rank in ranks for ranks in self._ranks):
+            device = [ProfilerActivity.CUDA] if self._is_on_cuda else []
+            self._profile = profile(activities=[ProfilerActivity.CPU, *device])
+            self._profile.start()
+
+    def write(self) -> None:
+        """Write the steps recorded since the last file, if there are any.
+
+        Raises:
+            RunError: the file can't be written.
+        """
+        steps, self._recorded = self._recorded, range(0)
+        if not steps:
+            return
+        if self._profile is not None:
+            self._profile.stop()
+            with writing(self._folder / _file_name(str(self._rank), steps)) as path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._profile.export_chrome_trace(str(path))
+            self._profile = None
+        self._written.append(steps)
+
+    def summary(self) -> str:
+        """Return a line for the user that names the files of all ranks."""
+        if not self._written:
+            return f"no step of train.profile = {format_ranges(self._steps)} was run, so there is no profile"
+        ranks = format_ranges(self._ranks)
+        is_one = ranks.isdigit()
+        names = " · ".join(_file_name(ranks if is_one else "*", steps) for steps in self._written)
+        of_ranks = "" if is_one else f" (ranks {ranks})"
+        return f"profiles{of_ranks} in {self._folder}: {names}; open them in {VIEWER}"
+
+
+def _file_name(rank: str, steps: range) -> str:
+    return f"rank-{rank}-step{'s' * (len(steps) > 1)}-{format_ranges([steps])}.json.gz"

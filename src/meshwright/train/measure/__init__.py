@@ -1,1 +1,0 @@
-"""Measure some steps of a run: where their time went, memory by type, and bytes by purpose."""
