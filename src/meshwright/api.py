@@ -22,8 +22,8 @@ from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
 from meshwright.data.packed_corpus import WARNING
 from meshwright.errors import MeshwrightError
-from meshwright.models.contract.loss_unit import unit_of_metric
-from meshwright.models.hf.source import check_installed
+from meshwright.models.contract.model_facts import unit_of_metric
+from meshwright.models.hf.config import check_installed
 from meshwright.models.hf.tiny_config import causal_types, text_type
 from meshwright.optim.catalogue import BUILT_IN
 from meshwright.plan.make_plan import make_plan

@@ -16,7 +16,7 @@ from meshwright.checkpoint import atomic_directory, manifest
 from meshwright.checkpoint.manifest import write_file
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder.description import RopeScaling
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.family import LlamaSpec
 from meshwright.plan.rules import load
 from tests.helpers import alternatives
 

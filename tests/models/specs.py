@@ -10,14 +10,13 @@ from torch import nn
 
 from meshwright.models.contract.build_module import tie_parameters
 from meshwright.models.contract.family import find_family
-from meshwright.models.contract.initial_values import Fill
-from meshwright.models.contract.model_facts import ModelFacts, Part
+from meshwright.models.contract.model_facts import Fill, ModelFacts, Part
 from meshwright.models.decoder.description import describe as describe_llama
 from meshwright.models.decoder.module import Decoder
 from meshwright.models.dit.description import DiTSpec
 from meshwright.models.dit.description import describe as describe_dit
 from meshwright.models.dit.module import DiT
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.family import LlamaSpec
 from meshwright.train.build_job import initialize
 
 Spec = LlamaSpec | DiTSpec

@@ -6,8 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Normal
-from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Role, linear, vectors
+from meshwright.models.contract.model_facts import EdgeFacts, KindFacts, ModelFacts, Normal, Role, linear, vectors
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, gather
 from meshwright.models.tasks.next_token import TextTask
 from meshwright.models.tasks.text_data import open_text

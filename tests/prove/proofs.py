@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
-from meshwright.models.dit.config import DiTConfig
+from meshwright.models.dit.description import DiTConfig
 from meshwright.parallel import context_attention, pipeline_shared_gradients
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load

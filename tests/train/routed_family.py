@@ -8,8 +8,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import ZEROS, Normal
-from meshwright.models.contract.model_facts import BufferFacts, EdgeFacts, KindFacts, ModelFacts, Role, linear
+from meshwright.models.contract.model_facts import (
+    ZEROS,
+    BufferFacts,
+    EdgeFacts,
+    KindFacts,
+    ModelFacts,
+    Normal,
+    Role,
+    linear,
+)
 from meshwright.models.contract.tp_styles import HEAD, STREAM, VOCABULARY
 from meshwright.models.tasks.next_token import TextTask
 from meshwright.models.tasks.text_data import open_text

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 from meshwright.errors import ConfigError, InputError, MeshwrightError
-from meshwright.models.contract.loss_unit import LossUnit, unit_of_metric
+from meshwright.models.contract.model_facts import LossUnit, unit_of_metric
 from meshwright.models.tasks.next_token import text_unit
 from meshwright.train.record import trackers
 from meshwright.train.record.metrics import tracked_values

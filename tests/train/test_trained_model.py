@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.errors import CheckpointError, InputError
-from meshwright.models.contract.run_facts import Prompt
+from meshwright.models.contract.family import Prompt
 from meshwright.models.hf import private
 from meshwright.models.tasks.next_token import generate
 from meshwright.plan.rules import load

@@ -17,7 +17,7 @@ from datetime import date
 from pathlib import Path
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.plan.rules import load
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext, RunSpec

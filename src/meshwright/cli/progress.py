@@ -10,7 +10,7 @@ import time
 
 from meshwright.cli.wrapping import CLEAR_LINE, is_terminal, paint, show, tolerate
 from meshwright.lasting_output import lasting
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.plan.traffic import Traffic
 from meshwright.train.record.reporter import Progress, Reporter, Start, Summary, Validation
 from meshwright.units import counted, format_bytes, format_count, format_duration

@@ -141,7 +141,7 @@ def generate(
     out: Annotated[Path, typer.Option(help="Folder for images, of a model that generates them.")] = Path("generated"),
 ) -> None:
     """Generate with a trained model, on one process: text after a prompt or an answer to it, or images."""
-    from meshwright.models.contract.run_facts import Prompt
+    from meshwright.models.contract.family import Prompt
     from meshwright.train.trained_model import find_model, use
 
     source, given = _model_of(words)

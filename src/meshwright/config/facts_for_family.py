@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from functools import lru_cache
 
 from meshwright.config.schema import RunConfig
+from meshwright.models.contract.family import DataFacts, RunFacts
 from meshwright.models.contract.model_facts import ModelFacts
-from meshwright.models.contract.run_facts import DataFacts, RunFacts
 
 
 def run_facts(config: RunConfig) -> RunFacts:

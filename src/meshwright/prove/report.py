@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, StepValue, TensorResult
 from meshwright.units import counted
 

@@ -25,9 +25,8 @@ from meshwright.mesh.axes import Axes
 from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh, process_group
 from meshwright.models.contract.build_module import build_part, tie_parameters
-from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Stored
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import Family, RunFacts
+from meshwright.models.contract.model_facts import Computed, Constant, Fill, Normal, Stored
 from meshwright.nn.weight_init import normal_shard, uniform_shard
 from meshwright.parallel.apply_plan import apply_plan, check_placements, needs_mesh
 from meshwright.parallel.data_parallel import reduce_unused, secondary_shards

@@ -19,8 +19,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import CONFIG_FILE, is_run_folder, values_to_toml
 from meshwright.errors import CheckpointError, InputError
-from meshwright.models.contract.family import family_names, find_family
-from meshwright.models.contract.run_facts import Prompt, RunFacts
+from meshwright.models.contract.family import Prompt, RunFacts, family_names, find_family
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.settings.import_object import download_fix

@@ -11,8 +11,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError
 from meshwright.models.contract import model_facts
 from meshwright.models.contract.build_module import build_part
-from meshwright.models.contract.initial_values import Normal
-from meshwright.models.contract.model_facts import BufferFacts, Part
+from meshwright.models.contract.model_facts import BufferFacts, Normal, Part
 from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer
 from meshwright.plan.rules import load
 from meshwright.train.build_job import initialize

@@ -9,8 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.models.dit.diffusion import Diffusion, apply_guidance
-from meshwright.models.dit.noise_schedule import MAX_BETA, NoiseSchedule, Prediction, signal_variances
+from meshwright.models.dit.diffusion import (
+    MAX_BETA,
+    Diffusion,
+    NoiseSchedule,
+    Prediction,
+    apply_guidance,
+    signal_variances,
+)
 
 KINDS = [(schedule, prediction) for schedule in NoiseSchedule for prediction in Prediction]
 EVERY_KIND = pytest.mark.parametrize(("schedule", "prediction"), KINDS)

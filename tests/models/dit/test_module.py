@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.models.contract.initial_values import ZEROS, Normal
-from meshwright.models.contract.model_facts import Part
+from meshwright.models.contract.model_facts import ZEROS, Normal, Part
 from meshwright.models.dit.description import describe
 from meshwright.models.dit.family import INIT_STD
 from meshwright.models.dit.module import DiT

@@ -7,9 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from meshwright.models.dit import sample_images as drawing
-from meshwright.models.dit.sample_images import SampleRequest, sample_images
-from meshwright.models.dit.task import diffusion_of
+from meshwright.models.dit import task as drawing
+from meshwright.models.dit.task import SampleRequest, diffusion_of, sample_images
 from meshwright.train.forward_only import PipelineForward
 from meshwright.train.optimizer import named_state
 from meshwright.train.pipeline_stages import Pipeline

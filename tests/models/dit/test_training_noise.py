@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
+from meshwright.models.dit.diffusion import draw_label_drops, draw_noise, draw_timesteps
 
 N = 20_000
 

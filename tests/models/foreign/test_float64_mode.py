@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.models.foreign.float64_mode import Float64Mode
+from meshwright.models.foreign.packing import Float64Mode
 
 
 def test_casts_and_defaults_are_float64() -> None:

@@ -12,8 +12,8 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.models.foreign.derive import parameter_roles
 from meshwright.models.foreign.probe import probe
+from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
-from meshwright.models.hf.source import Source
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data, quick_and_slow
 from tests.models.hf.folders import open_folder, write_model

@@ -15,10 +15,10 @@ from meshwright.checkpoint.manifest import newest_valid
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import RunFacts
 from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.family import structure_of
-from meshwright.models.huggingface.export_weights import PREFIX
+from meshwright.models.huggingface.weights import PREFIX
 from meshwright.plan.rules import load
 from meshwright.train import rank_run
 from meshwright.train.choose_folder import choose_folder

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.models.hf import export, private
+from meshwright.models.hf import pretrained, private
 from meshwright.models.hf.build_model import original_config
-from meshwright.models.hf.export import TransformersWeights
-from meshwright.models.hf.source import Source
+from meshwright.models.hf.config import Source
+from meshwright.models.hf.pretrained import TransformersWeights
 from tests.data.chats.formats import CHATML, build, chat, write_lines
 from tests.gangs.gang import GangPool
 from tests.models.hf.folders import change_config, write_model
@@ -165,7 +165,7 @@ def test_a_context_with_which_something_is_computed_stays(kind: str) -> None:
     with private.quiet():
         config, raised = (original_config(Source("llama", None, json.dumps(fields))) for _ in range(2))
         before = rotated(config)
-        (note,) = export._raise_context(config, 100)
+        (note,) = pretrained._raise_context(config, 100)
         assert all(torch.equal(a, b) for a, b in zip(before, rotated(config), strict=True))
         is_raised = kind in ("default", "llama3")
         assert config.max_position_embeddings == (100 if is_raised else 64)
@@ -173,7 +173,7 @@ def test_a_context_with_which_something_is_computed_stays(kind: str) -> None:
         raised.max_position_embeddings = 100
         changes = any(not torch.equal(a, b) for a, b in zip(before, rotated(raised), strict=True))
     assert changes == (kind in ("dynamic", "yarn", "longrope")), "what raising it anyway would have changed"
-    assert not export._raise_context(config, 64)
+    assert not pretrained._raise_context(config, 64)
 
 
 @pytest.mark.parametrize(
@@ -182,17 +182,17 @@ def test_a_context_with_which_something_is_computed_stays(kind: str) -> None:
 )
 def test_the_base_of_adapters_is_named_absolutely(named: str, directory: str, base: str) -> None:
     model = {"config": named, "weights": "folder"}
-    assert export._base({"config": {"model": model}, "directory": directory}) == base
-    assert export._base({"config": {"model": {**model, "weights": "random"}}, "directory": directory}) is None
+    assert pretrained._base({"config": {"model": model}, "directory": directory}) == base
+    assert pretrained._base({"config": {"model": {**model, "weights": "random"}}, "directory": directory}) is None
 
 
 def test_a_checkpoint_of_an_earlier_version_takes_them_from_the_folder(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verified = export.manifest.verify(trained / "run/checkpoints/00000001")
-    assert "generation_config.json" in export._kept(verified)
+    verified = pretrained.manifest.verify(trained / "run/checkpoints/00000001")
+    assert "generation_config.json" in pretrained._kept(verified)
     del verified.run["directory"], verified.files["sidecars/generation_config.json"]
     monkeypatch.chdir(tmp_path)
-    assert "generation_config.json" not in export._kept(verified)
+    assert "generation_config.json" not in pretrained._kept(verified)
     shutil.copytree(trained / "before", tmp_path / "model")
-    assert "generation_config.json" in export._kept(verified)
+    assert "generation_config.json" in pretrained._kept(verified)

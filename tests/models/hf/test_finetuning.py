@@ -16,7 +16,7 @@ from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.windows import JoinedWindows
 from meshwright.models.contract.task import Batch
 from meshwright.models.hf import origin
-from meshwright.models.hf.export import TransformersWeights
+from meshwright.models.hf.pretrained import TransformersWeights
 from meshwright.plan.rules import load
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.models.foreign.description import SavedTensors
+from meshwright.models.foreign.structure import SavedTensors
 from meshwright.models.hf import pretrained, private
+from meshwright.models.hf.config import find_source
 from meshwright.models.hf.pretrained import Pretrained
-from meshwright.models.hf.source import find_source
-from meshwright.models.huggingface.weight_files import TRAINABLE
+from meshwright.models.huggingface.weights import TRAINABLE
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,11 +16,11 @@ from meshwright.checkpoint.reader import read_tensor
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.contract.family import find_family
-from meshwright.models.contract.initial_values import Uniform
-from meshwright.models.hf.export import TransformersWeights
+from meshwright.models.contract.model_facts import Uniform
+from meshwright.models.hf.config import is_adapter, original_name
 from meshwright.models.hf.family import FAMILY
-from meshwright.models.hf.lora_names import is_adapter, original_name
-from meshwright.models.huggingface.export_weights import PREFIX
+from meshwright.models.hf.pretrained import TransformersWeights
+from meshwright.models.huggingface.weights import PREFIX
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import load

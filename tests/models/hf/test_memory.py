@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.mesh.local_shards import to_local
-from meshwright.models.foreign import costs, derive
+from meshwright.models.foreign import derive, probe
 from meshwright.models.hf import origin
+from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
-from meshwright.models.hf.source import Source
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from tests.gangs.gang import GangPool
@@ -109,7 +109,7 @@ def whole(model, styles, tp):
 @pytest.mark.parametrize(
     ("model_type", "tp", "module", "name", "fault"),
     [
-        ("mistral", 1, costs, "_FusedAttention", nullcontext),
+        ("mistral", 1, probe, "_FusedAttention", nullcontext),
         ("mixtral", 1, origin, "SAVING_EXPERTS", origin.EXPERTS_ON_META),
         ("mistral", 2, derive, "sharded", whole),
     ],

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from meshwright.errors import ConfigError
 from meshwright.models.foreign.probe import probe
 from meshwright.models.hf import private
+from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
-from meshwright.models.hf.source import Source
 from meshwright.models.hf.tiny_config import causal_types, tiny_config
 from tests.helpers import quick_and_slow
 from tests.models.hf.folders import change_config, write_model

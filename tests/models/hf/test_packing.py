@@ -13,8 +13,8 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError
 from meshwright.models.foreign.packing import why_not_packed
+from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
-from meshwright.models.hf.source import Source
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
 from tests.helpers import alternatives, open_data, quick_and_slow

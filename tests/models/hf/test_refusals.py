@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.models.hf import source
+from meshwright.models.hf import config
 from meshwright.models.huggingface.weights import import_safetensors
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.plan.rules import load
@@ -199,7 +199,7 @@ def test_refused_by_the_command_itself(here: Path, forked_meshwright: Callable[.
 
 
 def test_transformers_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="transformers is not installed") as caught:
         load("hf-tiny", ["model.config=a-type-that-no-other-test-names"])
     assert "pip install 'transformers>=5,<6'" in caught.value.fix

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.models.contract.task import SimpleBatch
-from meshwright.models.hf.export import TransformersWeights
+from meshwright.models.hf.pretrained import TransformersWeights
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
 from tests.gangs.gang import GangPool

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.models.hf import source
-from meshwright.models.hf.source import find_source
+from meshwright.models.hf import config
+from meshwright.models.hf.config import find_source
 
 pytest.importorskip("transformers")
 
@@ -82,8 +82,8 @@ def test_what_is_no_configuration(folder, content, what):
 
 
 def test_transformers_missing_or_too_old(monkeypatch):
-    monkeypatch.setattr(source, "transformers_version", lambda: "4.57.1")
+    monkeypatch.setattr(config, "transformers_version", lambda: "4.57.1")
     assert "4.57.1 is too old" in refusal("qwen3").what
-    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
     error = refusal("qwen3")
     assert "not installed" in error.what and "pip install 'transformers>=5,<6'" in error.fix

@@ -16,10 +16,10 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import SimpleBatch
-from meshwright.models.foreign.facts_cache import cached_structure
-from meshwright.models.foreign.float64_mode import Float64Mode
+from meshwright.models.foreign.packing import Float64Mode
+from meshwright.models.foreign.structure import cached_structure
+from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
-from meshwright.models.hf.source import Source
 from meshwright.nn.linear import undeferred_parameters
 from meshwright.prove.record.reference_run import build_reference, fill_tensors
 from meshwright.prove.spec import as_proof

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.manifest import read_sidecars, sidecar_path
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.huggingface import export_weights, kept_files, weights
+from meshwright.models.huggingface import kept_files, weights
 from meshwright.models.huggingface.weights import HuggingFaceWeights
 from meshwright.models.llama.family import LlamaConfig
 from meshwright.models.llama.hf_llama import LLAMA
@@ -37,7 +37,7 @@ def written(tmp_path_factory):
 def there_and_back(source, tmp_path, *, architecture=LLAMA, trained=None):
     """The folder as exported from the imported checkpoint."""
     path = weights.import_safetensors(architecture, source, tmp_path / "run")
-    return export_weights.export_safetensors(architecture, path, tmp_path / "back", max_seq_len=trained)
+    return weights.export_safetensors(architecture, path, tmp_path / "back", max_seq_len=trained)
 
 
 def ours(checkpoint):
@@ -134,11 +134,11 @@ def swapped(checkpoint_manifest):
     return files | {"tokenizer.json": files["tokenizer.json"].replace(b"return", b"rteurn")}
 
 
-READ, UPDATE = export_weights.read_sidecars, kept_files._updated
+READ, UPDATE = weights.read_sidecars, kept_files._updated
 FAULTS = {
     "generation settings dropped": (kept_files, "KEPT", tuple(k for k in kept_files.KEPT if "generation" not in k)),
     "tokenizer dropped": (kept_files, "KEPT", kept_files.KEPT[:2]),
-    "tokenizer swapped": (export_weights, "read_sidecars", swapped),
+    "tokenizer swapped": (weights, "read_sidecars", swapped),
     "config.json rewritten": (kept_files, "_updated", lambda kept, ours, **_: {**kept, **ours}),
     "context of the samples": (kept_files, "_updated", lambda kept, ours, max_seq_len: kept | {
         "max_position_embeddings": max_seq_len}),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.source_folder import check_source
+from meshwright.models.huggingface.checks import check_source
 
 
 def refused(source, out="runs/new"):

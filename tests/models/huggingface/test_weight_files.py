@@ -10,10 +10,14 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.export_weights import export_safetensors
-from meshwright.models.huggingface.weight_files import INDEX, SINGLE_FILE, open_weights
-from meshwright.models.huggingface.weights import import_safetensors
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.huggingface.weights import (
+    INDEX,
+    SINGLE_FILE,
+    export_safetensors,
+    import_safetensors,
+    open_weights,
+)
+from meshwright.models.llama.family import LlamaSpec
 from meshwright.models.llama.hf_llama import LLAMA
 from tests.models.specs import build as build_model
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.models.decoder.description import RopeScaling, describe
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.family import LlamaSpec
 from tests.models.specs import build
 
 small = st.integers(1, 4)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder.description import RopeScaling
-from meshwright.models.huggingface.json_fields import read_object
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.huggingface.checks import read_object
+from meshwright.models.llama.family import LlamaSpec
 from meshwright.models.llama.hf_llama import config_from_model, model_from_config
 from tests.helpers import clean_environment
 

@@ -17,10 +17,9 @@ from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.huggingface.export_weights import export_safetensors
-from meshwright.models.huggingface.weights import import_safetensors
+from meshwright.models.huggingface.weights import export_safetensors, import_safetensors
 from meshwright.models.llama import hf_llama
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.family import LlamaSpec
 from meshwright.models.llama.hf_llama import LLAMA
 
 PLAIN = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_theta=500000.0, norm_eps=1e-6)

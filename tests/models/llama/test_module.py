@@ -10,7 +10,7 @@ import torch
 
 from meshwright.models.decoder.decoder_family import INIT_STD
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.llama.family import LlamaSpec
 from tests.models.specs import build as build_on_meta
 from tests.models.specs import initialized
 

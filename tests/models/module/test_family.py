@@ -16,8 +16,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.config.source import to_toml
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.contract.initial_values import Computed, Constant, Normal, Uniform
-from meshwright.models.module.own_loss import own_loss
+from meshwright.models.contract.model_facts import Computed, Constant, Normal, Uniform
+from meshwright.models.module.origin import own_loss
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from tests.helpers import alternatives

@@ -13,7 +13,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.resolve import notes_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.initial_values import Computed
+from meshwright.models.contract.model_facts import Computed
 from meshwright.plan.rules import load
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof

@@ -12,7 +12,7 @@ from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import SimpleBatch
 from meshwright.models.foreign import stage as stage_module
-from meshwright.models.foreign.recorded_fills import COMPUTED, build_recorded
+from meshwright.models.foreign.origin import COMPUTED, build_recorded
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.module.family import FAMILY
 from meshwright.prove.record.reference_run import build_reference, fill_tensors

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.export_weights import export_safetensors
-from meshwright.models.huggingface.weights import import_safetensors
+from meshwright.models.huggingface.weights import export_safetensors, import_safetensors
 from meshwright.models.moe.hf_mixtral import MIXTRAL
 from tests.models.moe.test_hf_config import MODEL
 

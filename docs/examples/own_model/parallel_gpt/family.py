@@ -7,10 +7,19 @@ from typing import Any
 
 from meshwright.errors import LayoutError
 from meshwright.models.contract import model_facts
-from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import ONES, ZEROS, Fill, Normal
-from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part, Role, linear, vectors
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import Family, RunFacts
+from meshwright.models.contract.model_facts import (
+    ONES,
+    ZEROS,
+    Fill,
+    KindFacts,
+    ModelFacts,
+    Normal,
+    Part,
+    Role,
+    linear,
+    vectors,
+)
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.settings.violation import Violation
 from parallel_gpt.config import MASK, GptConfig

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.contract.family import Family
+from meshwright.models.contract.family import Family, RunFacts
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
 from meshwright.nn.step_handles import auxiliary_losses, load_counters, step_buffers
 
 

@@ -1,4 +1,4 @@
-"""Model family interface, and lookup of families by name. Doesn't import torch.
+"""Model family interface, what a family is told of a run, and lookup of families by name. Doesn't import torch.
 
 A built-in family is a folder in `models/` with a `family.py`; an external one is selected by `model.kind =
 "package.module:Name"`. No other code in Meshwright refers to a family by name, so adding one requires no edits here.
@@ -10,26 +10,27 @@ import difflib
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from meshwright import models
 from meshwright.errors import ConfigError
-from meshwright.models.contract.initial_values import Fill
-from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import Prompt, RunFacts
+from meshwright.mesh.axes import Axes
+from meshwright.models.contract.model_facts import Fill, ModelFacts, Part
 from meshwright.models.contract.tp_styles import Style
 from meshwright.settings.import_object import OBJECT_NAME, import_object
 from meshwright.settings.section import ModelSection, Section
-from meshwright.settings.violation import Violation
+from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from meshwright.models.contract.task import Batch, Forward, Reference, Task
+
 
 KEY = "model.kind"
 RULE = "a family is the name of a folder in meshwright.models, or package.module:Name for your own"
@@ -178,10 +179,7 @@ def _has_family(folder: Path) -> bool:
 
 @cache
 def find_family(kind: str) -> Family:
-    """Return the family with this name.
-
-    Args:
-        kind: name of a built-in family, or `package.module:Name` of a `Family` subclass or instance.
+    """Return a built-in family by its name, or one of `package.module:Name`, a `Family` subclass or instance.
 
     Raises:
         ConfigError: the family is unknown, or its module can't be imported.
@@ -214,3 +212,96 @@ def _no_family(what: str, fix: str) -> ConfigError:
 
 def _rule() -> str:
     return f"{RULE}; built-in families are {', '.join(family_names())}"
+
+
+def head_violations(*, dim: int, num_heads: int, head_dim: int | None) -> Iterator[Violation]:
+    """Yield a violation if `num_heads` does not divide the model's width."""
+    if head_dim is None and dim % num_heads:
+        heads = [{"model.num_heads": size} for size in by_distance(divisors(dim), num_heads)]
+        multiple = round_up(dim, 2 * num_heads)
+        width = round_up(multiple // num_heads, 2)
+        yield Violation(
+            ConfigError,
+            f"model.num_heads = {num_heads} does not divide model.dim = {dim}",
+            "model.num_heads",
+            "model.head_dim defaults to dim / num_heads",
+            [*heads[:1], {"model.dim": multiple}, *heads[1:], {"model.head_dim": width}],
+        )
+
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Source of the samples, from the `data` section."""
+
+    source: str
+    tokenizer: str
+    token_dtype: str
+    packing: str
+    """Kind of samples of text: none or documents."""
+    separator: int | None
+    """Last token of each document: of a token file; of text, in place of what the tokenizer declares."""
+    bos: str
+    """Beginning of each document of text: auto, as the tokenizer frames it, or none."""
+    text_field: str | None
+    """Field that is the text of each record of JSON lines, Parquet or a saved dataset."""
+    chat_field: str | None
+    """Field that is the conversation of each record, in place of a text."""
+    validation_source: str | None
+    """Source to validate with, in place of a held-out part."""
+    mixture: tuple[str, ...]
+    """Sources with weights, in place of `source`."""
+    when_exhausted: str
+    """Behaviour when all of a source was read: wrap or end."""
+    cache_dir: str | None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Settings of a run that a family may depend on."""
+
+    sections: Mapping[str, Section]
+    """The family's own sections by name, including `model`."""
+    axes: Axes
+    sequence_parallel: bool
+    steps: int
+    seq_len: int
+    global_batch: int
+    num_microbatches: int
+    validation_samples: int
+    sample_tokens: int
+    sample_prompt: str | None
+    """Text that the generated text continues; None if the task chooses."""
+    seed: int
+    dropout: float
+    """Probability of dropping an element of a block's branches before they are added to the stream."""
+    precision: str
+    """Dtype of activations: float32, bfloat16 or float64."""
+    freeze: tuple[str, ...]
+    data: DataFacts
+    trains: bool = True
+    """Whether the model is trained, and not only evaluated: then no data may be on both sides."""
+
+    def section(self, kind: type[S]) -> S:
+        """Return the family's section of this type."""
+        return next(section for section in self.sections.values() if isinstance(section, kind))
+
+    @property
+    def master_precision(self) -> str:
+        """Dtype of parameters and optimizer state."""
+        return "float32" if self.precision == "bfloat16" else self.precision
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to generate, from a model that generates text."""
+
+    text: str
+    num_tokens: int
+    """Most tokens to generate."""
+    temperature: float
+    """Temperature of sampling; 0 takes the likeliest token."""
+    is_chat: bool = False
+    """Whether the text is what a user says, in the tokenizer's chat template."""

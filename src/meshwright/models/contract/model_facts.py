@@ -1,20 +1,24 @@
-"""Model descriptions: parameters and buffers by kind of block or end, and counts derived from them. Doesn't import
-torch.
+"""Model descriptions: parameters and buffers by kind of block or end, with counts, initial values and the loss's unit.
 
 A family returns a description from `describe`. The plan derives memory, traffic, FSDP units, pipeline stages and
-reductions from it; no other code knows a model's structure. Tests compare descriptions with real modules.
+reductions from it; no other code knows a model's structure. Tests compare descriptions with real modules. Doesn't
+import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.optim.role import Role as Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,6 @@ class Saved:
         return narrow * element_bytes + wide * max(4, element_bytes) + self.fixed_bytes
 
     def __add__(self, other: Saved) -> Saved:
-        """Return the sum of both."""
         return Saved(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
@@ -252,11 +255,9 @@ class ModelFacts:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks."""
         return len(self.layers)
 
     def kind_of(self, layer: int) -> KindFacts:
-        """Return the kind of layer `layer`."""
         return self._by_name[self.layers[layer]]
 
     @cached_property
@@ -309,3 +310,69 @@ class Part:
     def is_last(self) -> bool:
         """Whether the part holds the ends after the layers and returns the model's outputs."""
         return self.stage == self.num_stages - 1
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Samples of N(0, std²) that depend only on the seed, name and position, so they are the same on every layout."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Samples of the uniform distribution in [-bound, bound), as independent of the layout as normal ones."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Values computed by a function that returns the full tensor on the CPU, such as rotary frequencies."""
+
+    compute: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Values in a file, of which a rank reads no more than its shard."""
+
+    read: Callable[[Sequence[slice] | None], Tensor]
+    """Returns a region of the full tensor, given one slice with start and stop per dim; for None, all of it."""
+
+
+Fill = Normal | Uniform | Constant | Computed | Stored
+ZEROS, ONES = Constant(0.0), Constant(1.0)
+
+
+@dataclass(frozen=True)
+class LossUnit:
+    """Unit in which a loss is displayed."""
+
+    name: str
+    scale: float = 1.0
+    """Factor from the loss's own unit to this one."""
+    own: str = ""
+    """Name of the loss's own unit, if that is another one."""
+
+    def unscaled(self) -> LossUnit:
+        """Return the loss's own unit."""
+        return LossUnit(self.own or self.name)
+
+    def words(self, loss: float) -> str:
+        """Format a loss in this unit."""
+        return f"{loss * self.scale:.3f} {self.name}"
+
+    def metric(self, name: str) -> str:
+        """Return the name of a metric in this unit, such as `loss_bits_per_byte`."""
+        return f"{name}_" + re.sub(r"\W+", "_", self.name.replace("/", " per "))
+
+
+def unit_of_metric(key: str) -> str:
+    """Return the name of the unit in a metric's key: `bits/byte` for `loss_bits_per_byte`, nothing for `loss`."""
+    return key.partition("loss_")[2].replace("_per_", "/").replace("_", " ")

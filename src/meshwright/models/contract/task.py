@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.sampler import SampleOrder
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 
 
 class Batch(Protocol):

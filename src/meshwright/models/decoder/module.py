@@ -24,13 +24,11 @@ from meshwright.nn.transformer_block import Attention, TransformerBlock, token_c
 
 
 def make_block(spec: DecoderSpec, layer: int, dropout: BlockDropout) -> TransformerBlock:
-    """Create the block of a layer."""
     attention = make_attention(spec, layer)
     return TransformerBlock(attention, spec.dim, ffn_dim=spec.ffn_dim, norm_eps=spec.norm_eps, dropout=dropout)
 
 
 def make_attention(spec: DecoderSpec, layer: int) -> Attention:
-    """Create the attention of a layer."""
     return Attention(
         spec.dim,
         num_heads=spec.num_heads,
@@ -60,15 +58,8 @@ class Decoder(nn.Module):
         seed: int = 0,
         block: MakeBlock = make_block,
     ) -> None:
-        """Create the modules.
-
-        Args:
-            spec: dimensions.
-            part: layers and ends to create; by default all.
-            dropout: probability of dropping an element of a block's branches.
-            seed: seed of dropout.
-            block: creates the block of a layer, by default with a feed-forward layer.
-        """
+        """`dropout` is the probability for an element of a block's branches, and `block` creates the block of a
+        layer."""
         super().__init__()
         self._drops = dropout > 0
         self.spec, self.part = spec, part or Part(range(spec.num_layers))

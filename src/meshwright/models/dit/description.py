@@ -1,12 +1,13 @@
-"""Torch-free description of a diffusion transformer: dimensions, parameters and costs (Peebles and Xie 2023, "Scalable
-diffusion models with transformers"). Tested against the real module.
-"""
+"""Torch-free description of a diffusion transformer: configuration, parameters and costs (Peebles and Xie 2023,
+"Scalable diffusion models with transformers"). Tested against the real module."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from meshwright.models.contract.model_facts import (
     AttentionFacts,
@@ -20,6 +21,7 @@ from meshwright.models.contract.model_facts import (
     linear,
 )
 from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.settings.section import ModelSection, Section
 
 FREQUENCY_DIM = 256
 """Number of sinusoidal features of a timestep or frame rate (as in Peebles and Xie's code)."""
@@ -61,7 +63,6 @@ class DiTSpec:
         return self.num_channels * self.patch_frames * self.patch_size**2
 
     def identity(self) -> dict[str, Any]:
-        """Return all settings that determine the names, shapes and meaning of the parameters."""
         facts = asdict(self)
         del facts["zero_init"]  # affects initial values only
         return {"kind": "dit", **facts}
@@ -182,3 +183,40 @@ def _mlp(name: str, dim: int) -> tuple[ParameterFacts, ...]:
 def init_std(fan_in: int, fan_out: int) -> float:
     """Return the standard deviation of Xavier initialisation (Glorot and Bengio 2010), used for DiT's linear layers."""
     return math.sqrt(2.0 / (fan_in + fan_out))
+
+
+class DiTConfig(ModelSection):
+    """The dimensions of a diffusion transformer."""
+
+    kind: Literal["dit"] = Field("dit", description="family")
+    num_layers: int = Field(4, ge=1, description="transformer blocks")
+    dim: int = Field(128, ge=1, description="width of the residual stream")
+    num_heads: int = Field(4, ge=1, description="attention heads")
+    head_dim: int | None = Field(None, ge=1, description="width of a head; dim / num_heads by default")
+    ffn_dim: int = Field(512, ge=1, description="hidden width of the feed-forward layer")
+    image_size: int = Field(8, ge=1, description="height and width of an image, in pixels")
+    patch_size: int = Field(2, ge=1, description="height and width of a patch, in pixels; each patch is a token")
+    num_channels: int = Field(1, ge=1, description="channels per pixel: 1 grey, 3 RGB")
+    num_frames: int = Field(1, ge=1, description="frames per sample; more than 1 for videos")
+    patch_frames: int = Field(1, ge=1, description="frames per patch")
+    num_classes: int = Field(10, ge=1, description="number of classes")
+    zero_init: bool = Field(
+        True,
+        description="gates and output start at zero (adaLN-Zero); prove uses false, for gradients at step 1",
+    )
+
+    def spec(self) -> DiTSpec:
+        dimensions = self.model_dump(exclude={"kind", "head_dim"})
+        return DiTSpec(head_dim=self.head_dim or self.dim // self.num_heads, **dimensions)
+
+
+class DiffusionConfig(Section):
+    """Training and sampling of a diffusion transformer."""
+
+    num_timesteps: int = Field(1000, ge=2, description="diffusion timesteps from data to noise")
+    schedule: Literal["cosine", "linear"] = Field("cosine", description="noise schedule")
+    prediction: Literal["noise", "velocity"] = Field("noise", description="prediction target of the model")
+    label_dropout: float = Field(0.1, ge=0, lt=1, description="fraction of training samples whose class is dropped")
+    guidance: float = Field(2.0, ge=0, description="classifier-free guidance scale in sampling; 1 disables guidance")
+    sampling_steps: int = Field(50, ge=1, description="DDIM sampling steps")
+    num_samples: int = Field(100, ge=0, description="samples drawn at each validation, ordered by class; 0 for none")

@@ -7,15 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.attention_head_rule import head_violations
-from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
-from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.errors import ConfigError, DataError, LayoutError
+from meshwright.models.contract.family import Family, RunFacts, head_violations
+from meshwright.models.contract.model_facts import ZEROS, Fill, ModelFacts, Normal, Part
 from meshwright.models.contract.tp_styles import COLUMN, ROW, Style, gather
-from meshwright.models.dit.config import DiffusionConfig, DiTConfig
-from meshwright.models.dit.description import DiTSpec, describe, init_std
+from meshwright.models.dit.description import DiffusionConfig, DiTConfig, DiTSpec, describe, init_std
 from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 
 if TYPE_CHECKING:
@@ -51,7 +47,6 @@ class DiTFamily(Family):
     decides_samples = {"diffusion": ("num_timesteps", "schedule", "prediction", "label_dropout")}
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Check model dimensions, sampling settings and tensor-parallel divisibility."""
         return violations(f.section(DiTConfig), f.section(DiffusionConfig), f)
 
     def proof(self, f: RunFacts) -> Mapping[str, Any]:
@@ -59,7 +54,6 @@ class DiTFamily(Family):
         return {"model.zero_init": False}
 
     def describe(self, f: RunFacts) -> ModelFacts:
-        """Describe the model's parameters and costs."""
         return describe(_spec(f))
 
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
@@ -67,7 +61,6 @@ class DiTFamily(Family):
         return STYLES
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """Build the plain module."""
         from meshwright.models.dit.module import DiT
 
         return DiT(_spec(f), part, dropout=f.dropout, seed=f.seed)
@@ -87,19 +80,35 @@ class DiTFamily(Family):
         return Normal(init_std(spec.dim, spec.ffn_dim if "mlp" in path else spec.num_heads * spec.head_dim))
 
     def open_data(self, f: RunFacts) -> ImageDataset:
-        """Open the images or videos of the `data` section."""
-        from meshwright.models.dit.image_data import open_image_dataset
+        """Open the images or videos of the `data` section, before processes start.
 
-        return open_image_dataset(f)
+        Raises:
+            DataError: the data is missing or unreadable, or has more classes than the model.
+        """
+        from meshwright.data.images import open_images
+
+        model = f.section(DiTConfig)
+        dataset = open_images(
+            f.data.source,
+            image_size=model.image_size,
+            num_channels=model.num_channels,
+            num_frames=model.num_frames,
+        )
+        if dataset.num_classes > model.num_classes:
+            raise DataError(
+                f"model.num_classes = {model.num_classes} is too small: the data has {dataset.num_classes} classes",
+                where=f"model.num_classes; data.source, {f.data.source}",
+                rule="the model has at least as many classes as the data",
+                fix=f"model.num_classes={dataset.num_classes}",
+            )
+        return dataset
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """Return the denoising task."""
         from meshwright.models.dit.task import ImageTask
 
         return ImageTask(f, data, device)
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
-        """Return the reference implementation of the denoising loss."""
         from meshwright.models.dit.reference_loss import ImageReference
 
         return ImageReference(f, data)
@@ -113,7 +122,6 @@ FAMILY = DiTFamily()
 
 
 def violations(model: DiTConfig, diffusion: DiffusionConfig, f: RunFacts) -> Iterator[Violation]:
-    """Yield the diffusion transformer rules that a run violates."""
     yield from head_violations(dim=model.dim, num_heads=model.num_heads, head_dim=model.head_dim)
     yield from _patches(model)
     yield from _tensor_parallel(model, f)

@@ -30,7 +30,6 @@ class DiT(nn.Module):
     """Patch embedding, condition embedders, blocks and final layer, or the part of them in one pipeline stage."""
 
     def __init__(self, spec: DiTSpec, part: Part | None = None, *, dropout: float = 0.0, seed: int = 0) -> None:
-        """Create the modules; `dropout` and `seed` are those of the blocks' branches."""
         super().__init__()
         self._drops = dropout > 0
         self.spec, self.part = spec, part or Part(range(spec.num_layers))
@@ -63,14 +62,9 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predict the diffusion target [b, c, f, y, x] from noisy samples of the same shape.
 
-        Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it.
-
-        Args:
-            inputs: noisy samples or the residual stream, in the compute dtype.
-            timestep_b: integer timesteps.
-            label_b: integer class labels; `num_classes` is the null class.
-            fps_b: integer frames per second; ignored for images.
-            layout: placement of the patches; needed for dropout only.
+        Parts other than the first take the residual stream [b, t, d] as input; parts other than the last return it. The
+        label `num_classes` is the null class; frame rates are ignored for images, and the layout is needed for dropout
+        only.
         """
         x_btd = self._embed_patches(inputs) if self.part.is_first else inputs
         cond_bd = self._condition(timestep_b, label_b, fps_b, like=x_btd)
@@ -107,7 +101,6 @@ class GeluFeedForward(nn.Module):
         self.fc2 = Linear(ffn_dim, dim, bias=True)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        """Map [b, t, d] to [b, t, d]."""
         out: Tensor = self.fc2(F.gelu(self.fc1(x_btd), approximate="tanh"))
         return out
 
@@ -127,7 +120,6 @@ class DiTBlock(nn.Module):
         self.attention_add, self.mlp_add = dropout.adds()
 
     def forward(self, x_btd: Tensor, cond_bd: Tensor, tokens: TokenContext) -> Tensor:
-        """Map [b, t, d] and the condition [b, d] to [b, t, d]."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = _modulation(self.modulation, cond_bd, 6)
         x_btd = self.attention_add(
             gate_a * self.attention(_modulate(x_btd, shift_a, scale_a), tokens), x_btd, tokens.rows_bt

@@ -1,7 +1,7 @@
 """Reference implementation of the diffusion loss, sample by sample, against which proofs compare the task.
 
-Shares `diffusion.py` and `training_noise.py` with the task; the selection of image, noise and class for each sample and
-the loss are implemented independently.
+Shares `diffusion.py` with the task; the selection of image, noise and class for each sample and the loss are
+implemented independently.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from meshwright.data.images import ImageDataset
 from meshwright.data.sampler import WindowOrder
-from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.dit.config import DiffusionConfig, DiTConfig
-from meshwright.models.dit.diffusion import Diffusion
-from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
-from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
+from meshwright.models.contract.family import RunFacts
+from meshwright.models.dit.description import DiffusionConfig, DiTConfig
+from meshwright.models.dit.diffusion import (
+    Diffusion,
+    NoiseSchedule,
+    Prediction,
+    draw_label_drops,
+    draw_noise,
+    draw_timesteps,
+)
 from meshwright.nn.attention.mask_spec import TokenLayout
 
 DTYPE = torch.float64
@@ -36,7 +41,6 @@ class ImageReference:
         self._diffusion = Diffusion(self._settings.num_timesteps, *kinds)
 
     def loss(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Return the contribution of samples `indices` to the mean squared error of the global batch."""
         terms = [self._error(model, index) for index in indices]
         return torch.stack(terms).sum() / self._global_batch
 

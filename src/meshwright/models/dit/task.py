@@ -1,9 +1,11 @@
-"""Denoising task of a diffusion transformer on images and videos.
+"""Denoising task of a diffusion transformer on images and videos, and sampling from the model during training.
 
 The image, timestep, noise and label dropout of a sample depend only on the seed and the sample's index, so all pipeline
-stages and layouts draw the same.
+stages and layouts draw the same. Sampling is DDIM (Song et al. 2021) with classifier-free guidance (Ho and Salimans
+2022); all ranks run the same forward passes.
 
-Shapes: b batch, c channels, f frames, y height, x width.
+Shapes: b batch, n samples, c channels, f frames, y height, x width; r rows of a forward pass: two per sample, with and
+without its class, or one if guidance is 1 and the unconditional prediction is not needed.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshwright.comm.collectives import broadcast
 from meshwright.data.images import ImageDataset, write_animation, write_grid, write_strip
 from meshwright.data.loader import validation_windows
 from meshwright.data.sampler import WindowOrder
 from meshwright.data.text_documents import DIGITS
-from meshwright.models.contract.loss_unit import LossUnit
-from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, Task
-from meshwright.models.dit.config import DiffusionConfig, DiTConfig
-from meshwright.models.dit.diffusion import Diffusion
-from meshwright.models.dit.noise_schedule import NoiseSchedule, Prediction
-from meshwright.models.dit.sample_images import SampleRequest, sample_images
-from meshwright.models.dit.training_noise import draw_label_drops, draw_noise, draw_timesteps
+from meshwright.models.contract.family import RunFacts
+from meshwright.models.contract.model_facts import LossUnit
+from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, RunsForward, SimpleBatch, Task
+from meshwright.models.dit.description import DiffusionConfig, DiTConfig
+from meshwright.models.dit.diffusion import (
+    Diffusion,
+    NoiseSchedule,
+    Prediction,
+    apply_guidance,
+    draw_label_drops,
+    draw_noise,
+    draw_timesteps,
+)
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.output_files import writing
 
@@ -77,7 +85,6 @@ class ImageBatch:
 
     @property
     def timesteps(self) -> Tensor:
-        """Timesteps [b]."""
         return self._device_conditions[0]
 
     @property
@@ -112,7 +119,6 @@ class ImageTask(Task):
         self.units_a_sample: int = int(np.prod(dataset.train.shape[1:]))
 
     def batch(self, samples: range) -> Batch:
-        """Return the noisy training samples, some with dropped labels."""
         return self._training_batch(samples)
 
     def prepare(self, samples: range, use: BatchUse) -> HostBatch:
@@ -131,7 +137,6 @@ class ImageTask(Task):
         return ImageBatch(self, self._dataset.train[chosen], labels, fps, samples, len(samples))
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of squared errors of the prediction [b, c, f, y, x]."""
         return (out.to(targets.dtype) - targets).square().sum()
 
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:
@@ -193,7 +198,6 @@ class ImageTask(Task):
 
 
 def diffusion_of(settings: DiffusionConfig) -> Diffusion:
-    """Return the diffusion for a configuration."""
     return Diffusion(settings.num_timesteps, NoiseSchedule(settings.schedule), Prediction(settings.prediction))
 
 
@@ -212,13 +216,8 @@ def to_bytes(samples: Tensor) -> NDArray[np.uint8]:
 def recognition_rates(
     dataset: ImageDataset, generated: NDArray[np.uint8], labels: NDArray[np.int64]
 ) -> Mapping[str, float]:
-    """Return the accuracy of a support-vector machine on generated and on real held-out images.
-
-    Args:
-        dataset: real images; the classifier is trained on its training split.
-        generated: generated images [n, c, 1, h, w].
-        labels: the class each image was generated for.
-    """
+    """Return a support-vector machine's accuracy on generated images [n, c, 1, h, w] of these labels, and on held-out
+    ones."""
     from sklearn.svm import SVC
 
     def features(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
@@ -229,3 +228,83 @@ def recognition_rates(
         "drawn_recognised": float(np.mean(classifier.predict(features(generated)) == labels)),
         "real_recognised": float(classifier.score(features(dataset.validation), dataset.validation_labels)),
     }
+
+
+MAX_ROWS = 256
+"""Maximum rows per forward pass; more are split into batches."""
+
+FIRST_SAMPLE = 1 << 41
+"""First sample index for the initial noise, out of reach of training and validation."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    labels: list[int]
+    fps: list[int]
+    shape: tuple[int, ...]
+    """Shape of each sample: c, f, y, x."""
+    null_class: int
+    seed: int
+
+
+def sample_images(
+    forward: Forward,
+    diffusion: Diffusion,
+    request: SampleRequest,
+    settings: DiffusionConfig,
+    *,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> Tensor:
+    """Generate samples [n, c, f, y, x], with values around -1 … 1, identical on all ranks.
+
+    `dtypes` are those of the samples, and of the model's inputs.
+    """
+    count = len(request.labels)
+    samples = range(FIRST_SAMPLE, FIRST_SAMPLE + count)
+    x = draw_noise(request.seed, samples, request.shape, dtypes[0]).to(forward.device)
+    is_guided = settings.guidance != 1
+    labels = [*request.labels, *[request.null_class] * count] if is_guided else request.labels
+    fps = request.fps * 2 if is_guided else request.fps
+    size = min(MAX_ROWS, len(labels))
+    num_batches = -(-len(labels) // size)
+    timesteps = diffusion.ddim_timesteps(settings.sampling_steps)
+    with forward.evaluating(num_batches, size) as run:
+        model = _Model(forward, run, labels, fps, dtype=dtypes[1], size=size, num_batches=num_batches)
+        for timestep, following in zip(timesteps, [*timesteps[1:], None], strict=True):
+            prediction = model(torch.cat((x, x)) if is_guided else x, timestep).to(x.dtype)
+            if is_guided:
+                conditional, unconditional = prediction.chunk(2)
+                prediction = apply_guidance(conditional, unconditional, settings.guidance)
+            at = torch.full((count,), timestep, device=x.device)
+            to = None if following is None else torch.full_like(at, following)
+            x = diffusion.ddim_step(prediction, x, at, to, clamp_sample=True)
+    return x
+
+
+class _Model:
+    """The distributed model as a function of noisy rows, called on all ranks."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        run: RunsForward,
+        labels: list[int],
+        fps: list[int],
+        *,
+        dtype: torch.dtype,
+        size: int,
+        num_batches: int,
+    ) -> None:
+        self._run, self._source, self._dtype = run, forward.source, dtype
+        self._labels, self._fps = (torch.tensor(numbers, device=forward.device) for numbers in (labels, fps))
+        self._size, self._num_batches = size, num_batches
+
+    def __call__(self, rows: Tensor, timestep: int) -> Tensor:
+        """Predict every row, [r, c, f, y, x]."""
+        padding = self._num_batches * self._size - len(rows)  # the last batch is padded with the first rows
+        x, labels, fps = (torch.cat((y, y[:padding])) for y in (rows.to(self._dtype), self._labels, self._fps))
+        steps = torch.full((self._size,), timestep, device=x.device)
+        slices = [slice(number * self._size, (number + 1) * self._size) for number in range(self._num_batches)]
+        outputs = self._run([SimpleBatch(x[rows_of], (steps, labels[rows_of], fps[rows_of])) for rows_of in slices])
+        out = torch.cat(outputs) if outputs else torch.empty_like(x)
+        return broadcast(out.contiguous(), src=self._source)[: len(rows)]

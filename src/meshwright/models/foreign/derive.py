@@ -20,12 +20,27 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.arrange import Sides, arrange, containers, find_sides, remove_aliases, side_modules
-from meshwright.models.foreign.costs import AFTER, BEFORE, count_flops, final_modules, measure_saved, saved_by_kind
-from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, NotSharded, Origin
-from meshwright.models.foreign.probe import TIMES, NoForward, probe
-from meshwright.models.foreign.stage import stub_shapes
+from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, NotSharded, Origin, Probe
+from meshwright.models.foreign.probe import (
+    AFTER,
+    BEFORE,
+    TIMES,
+    NoForward,
+    count_flops,
+    final_modules,
+    measure_saved,
+    probe,
+    saved_by_kind,
+)
+from meshwright.models.foreign.stage import (
+    Sides,
+    arrange,
+    containers,
+    find_sides,
+    remove_aliases,
+    side_modules,
+    stub_shapes,
+)
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
 from meshwright.nn.linear import undeferred_parameters
@@ -222,7 +237,6 @@ class _Deriver:
         return torch.zeros((2, self._found.time), dtype=torch.long, device=device)
 
     def structure(self) -> Structure:
-        """Return the structure."""
         found, path = self._found, self._found.layers_path
         blocks, layers = self._blocks()
         inside = f"{path}."
@@ -308,7 +322,6 @@ class _Deriver:
 
 
 def _inside(style: Style, prefix: str) -> Style:
-    """Return a style with paths inside a layer."""
     if style.read_by is None:
         return style
     return replace(style, read_by=style.read_by.removeprefix(prefix.removesuffix(".")).removeprefix("."))
@@ -358,7 +371,6 @@ class _Uses(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note which parameters it uses."""
         out, operator = func(*args, **(kwargs or {})), str(func).split(".")[1]
         tensors = [x for x in private.leaves((args, kwargs)) if isinstance(x, Tensor)]
         made_of = [self._made_of.get(private.storage_id(tensor), set()) for tensor in tensors]

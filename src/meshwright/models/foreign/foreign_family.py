@@ -10,13 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.family import Family
-from meshwright.models.contract.initial_values import Computed, Constant, Fill, Normal, Uniform
-from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import Prompt, RunFacts
+from meshwright.models.contract.family import Family, Prompt, RunFacts
+from meshwright.models.contract.model_facts import Computed, Constant, Fill, ModelFacts, Normal, Part, Uniform
 from meshwright.models.contract.tp_styles import Style
-from meshwright.models.foreign.description import describe, fill_of
-from meshwright.models.foreign.structure import Structure
+from meshwright.models.foreign.structure import Structure, describe, fill_of
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
@@ -84,15 +81,12 @@ class ForeignFamily(Family):
             yield Violation(LayoutError, what, "train.seq_len", rule, [{"train.seq_len": structure.max_len}])
 
     def notes(self, f: RunFacts) -> Iterable[str]:
-        """Return what of the model takes no part in training."""
         return self.structure(f).set_aside
 
     def describe(self, f: RunFacts) -> ModelFacts:
-        """Describe the model's parameters and costs."""
         return describe(self.structure(f), f, self.identity(f))
 
     def styles(self, f: RunFacts) -> Mapping[str, Mapping[str, Style]]:
-        """Return the tensor-parallel styles."""
         structure = self.structure(f)
         ends = {"first": structure.first, "every": structure.every, "last": structure.last}
         return {block.name: block.styles for block in structure.blocks} | {
@@ -100,7 +94,6 @@ class ForeignFamily(Family):
         }
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """Build the model, and turn it into one stage."""
         from meshwright.models.foreign.stage import make_stage
 
         return make_stage(self.make(f), self.structure(f), part, self.origin(f))
@@ -111,7 +104,6 @@ class ForeignFamily(Family):
         return out
 
     def initial(self, f: RunFacts, name: str) -> Fill:
-        """Return the initial values that the model's own rules give."""
         facts = fill_of(self.structure(f), name)
         if facts.how == "normal":
             return Normal(facts.value)
@@ -122,25 +114,21 @@ class ForeignFamily(Family):
         return Computed(lambda: self.compute(f, name))
 
     def open_data(self, f: RunFacts) -> Any:
-        """Open the text of the `data` section."""
         from meshwright.models.tasks.text_data import open_text
 
         return open_text(f, vocab_size=self.structure(f).vocab_size)
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """Return the next-token task."""
         from meshwright.models.tasks.text_task import text_task
 
         return text_task(f, data, device)
 
     def generate(self, f: RunFacts, forward: Forward, prompt: Prompt, folder: Path) -> Mapping[str, Any]:
-        """Return the text that follows a prompt."""
         from meshwright.models.tasks.next_token import answer
 
         return {"text": answer(f, forward, prompt)}
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
-        """Return the reference implementation of the next-token loss."""
         from meshwright.models.tasks.text_task import text_reference
 
         return text_reference(f, data)

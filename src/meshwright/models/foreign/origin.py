@@ -1,4 +1,7 @@
-"""Interface to a model that was not written for Meshwright: how it is built, called and sharded.
+"""Interface to a model that was not written for Meshwright: how it is built, initialised, called and sharded.
+
+The last operator of a constructor that wrote a whole tensor says how its values are distributed; what was written in
+parts, by an unknown operator, or made from other tensors is computed.
 
 Shapes: b batch, t time, v vocabulary.
 """
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.tp_styles import Style
-from meshwright.models.foreign.findings import Probe
+from meshwright.models.foreign import private
 from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.linear import Linear
@@ -56,10 +60,7 @@ class Origin(ABC):
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits [b, t, v] of token ids [b, t], which the layout may say to be packed documents.
 
-        Args:
-            model: the model, or its forward; on the meta device neither may look at values.
-            ids: token ids.
-            layout: documents of each sample.
+        `model` may be the model's forward; on the meta device neither may look at values.
         """
 
     @abstractmethod
@@ -76,13 +77,8 @@ class Origin(ABC):
 
     @abstractmethod
     def styles(self, model: nn.Module, width: int) -> Iterable[dict[str, Style]]:
-        """Yield tensor-parallel styles by the paths of modules with parameters, the best first: the first that fit are
-        taken.
-
-        Args:
-            model: the model on the meta device.
-            width: features of the stream between layers.
-        """
+        """Yield tensor-parallel styles by the paths of modules with parameters, for a model on the meta device with a
+        stream of this width, the best first: the first that fit are taken."""
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:  # noqa: B027, most models are trained whole
         """Check what a probe of the model has found, and add the parameters that are not trained to `found.frozen`.
@@ -92,12 +88,7 @@ class Origin(ABC):
         """
 
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
-        """Return what takes no part in training, a line each: dropout, outputs besides the logits.
-
-        Args:
-            model: the model as `build` returns it.
-            ids: token ids that it takes.
-        """
+        """Return what takes no part in training, a line each: dropout, outputs besides the logits."""
         return ()
 
     def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
@@ -123,11 +114,7 @@ class Origin(ABC):
         """Prepare a model for float64, if it has parts that choose their kernels."""
 
     def largest_list(self, model: nn.Module, length: int | None) -> str:
-        """Return the path of the largest list of modules (see `largest_list`).
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """Return the path of the largest list of modules (see `largest_list`), or raise a ConfigError without one."""
         found = largest_list(model, length)
         if found is None:
             rule = "a model has a torch.nn.ModuleList of layers, to shard, recompute and split"
@@ -135,7 +122,6 @@ class Origin(ABC):
         return found
 
     def error(self, what: str, rule: str, fix: str = "", *, kind: type[ConfigError] = ConfigError) -> ConfigError:
-        """Return an error about the model."""
         own = f"{self.fix}, or a family of your own (model.kind=package.module:Family)"
         return kind(what, where=self.key, rule=rule, fix=fix or own)
 
@@ -164,7 +150,6 @@ def trained_plainly(model: nn.Module) -> nn.Module:
 
 
 def no_dropout(probabilities: Mapping[str, float]) -> str:
-    """Return a line on dropout that takes no part."""
     return f"dropout is set aside: {', '.join(f'{name} = {value:g}' for name, value in probabilities.items())}"
 
 
@@ -174,3 +159,113 @@ def restarting_positions(layout: TokenLayout | None, device: torch.device) -> Ma
         return {}
     positions = [torch.cat([torch.arange(length) for length in sample]) for sample in layout.documents]
     return {"position_ids": torch.stack(positions).to(device)}
+
+
+BATCH_DIM, TIME_DIM, BATCH_TIME_DIM = -1, -2, -3
+"""Stand for sizes of the batch, the tokens of a sample, and both, in shapes."""
+
+
+@dataclass
+class Probe:
+    """Findings of a probe."""
+
+    layers_path: str
+    time: int
+    """Tokens of a sample that the model takes."""
+    batch_dims: tuple[int, int] = (0, 1)
+    """Dims of the stream that are samples and tokens."""
+    between_layers: bool = False
+    """Whether something is computed between a layer and the next."""
+    per_token: tuple[int, ...] = ()
+    """Shape of the stream per token: its width, after others where it has several parts."""
+    stream: int | str = 0
+    """Position or name of the stream among a layer's arguments."""
+    returns: tuple[str, int] = ("tensor", 1)
+    """Form of a layer's output and its length."""
+    vocab_size: int = 0
+    before: set[str] = field(default_factory=set)
+    """Names of parameters outside the layers that the first layer's input depends on."""
+    after: set[str] = field(default_factory=set)
+    """Names of those that the output depends on, given the last layer's output."""
+    between: set[str] = field(default_factory=set)
+    """Names of those that a layer's output depends on, given its input."""
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the outputs of modules outside the layers that return one tensor, by path."""
+    phases: dict[str, set[str]] = field(default_factory=dict)
+    """Phases in which each module outside the layers ran: before, in a layer, between, after."""
+    unused: set[str] = field(default_factory=set)
+    """Names of parameters that no output depends on by a gradient."""
+    frozen: set[str] = field(default_factory=set)
+    """Names of parameters that the model doesn't train."""
+    not_split: str = ""
+
+
+COMPUTED = FillFacts("computed")
+
+
+def build_recorded(build: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, FillFacts]]:
+    """Build a model on the meta device, and return it with the initial values of its parameters and buffers, by every
+    one of their names."""
+    with torch.device("meta"), _Recorder() as recorder:
+        model = build()
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return model, {name: recorder.fill(tensor) for name, tensor in tensors}
+
+
+def _written(name: str, arguments: tuple[Any, ...]) -> FillFacts:
+    """Return the values that an operator, such as `aten.normal_`, writes to a whole tensor, given its other
+    arguments."""
+    if name in ("aten.zero_", "aten.zeros"):
+        return FillFacts("constant", 0.0)
+    if name == "aten.ones":
+        return FillFacts("constant", 1.0)
+    if name in ("aten.fill_", "aten.full") and isinstance(arguments[0], int | float):
+        return FillFacts("constant", float(arguments[0]))
+    if name in ("aten.normal_", "aten.randn"):
+        mean, std = _completed(arguments)
+        return FillFacts("normal", float(std)) if mean == 0 else COMPUTED
+    if name == "aten.uniform_":
+        low, high = _completed(arguments)
+        return FillFacts("uniform", float(high)) if low == -high else COMPUTED
+    return COMPUTED
+
+
+def _completed(arguments: tuple[Any, ...]) -> tuple[float, float]:
+    """Return the parameters of a distribution, by default 0 and 1."""
+    found = [*arguments, *(0.0, 1.0)[len(arguments) :]]
+    return float(found[0]), float(found[1])
+
+
+class _Recorder(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that records what operators write to whole storages."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fills: dict[int, FillFacts | None] = {}
+        self._kept: list[Any] = []
+        """Storages that were written to: a tensor that is made unseen could have the id of one that is freed."""
+
+    def fill(self, tensor: Tensor) -> FillFacts:
+        """Return how a tensor's values are distributed."""
+        found = self._fills.get(private.storage_id(tensor))
+        return COMPUTED if found is None or not tensor.is_floating_point() else found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func).rpartition(".")[0]
+        taken = {private.storage_id(x) for x in private.leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if private.is_mutable(func):
+            self._note(args[0], _written(name, args[1:]))
+        for made in private.leaves(out):
+            if isinstance(made, Tensor) and private.storage_id(made) not in taken:
+                is_empty = name.startswith(("aten.empty", "aten.new_empty"))
+                values = args[1:2] if name == "aten.full" else ()
+                self._note(made, None if is_empty else _written(name, values))
+        return out
+
+    def _note(self, tensor: Tensor, values: FillFacts | None) -> None:
+        self._kept.append(tensor.untyped_storage())
+        is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        self._fills[private.storage_id(tensor)] = values if is_whole else COMPUTED

@@ -4,15 +4,22 @@ Transformers makes masks of documents from `position_ids`, in models whose atten
 convolutional layers, and masks of a model's own, don't. Some rotary embeddings take the frequencies of all tokens from
 the largest position among them. A small model shows it: what a document's tokens get must be what they get alone.
 
+A third of transformers' models compute norms, softmax or rotary angles in float32 whatever their dtype, and thereby
+differ by 1e-8 when a batch is merely split. Comparing needs the model's mathematics, not this rounding, so casts to
+float32 become casts to float64 here and in proofs in float64.
+
 Shapes: b batch, t time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from meshwright.models.foreign.float64_mode import Float64Mode
 from meshwright.models.foreign.origin import Origin
 from meshwright.nn.attention.mask_spec import TokenLayout
 
@@ -79,3 +86,31 @@ def _is_alone(origin: Origin, model: nn.Module, ids_t: Tensor, found: Tensor) ->
     """Return whether tokens alone have the logits that were found."""
     alone = _logits(origin, model, ids_t[None])[0]
     return float((alone - found).abs().max()) <= TOLERANCE * max(1.0, float(alone.abs().max()))
+
+
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Float64Mode(TorchFunctionMode):
+    """Function mode in which every floating-point dtype that is asked for, or taken by default, is float64."""
+
+    def __enter__(self) -> Float64Mode:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(self._default)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
+            func = torch.Tensor.double
+        return func(*map(_wide, args), **{name: _wide(value) for name, value in (kwargs or {}).items()})
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value

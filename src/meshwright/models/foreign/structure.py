@@ -1,15 +1,24 @@
 """Structure of a foreign model, for the plan and the stages, as a value. Doesn't import torch.
 
-`derive` finds it on the meta device; `facts_cache` keeps it, so that a plan needs neither torch nor transformers.
+`derive` finds it on the meta device; a cache keeps it, one JSON file per model, layout of tp and versions, so that a
+plan needs neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Saved
-from meshwright.models.contract.tp_styles import Style
+from pydantic import TypeAdapter, ValidationError
+
+from meshwright.data.cache_file import atomic_write, preferred_directory, writable_directory
+from meshwright.models.contract.family import RunFacts
+from meshwright.models.contract.model_facts import BufferFacts, EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Saved
+from meshwright.models.contract.tp_styles import Style, StyleKind
 
 
 @dataclass(frozen=True)
@@ -96,3 +105,124 @@ class Structure:
     """What of the model takes no part in training, a line each."""
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
+
+
+def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> ModelFacts:
+    blocks = tuple(_kind(block, structure) for block in structure.blocks)
+    flops = {block.name: block.flops for block in structure.blocks}
+    first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
+    has_every = structure.every.parameters or structure.every.buffers
+    return ModelFacts(
+        kinds=blocks,
+        layers=structure.layers,
+        edge=EdgeFacts("stream", (f.seq_len, *structure.per_token)),
+        tokens=f.seq_len,
+        identity=identity,
+        first=(first,),
+        every=(every,) if has_every else (),
+        last=(replace(last, output=float(structure.vocab_size), output_divided=_shards_logits(structure)),),
+        keeps_documents_apart=not structure.not_packed,
+        undeferred=structure.undeferred,
+        # The backward costs twice the forward.
+        flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
+    )
+
+
+def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
+    path = f"{structure.layers_path}.{{layer}}"
+    return KindFacts(block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops)
+
+
+def _end(name: str, end: EndFacts) -> KindFacts:
+    return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+
+
+def _shards_logits(structure: Structure) -> bool:
+    return any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
+
+
+def parameter_of(structure: Structure, name: str) -> ParameterFacts:
+    """Return a layer's parameter by its name in the model."""
+    layer, _, inside = name.removeprefix(f"{structure.layers_path}.").partition(".")
+    block = next(block for block in structure.blocks if block.name == structure.layers[int(layer)])
+    return next(parameter for parameter in block.parameters if parameter.name == inside)
+
+
+def fill_of(structure: Structure, name: str) -> FillFacts:
+    """Return the initial values of a parameter or buffer by its name in the model."""
+    prefix = f"{structure.layers_path}."
+    if not name.startswith(prefix):
+        return structure.fills[name]
+    layer, _, inside = name.removeprefix(prefix).partition(".")
+    return next(block for block in structure.blocks if block.name == structure.layers[int(layer)]).fills[inside]
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """Tensors that a model's weights consist of, by name."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of parameters and saved buffers, tied ones by their first name."""
+    integers: frozenset[str]
+    """Buffers among them that aren't floating-point."""
+    ties: Mapping[str, str]
+    """Other names of tied parameters, with the first."""
+
+
+def saved_tensors(structure: Structure) -> SavedTensors:
+    """Return the parameters and saved buffers of a model."""
+    parts: list[tuple[str, EndFacts | BlockFacts]] = []
+    parts += [("", end) for end in (structure.first, structure.every, structure.last)]
+    by_name = {block.name: block for block in structure.blocks}
+    parts += [(f"{structure.layers_path}.{i}.", by_name[kind]) for i, kind in enumerate(structure.layers)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    integers: set[str] = set()
+    ties = dict(structure.aliases)
+    for prefix, part in parts:
+        ties |= {prefix + p.name: p.tied_to for p in part.parameters if p.tied_to is not None}
+        shapes |= {prefix + p.name: p.shape for p in part.parameters if p.tied_to is None}
+        shapes |= {prefix + b.name: b.shape for b in part.buffers if b.saved}
+        integers |= {prefix + b.name for b in part.buffers if b.saved and "float" not in b.dtype}
+    return SavedTensors(shapes, frozenset(integers), ties)
+
+
+def computed_names(structure: Structure) -> frozenset[str]:
+    """Return the names of the parameters and buffers whose initial values are computed."""
+    found = {name for name, fill in structure.fills.items() if fill.how == "computed"}
+    by_name = {block.name: block for block in structure.blocks}
+    for layer, kind in enumerate(structure.layers):
+        inside = (name for name, fill in by_name[kind].fills.items() if fill.how == "computed")
+        found |= {f"{structure.layers_path}.{layer}.{name}" for name in inside}
+    return frozenset(found)
+
+
+FORMAT = 16
+"""Increased when the derivation changes, so that earlier files are derived again."""
+_ADAPTER = TypeAdapter(Structure)
+
+
+def cached_structure(key: Mapping[str, Any], derive: Callable[[], Structure], *, cache_dir: str | None) -> Structure:
+    """Return the structure kept under a key, JSON values that determine it; derive and keep it if there is none.
+
+    Raises:
+        DataError: the file can't be written.
+    """
+    digest = hashlib.sha256(json.dumps({"format": FORMAT, **key}, sort_keys=True).encode()).hexdigest()
+    name, preferred = f"model-{digest[:32]}.json", preferred_directory(cache_dir)
+    if preferred is not None and (found := _read(preferred / name)) is not None:
+        return found
+    directory = writable_directory(preferred)
+    if directory != preferred and (found := _read(directory / name)) is not None:
+        return found
+    found = derive()
+    with atomic_write(directory / name) as file:
+        file.write(_ADAPTER.dump_json(found))
+    return found
+
+
+def _read(path: Path) -> Structure | None:
+    """Return the structure in a file, or None if there is none or it is damaged."""
+    try:
+        return _ADAPTER.validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None

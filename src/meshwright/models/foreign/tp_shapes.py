@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, ROW, Style, StyleKind
-from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import NotSharded, Origin
+from meshwright.models.foreign.origin import NotSharded, Origin, Probe
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:
@@ -47,12 +46,7 @@ def complete_styles(
 ) -> dict[str, Style]:
     """Return styles in which tied parameters lie alike, and replicated modules that meet shards are marked.
 
-    Args:
-        model: model on the meta device; its parameters are sharded for a forward, and restored.
-        styles: style of each module with parameters, by its path in the model.
-        tp: size of tp.
-        origin: calls the model.
-        time: tokens of a sample that the model takes.
+    The model's parameters are sharded on the meta device for a forward of `time` tokens, and restored.
 
     Raises:
         NotSharded: nothing is sharded, or the model fails with these shards.
@@ -86,12 +80,7 @@ def feed_forwards(
 
     Such a layer is a matrix to the stream's width from another width, and others to that width from the stream's, in
     the smallest module that has both: their shapes say so. Where that takes other matrices for one, only those count
-    that are in one module, side by side.
-
-    Args:
-        model: the model.
-        width: width of the stream.
-        transposed: linear layers whose weight [d, e] is transposed.
+    that are in one module, side by side. The weight [d, e] of `transposed` linear layers is transposed.
     """
     replicated = dict.fromkeys(owners(model), REPLICATED)
     for side_by_side in (False, True):

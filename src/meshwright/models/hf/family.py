@@ -15,17 +15,25 @@ from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, InputError
-from meshwright.models.contract.family import OtherWeights
-from meshwright.models.contract.initial_values import ZEROS, Fill, Stored, Uniform
-from meshwright.models.contract.model_facts import ModelFacts
-from meshwright.models.contract.run_facts import DataFacts, RunFacts
-from meshwright.models.foreign.description import parameter_of, saved_tensors
-from meshwright.models.foreign.facts_cache import cached_structure
+from meshwright.models.contract.family import DataFacts, OtherWeights, RunFacts
+from meshwright.models.contract.model_facts import ZEROS, Fill, ModelFacts, Stored, Uniform
 from meshwright.models.foreign.foreign_family import ForeignFamily
-from meshwright.models.foreign.structure import Structure
-from meshwright.models.hf.config import FOREIGN_NAMES, HfConfig, LoraConfig, has_weights
-from meshwright.models.hf.lora_names import SECOND, check_peft, is_adapter, original_name
-from meshwright.models.hf.source import CONFIG_FILE, Source, file_state, find_source, transformers_version
+from meshwright.models.foreign.structure import Structure, cached_structure, parameter_of, saved_tensors
+from meshwright.models.hf.config import (
+    CONFIG_FILE,
+    FOREIGN_NAMES,
+    SECOND,
+    HfConfig,
+    LoraConfig,
+    Source,
+    check_peft,
+    file_state,
+    find_source,
+    has_weights,
+    is_adapter,
+    original_name,
+    transformers_version,
+)
 from meshwright.settings.violation import Violation
 
 if TYPE_CHECKING:
@@ -49,17 +57,14 @@ class HfFamily(ForeignFamily):
     preload = ("meshwright.models.hf.preload",)
 
     def structure(self, f: RunFacts) -> Structure:
-        """Return the structure of a run's model, from the cache if it was derived before."""
         return structure_of(f)
 
     def identity(self, f: RunFacts) -> Mapping[str, Any]:
-        """Return what determines the model's configuration."""
         lora = _lora(f)
         adapters = {} if lora is None else {"lora": lora.identity()}
         return {"kind": "hf", **_source(_section(f)).identity(), **adapters}
 
     def origin(self, f: RunFacts) -> TransformersModel:
-        """Return how the model is built and called."""
         return _origin(_key(f))
 
     def version(self, f: RunFacts) -> Source:
@@ -67,7 +72,6 @@ class HfFamily(ForeignFamily):
         return _source(_section(f))
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Check the layout, the weights and the adapters against what the model allows."""
         try:
             structure_of(f)
         except ConfigError as error:
@@ -134,8 +138,7 @@ class HfFamily(ForeignFamily):
             return build_model(self.origin(f).config, attention=_section(f).attention, experts=experts, lora=_lora(f))
 
     def other_weights(self) -> OtherWeights:
-        """Return the export to a folder that `from_pretrained` opens."""
-        from meshwright.models.hf.export import TransformersWeights
+        from meshwright.models.hf.pretrained import TransformersWeights
 
         return TransformersWeights()
 
@@ -152,7 +155,7 @@ class HfFamily(ForeignFamily):
 
     def files_to_keep(self, f: RunFacts) -> Mapping[str, bytes]:
         """Return the folder's settings of generation, and its tokenizer if the data is tokens."""
-        from meshwright.models.hf.export import files_of_folder
+        from meshwright.models.hf.pretrained import files_of_folder
 
         folder = _source(_section(f)).folder
         return {} if folder is None else files_of_folder(folder, is_tokens=_has_only_tokens(f.data))
@@ -169,8 +172,7 @@ class HfFamily(ForeignFamily):
         return super().initial(f, name)
 
     def compute(self, f: RunFacts, name: str) -> Tensor:
-        """Return initial values as the model's own rules compute them."""
-        from meshwright.models.hf.initial_values import compute
+        from meshwright.models.hf.build_model import compute
 
         return compute(lambda small: _without_values(_key(f), small), name, f.seed)
 

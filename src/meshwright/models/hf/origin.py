@@ -31,18 +31,22 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
     local,
 )
-from meshwright.models.foreign.findings import Probe
-from meshwright.models.foreign.origin import Origin, no_dropout, restarting_positions
+from meshwright.models.foreign.origin import Origin, Probe, no_dropout, restarting_positions
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
-from meshwright.models.hf.build_model import build_model, dropouts, load_config, original_config
-from meshwright.models.hf.config import LoraConfig
-from meshwright.models.hf.initial_values import fills_of
-from meshwright.models.hf.lora import adapted_layers, check_called, with_adapter_styles
-from meshwright.models.hf.lora_names import is_adapter
-from meshwright.models.hf.source import KEY, Source
+from meshwright.models.hf.build_model import (
+    adapted_layers,
+    build_model,
+    check_called,
+    dropouts,
+    fills_of,
+    load_config,
+    original_config,
+    with_adapter_styles,
+)
+from meshwright.models.hf.config import KEY, LoraConfig, Source, is_adapter
 from meshwright.models.hf.tiny_config import limits_of, shrunken_config
 from meshwright.nn.attention.mask_spec import TokenLayout
 
@@ -74,13 +78,7 @@ WITHOUT_SENTINEL = ("nemotron_h",)
 
 @dataclass(frozen=True)
 class TransformersModel(Origin):
-    """A causal language model of transformers.
-
-    Attributes:
-        source: the model that `model.config` names.
-        attention: `model.attention`.
-        lora: adapters, or None.
-    """
+    """A causal language model of transformers: that of a source, with an attention and maybe adapters."""
 
     source: Source
     attention: str = "auto"
@@ -105,7 +103,6 @@ class TransformersModel(Origin):
         return config
 
     def build(self) -> nn.Module:
-        """Build the model on the current device."""
         experts = EXPERTS_ON_META if torch.get_default_device().type == "meta" else "eager"
         return build_model(self.config, attention=self.attention, experts=experts, lora=self.lora)
 
@@ -117,7 +114,6 @@ class TransformersModel(Origin):
         return logits
 
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
-        """Return the probabilities of dropout in config.json."""
         found = {name: value for name, value in dropouts(original_config(self.source)) if value}
         return (no_dropout(found),) if found else ()
 
@@ -126,7 +122,6 @@ class TransformersModel(Origin):
         return self.largest_list(model, getattr(self.config, "num_hidden_layers", None))
 
     def fills(self) -> dict[str, FillFacts]:
-        """Return the initial values that the model's own rules give."""
         return fills_of(self._plain().build)
 
     def _plain(self) -> TransformersModel:
@@ -180,7 +175,6 @@ class TransformersModel(Origin):
         return "it can't be built small, to try it" if small is None else why_not_packed(small, length=longest)
 
     def limits(self) -> list[int]:
-        """Return the limits of positions, windows and chunks in its configuration."""
         return limits_of(self.config)
 
     def _shrunken(self, seq_len: int, longest: int) -> TransformersModel | None:
@@ -214,13 +208,7 @@ class TransformersModel(Origin):
 
 
 def tp_styles(model: nn.Module, plan: Mapping[str, str], config: Any) -> dict[str, Style]:
-    """Return the style of each module with parameters, by its path in the model.
-
-    Args:
-        model: model on the meta device.
-        plan: transformers' styles by glob of module or parameter names.
-        config: its configuration.
-    """
+    """Return the style of each module with parameters by its path, given transformers' styles by glob of names."""
     return {path: _style(path, module, plan, config) for path, module in owners(model).items()}
 
 

@@ -62,13 +62,8 @@ def read_config(folder: str, *, aloud: bool) -> Any:
 
 
 def causal_lm(config: Any, *, attention: str, experts: str | None) -> Any:
-    """Build a causal language model with random weights, without loading anything.
-
-    Args:
-        config: configuration of the text model.
-        attention: implementation of attention; `auto` takes the model's own choice.
-        experts: implementation of experts, where the model has a choice; None takes transformers' own.
-    """
+    """Build a causal language model with random weights, without loading anything. The attention `auto` is the model's
+    own choice, experts None transformers'."""
     options: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
     with quiet():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -89,14 +84,7 @@ def inject_lora(model: Any, **options: Any) -> None:
 
 
 def save_adapter(model: Any, tensors: Mapping[str, Any], folder: Path, *, base: str | None) -> None:
-    """Write adapters as `PeftModel.from_pretrained` reads them.
-
-    Args:
-        model: model with adapters, without values.
-        tensors: values of the adapters by name.
-        folder: an existing folder.
-        base: folder of the model that they are for, if it has one.
-    """
+    """Write adapters as `PeftModel.from_pretrained` reads them; `base` is the folder of the model that they are for."""
     from safetensors.torch import save_file
 
     config = model.peft_config["default"]
@@ -267,13 +255,8 @@ class LoadedWeights(NamedTuple):
 
 
 def load_weights(config: Any, tensors: Mapping[str, Any], *, dtype: Any) -> LoadedWeights:
-    """Load stored tensors into a model, converted to the names and forms that it computes with.
-
-    Args:
-        config: configuration of the model, or of one with images or audio whose text model it is.
-        tensors: the stored tensors by name.
-        dtype: dtype of floating-point ones, wide enough for all.
-    """
+    """Load stored tensors into a model, converted to the names and forms that it computes with, and to a dtype that is
+    wide enough for all. The configuration may be that of a model with images or audio."""
     with quiet():
         from transformers import PreTrainedModel
 
@@ -324,14 +307,8 @@ def _text_name(name: str) -> str:
 
 
 def save_model(config: Any, tensors: Mapping[str, Any], folder: Path, *, dtype: Any = None) -> None:
-    """Write a model with these parameters and saved buffers as `from_pretrained` reads it.
-
-    Args:
-        config: its configuration.
-        tensors: values by name; a tied parameter by its first name.
-        folder: an existing folder.
-        dtype: dtype to write, but for what the model always has in float32; theirs if None.
-    """
+    """Write a model with these parameters and saved buffers, tied ones by their first names, as `from_pretrained` reads
+    it; in `dtype` but for what the model always has in float32, or as they are if None."""
     import torch
 
     with quiet():

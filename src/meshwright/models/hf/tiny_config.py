@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models.hf import private
-from meshwright.models.hf.source import CONFIG_FILE, KEY, transformers_version
+from meshwright.models.hf.config import CONFIG_FILE, KEY, transformers_version
 
 __all__ = ["UNSUPPORTED", "causal_types", "limits_of", "shrunken_config", "tiny_config", "tiny_fields"]
 NUM_LAYERS = 4
@@ -135,12 +135,8 @@ def text_type(model_type: str) -> str:
 
 
 def tiny_fields(model_type: str, like: Any = None) -> dict[str, Any]:
-    """Return the fields that make the configuration of a causal type's text model tiny.
-
-    Args:
-        model_type: a model type of `transformers`, such as `qwen3`.
-        like: a configuration of the text model to take in place of the type's own default.
-    """
+    """Return the fields that make the configuration of a causal type's text model tiny: its own default, or one like
+    that given."""
     model_type = text_type(model_type)
     if model_type in UNSUPPORTED:
         raise ModelError(
@@ -180,10 +176,8 @@ def _with_fields(model_type: str, fields: dict[str, Any]) -> Any:
 def shrunken_config(config: Any, *, seq_len: int, longest: int) -> Any:
     """Return a tiny configuration of the kind of another: with its rotary embeddings, kinds of layers and switches.
 
-    Args:
-        config: configuration of a causal language model.
-        seq_len: tokens of a sample.
-        longest: tokens that stand for them. Limits are shrunk as they are, so that the same ones are passed.
+    `longest` tokens stand for the `seq_len` of a sample. Limits are shrunk as they are, so that the same ones are
+    passed.
     """
     text = config.get_text_config()
     values, fields = _values(text), tiny_fields(config.model_type, text)

@@ -22,9 +22,8 @@ from meshwright.data.tokenizer_files import (
     vocabulary,
 )
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.architecture import Architecture, Model
+from meshwright.models.huggingface.architecture import DEFAULT_MAX_SEQ_LEN, Architecture, Model
 from meshwright.models.huggingface.checks import CONFIG
-from meshwright.models.huggingface.decoder_config import DEFAULT_MAX_SEQ_LEN
 from meshwright.units import counted
 
 GENERATION = "generation_config.json"
@@ -35,10 +34,6 @@ CONTEXT, EOS, EOS_ID = "max_position_embeddings", "eos_token", "eos_token_id"
 
 def read_kept(source: Path, *, vocab_size: int) -> dict[str, bytes]:
     """Read the files of a Hugging Face directory that an import keeps, by path inside it.
-
-    Args:
-        source: the directory.
-        vocab_size: rows of the embedding.
 
     Raises:
         CheckpointError: the tokenizer is damaged or has ids outside the vocabulary.
@@ -60,16 +55,9 @@ def files_to_write(
     end_ids: Sequence[int] = (),
     where: str,
 ) -> dict[str, bytes]:
-    """Return the files of an export besides the weights.
+    """Return the files of an export besides the weights, given the checkpoint's sidecar files.
 
-    Args:
-        architecture: the class in `transformers`.
-        model: our description.
-        kept: sidecar files of the checkpoint.
-        dtype: torch's name of the weights' dtype, such as `bfloat16`.
-        max_seq_len: tokens of a training sample, if known. The original context length is kept if it is larger.
-        end_ids: see `with_ends`.
-        where: path of the checkpoint, for errors.
+    The original context length is kept if it is larger than `max_seq_len`, the tokens of a training sample.
 
     Raises:
         CheckpointError: the original `config.json` describes another model.
@@ -93,10 +81,8 @@ def files_to_write(
 def with_ends(files: Mapping[str, bytes], end_ids: Sequence[int]) -> dict[str, bytes]:
     """Return the files of an export with generation ending where training taught it, besides where it ended before.
 
-    Args:
-        files: configuration, generation settings and tokenizer, as far as there are such.
-        end_ids: ids of tokens that end a turn or a document. The first becomes the tokenizer's, unless a chat template
-            has `eos_token`: it would write another text than in training.
+    The first of the ids of tokens that end a turn or a document becomes the tokenizer's, unless a chat template has
+    `eos_token`: it would write another text than in training.
     """
     models = {name: json_object(files[name]) for name in (GENERATION, CONFIG) if name in files}
     before = [config.get(EOS_ID) for config in models.values()]
@@ -126,7 +112,6 @@ def json_object(content: bytes) -> dict[str, Any]:
 
 
 def to_json(data: Mapping[str, Any]) -> bytes:
-    """Return the content of a JSON file."""
     return (json.dumps(data, indent=2) + "\n").encode()
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from meshwright.models.contract.family import OtherWeights
-from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decoder_family import DecoderFamily
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.decoder.description import DecoderConfig, DecoderSpec
 
 
 class LlamaConfig(DecoderConfig):
-    """Dimensions of a Llama model."""
-
     kind: Literal["llama"] = Field("llama", description="family: a built-in one, or package.module:Family for your own")
 
     def spec(self) -> LlamaSpec:
-        """Return the model's dimensions with defaults filled in."""
         return LlamaSpec(**self.dimensions())
 
 
@@ -28,7 +25,6 @@ class LlamaFamily(DecoderFamily):
     sections = {"model": LlamaConfig}
 
     def other_weights(self) -> OtherWeights:
-        """Return import and export of Hugging Face's format."""
         from meshwright.models.huggingface.weights import HuggingFaceWeights
         from meshwright.models.llama.hf_llama import LLAMA
 
@@ -36,3 +32,8 @@ class LlamaFamily(DecoderFamily):
 
 
 FAMILY = LlamaFamily()
+
+
+@dataclass(frozen=True)
+class LlamaSpec(DecoderSpec):
+    kind: ClassVar[str] = "llama"

@@ -6,21 +6,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from meshwright.models.huggingface.architecture import Architecture, MappedTensor, Model
-from meshwright.models.huggingface.decoder_config import (
+from meshwright.models.decoder.description import DecoderSpec
+from meshwright.models.huggingface.architecture import (
     SUPPORTED_VALUES,
+    Architecture,
     DecoderFields,
+    MappedTensor,
+    Model,
     Rope,
     RopeFields,
     check_architecture,
     context_len,
     decoder_config,
     decoder_dimensions,
+    decoder_tensors,
     read_rope,
 )
-from meshwright.models.huggingface.decoder_tensors import decoder_tensors
-from meshwright.models.huggingface.json_fields import Count, Positive, parse_fields, unsupported
-from meshwright.models.llama.description import LlamaSpec
+from meshwright.models.huggingface.checks import Count, Positive, parse_fields, unsupported
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
@@ -46,15 +48,7 @@ class LlamaFields(DecoderFields):
 
 
 def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Convert a `config.json` to our model description.
-
-    Args:
-        config: content of the file.
-        where: path of the file, for errors.
-
-    Raises:
-        CheckpointError: the model is not a Llama or has unsupported options, or a key is missing or invalid.
-    """
+    """Convert a `config.json` to our model description (see `ConfigReader`)."""
     check_architecture(
         config,
         name=ARCHITECTURE,
@@ -69,17 +63,12 @@ def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any
     found |= {"ffn_dim": llama.intermediate_size, "rope_theta": rope.theta, "rope_scaling": None}
     if rope.kind == SCALING:
         found["rope_scaling"] = _scaling(rope, llama, where)
-    return {"kind": "llama", **{field.name: found[field.name] for field in fields(LlamaSpec) if field.name in found}}
+    return {"kind": "llama", **{field.name: found[field.name] for field in fields(DecoderSpec) if field.name in found}}
 
 
 def config_from_model(model: Mapping[str, Any], *, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
-    """Convert our model description to a `config.json`.
-
-    Args:
-        model: our description.
-        dtype: torch's name of the weights' dtype, such as `bfloat16`.
-        max_seq_len: maximum context length in tokens; if None, the context length after rotary scaling, or 2048.
-    """
+    """Convert our model description to a `config.json`; the default context length is that after rotary scaling, or
+    2048."""
     scaling, rope = model["rope_scaling"], None
     if scaling is not None:
         rope = {
@@ -116,7 +105,6 @@ def _scaling(rope: Rope, llama: LlamaFields, where: str) -> dict[str, Any]:
 
 
 def mapped_tensors(model: Model) -> Iterator[MappedTensor]:
-    """Yield the parameters of a Llama, in model order."""
     return decoder_tensors(model, _feed_forward)
 
 

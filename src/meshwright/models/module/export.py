@@ -10,8 +10,8 @@ from meshwright.checkpoint.manifest import read_sidecars, write_file
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.export_weights import PREFIX, converted, new_directory, no_adapters, write_shards
 from meshwright.models.huggingface.kept_files import with_ends
+from meshwright.models.huggingface.weights import PREFIX, converted, new_directory, no_adapters, write_shards
 
 
 class ModuleWeights:
@@ -45,11 +45,7 @@ class ModuleWeights:
         return ()
 
     def load(self, source: Path, root: Path) -> Path:
-        """Refuse: a constructor can load weights.
-
-        Raises:
-            CheckpointError: always, with the other way.
-        """
+        """Refuse: a constructor can load weights."""
         raise CheckpointError(
             f"{source} holds weights of a module of your own",
             where=str(source),

@@ -7,10 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
-from meshwright.models.contract.run_facts import RunFacts
-from meshwright.models.foreign.description import computed_names
+from meshwright.models.contract.family import RunFacts
 from meshwright.models.foreign.foreign_family import ForeignFamily
-from meshwright.models.foreign.structure import Structure
+from meshwright.models.foreign.structure import Structure, computed_names
 from meshwright.models.module.config import ModuleConfig
 from meshwright.settings.import_object import OBJECT_NAME
 from meshwright.settings.violation import Violation
@@ -38,44 +37,37 @@ class ModuleFamily(ForeignFamily):
                 rule = f"{key} is package.module:name of your own"
                 raise ConfigError(what, where=key, rule=rule, fix=f"{key}=my_model:build, with my_model on PYTHONPATH")
         if section.loss:
-            from meshwright.models.module.own_loss import own_loss
+            from meshwright.models.module.origin import own_loss
 
             own_loss(section.loss)
         yield from super().rules(f)
 
     def structure(self, f: RunFacts) -> Structure:
-        """Return the structure of a run's module."""
         return _structure(f.section(ModuleConfig), f.seq_len, f.axes.tp)
 
     def identity(self, f: RunFacts) -> Mapping[str, Any]:
-        """Return the builder and its arguments."""
         section = f.section(ModuleConfig)
         return {"kind": "module", "builder": section.builder, "arguments": dict(section.arguments)}
 
     def origin(self, f: RunFacts) -> OwnModule:
-        """Return how the module is built and called."""
         return _origin(f.section(ModuleConfig))
 
     def compute(self, f: RunFacts, name: str) -> Tensor:
-        """Return initial values as the constructor gives them."""
         return _computed(f.section(ModuleConfig), f.seq_len, f.axes.tp, f.seed)[name]
 
     def other_weights(self) -> OtherWeights:
-        """Return the export to a file of the module's own names."""
         from meshwright.models.module.export import ModuleWeights
 
         return ModuleWeights()
 
     def task(self, f: RunFacts, data: Any, device: torch.device) -> Task:
-        """Return the next-token task, with the module's own loss if it has one."""
-        from meshwright.models.module.own_loss import own_loss
+        from meshwright.models.module.origin import own_loss
         from meshwright.models.tasks.text_task import text_task
 
         return text_task(f, data, device, own_loss(f.section(ModuleConfig).loss))
 
     def reference(self, f: RunFacts, data: Any) -> Reference:
-        """Return the reference implementation of the next-token task, with the module's own loss if it has one."""
-        from meshwright.models.module.own_loss import own_loss
+        from meshwright.models.module.origin import own_loss
         from meshwright.models.tasks.text_task import text_reference
 
         loss = own_loss(f.section(ModuleConfig).loss)

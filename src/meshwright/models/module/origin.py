@@ -1,4 +1,4 @@
-"""A module of one's own as a foreign model: how it is built, called and sharded.
+"""A module of one's own as a foreign model: how it is built, called and sharded, and its own loss, if it has one.
 
 Shapes: b batch, t time, v vocabulary.
 """
@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from meshwright.data.loader import IGNORED_TARGET
 from meshwright.errors import ConfigError
-from meshwright.models.contract.model_facts import Part
+from meshwright.models.contract.model_facts import LossUnit, Part
 from meshwright.models.contract.tp_styles import (
     COLUMN,
     GATHERED_COLUMN,
@@ -31,23 +34,24 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
 )
 from meshwright.models.foreign import private
-from meshwright.models.foreign.findings import Probe
 from meshwright.models.foreign.origin import (
     DROPOUTS,
     LAYER_LISTS,
     MAX_ON_CPU,
     WITH_DROPOUT,
     Origin,
+    Probe,
+    build_recorded,
     no_dropout,
     restarting_positions,
     trained_plainly,
 )
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
-from meshwright.models.foreign.recorded_fills import build_recorded
 from meshwright.models.foreign.stage import make_stage
 from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.module.config import ModuleConfig
+from meshwright.models.tasks.next_token import OwnLoss
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.settings.import_object import import_object
 
@@ -72,11 +76,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 @dataclass(frozen=True)
 class OwnModule(Origin):
-    """A module that a builder returns.
-
-    Attributes:
-        section: the `model` section.
-    """
+    """A module that a builder returns, as the `model` section says."""
 
     section: ModuleConfig
     key = BUILDER
@@ -85,11 +85,9 @@ class OwnModule(Origin):
     fix_samples = "a forward without means, norms or choices over dim 0, the samples of a batch"
 
     def build(self) -> nn.Module:
-        """Build the module on the current device."""
         return trained_plainly(with_buffers(self._built(), self))
 
     def _built(self) -> nn.Module:
-        """Return what the builder returns."""
         name, arguments = self.section.builder, dict(self.section.arguments)
         builder = import_object(name, key=BUILDER, rule=RULE, format_setting=lambda found: f"{BUILDER}={found}")
         try:
@@ -165,7 +163,6 @@ class OwnModule(Origin):
         return min(found, default=None)
 
     def layers_path(self, model: nn.Module) -> str:
-        """Return the path of the list of layers."""
         path = self.section.layer_list
         lists = {kind: [name for name, m in model.named_modules() if isinstance(m, kind)] for kind in LAYER_LISTS}
         if path in lists[nn.ModuleList] or (path and path in lists[nn.Sequential]):
@@ -183,7 +180,6 @@ class OwnModule(Origin):
         )
 
     def fills(self) -> dict[str, FillFacts]:
-        """Return the initial values that the constructor gives."""
         return build_recorded(self.build)[1]
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
@@ -235,13 +231,8 @@ def _no_style(glob: str, name: Any, paths: list[str]) -> ConfigError:
 
 
 def computed_values(origin: OwnModule, names: frozenset[str], seed: int) -> dict[str, Tensor]:
-    """Return initial values as the module's constructor gives them, built whole on the CPU.
-
-    Args:
-        origin: the module.
-        names: names of parameters and buffers.
-        seed: seed of random ones.
-    """
+    """Return initial values as the module's constructor gives them, built whole on the CPU with a seed of random
+    ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with torch.device("cpu"):
@@ -273,12 +264,7 @@ def with_buffers(model: nn.Module, origin: Origin) -> nn.Module:
 
 
 def check_side_effects(model: nn.Module, origin: Origin, time: int) -> None:
-    """Run a forward, and check that all it does is to compute logits.
-
-    Args:
-        model: the module, on the meta device or with values.
-        origin: calls it.
-        time: tokens of a sample that it takes.
+    """Run a forward of `time` tokens, and check that all it does is to compute logits.
 
     Raises:
         ConfigError: it draws random numbers, writes to a buffer, or mixes samples.
@@ -305,3 +291,40 @@ def check_side_effects(model: nn.Module, origin: Origin, time: int) -> None:
 
 def _error(origin: Origin, what: str, rule: str, fix: str) -> ConfigError:
     return origin.error(what, rule, f"{fix}, or a family of your own (model.kind=package.module:Family)")
+
+
+LOSS_KEY = "model.loss"
+LOSS_RULE = "model.loss takes logits [b, t, v] and targets [b, t], and returns the loss of each token, [b, t]"
+
+
+@lru_cache(maxsize=8)
+def own_loss(name: str) -> OwnLoss | None:
+    """Return the loss that `model.loss` names, or None for cross-entropy.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if not name:
+        return None
+    loss = import_object(name, key=LOSS_KEY, rule=LOSS_RULE, format_setting=lambda found: f"{LOSS_KEY}={found}")
+    return OwnLoss(summed(loss, name), LossUnit("per token"))
+
+
+def summed(loss: Callable[[Tensor, Tensor], Tensor], name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that sums a loss over the tokens that have a target.
+
+    `loss` returns each token's loss, given logits and targets; a token without a target has target 0.
+    """
+
+    def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(logits, DTensor):  # a head sharded over the vocabulary
+            logits = logits.full_tensor()
+        counted = targets != IGNORED_TARGET
+        losses = loss(logits, targets.where(counted, 0))
+        if losses.shape != targets.shape:
+            what = f"{name} returns a tensor {list(losses.shape)} for targets {list(targets.shape)}"
+            raise ConfigError(what, where=LOSS_KEY, rule=LOSS_RULE, fix='reduction="none" in the loss')
+        losses = losses.float() if losses.dtype in (torch.bfloat16, torch.float16) else losses
+        return losses.where(counted, 0).sum()
+
+    return loss_sum

@@ -133,7 +133,6 @@ def _shared_inputs(spec: MoeSpec) -> tuple[LinearInput, ...]:
 
 
 def _saved_by_router(spec: MoeSpec, router: RouterConfig) -> Saved:
-    """Return scores, the chosen ones and their sums; logits for the z-loss."""
     sums = 2.0 * (router.normalize + (router.score is not Score.SOFTMAX))
     logits = spec.num_experts + 1.0 if router.z_loss else 0.0
     return Saved(wide_full=spec.num_experts + spec.top_k + sums + logits)

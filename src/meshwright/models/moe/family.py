@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.models.contract.family import OtherWeights
-from meshwright.models.contract.initial_values import ZEROS, Fill, Normal
-from meshwright.models.contract.model_facts import ModelFacts, Part
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import OtherWeights, RunFacts
+from meshwright.models.contract.model_facts import ZEROS, Fill, ModelFacts, Normal, Part
 from meshwright.models.contract.tp_styles import DIVIDED, FINAL_REGION, Style, local
-from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.decoder_family import BLOCK_STYLES, INIT_STD, STYLES, DecoderFamily
-from meshwright.models.decoder.description import DecoderSpec
-from meshwright.models.decoder.rules import violations as decoder_violations
+from meshwright.models.decoder.decoder_family import violations as decoder_violations
+from meshwright.models.decoder.description import DecoderConfig, DecoderSpec
 from meshwright.models.moe.description import BLOCK, WINDOW_BLOCK, MoeSpec, describe
 from meshwright.nn.experts.router_config import RouterConfig, Score
 from meshwright.settings.violation import Violation, by_distance, divisors, round_up
@@ -92,7 +89,6 @@ class MoeConfig(DecoderConfig):
     )
 
     def spec(self) -> MoeSpec:
-        """Return the model's dimensions with defaults filled in."""
         names = {field.name for field in fields(MoeSpec)} - {field.name for field in fields(DecoderSpec)}
         return MoeSpec(**self.dimensions(), **self.model_dump(include=names))
 
@@ -122,11 +118,9 @@ class MoeFamily(DecoderFamily):
     foreign_names = FOREIGN_NAMES
 
     def rules(self, f: RunFacts) -> Iterable[Violation]:
-        """Check dimensions, routing and the mesh."""
         return violations(f.section(MoeConfig), f)
 
     def describe(self, f: RunFacts) -> ModelFacts:
-        """Describe the model's parameters and costs."""
         model = f.section(MoeConfig)
         return describe(model.spec(), model.router(), f.seq_len)
 
@@ -137,7 +131,6 @@ class MoeFamily(DecoderFamily):
         return {**STYLES, BLOCK: block, WINDOW_BLOCK: block}
 
     def build(self, f: RunFacts, part: Part) -> nn.Module:
-        """Build the plain module."""
         from meshwright.models.moe.module import MoeTransformer
 
         model = f.section(MoeConfig)
@@ -152,7 +145,6 @@ class MoeFamily(DecoderFamily):
         return super().initial(f, name)
 
     def other_weights(self) -> OtherWeights:
-        """Return import and export of Hugging Face's Mixtral."""
         from meshwright.models.huggingface.weights import HuggingFaceWeights
         from meshwright.models.moe.hf_mixtral import MIXTRAL
 
@@ -163,7 +155,6 @@ FAMILY = MoeFamily()
 
 
 def violations(model: MoeConfig, f: RunFacts) -> Iterator[Violation]:
-    """Yield the rules that a run violates."""
     yield from decoder_violations(model, f, has_dense=model.num_dense_layers > 0)
     yield from _layers(model)
     yield from _routing(model)

@@ -14,23 +14,21 @@ from typing import Any
 from meshwright.errors import CheckpointError
 from meshwright.models.huggingface.architecture import (
     LAYERS,
+    SUPPORTED_VALUES,
     Architecture,
+    DecoderFields,
     MappedTensor,
     Model,
     Repeated,
-    check_no_window,
-)
-from meshwright.models.huggingface.decoder_config import (
-    SUPPORTED_VALUES,
-    DecoderFields,
     check_architecture,
+    check_no_window,
     context_len,
     decoder_config,
     decoder_dimensions,
+    decoder_tensors,
     read_rope,
 )
-from meshwright.models.huggingface.decoder_tensors import decoder_tensors
-from meshwright.models.huggingface.json_fields import Count, Positive, parse_fields, unsupported
+from meshwright.models.huggingface.checks import Count, Positive, parse_fields, unsupported
 
 ARCHITECTURE = "MixtralForCausalLM"
 MODEL_TYPE = "mixtral"
@@ -62,15 +60,7 @@ class MixtralFields(DecoderFields):
 
 
 def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Convert a `config.json` to our model description.
-
-    Args:
-        config: content of the file.
-        where: path of the file, for errors.
-
-    Raises:
-        CheckpointError: the model is not a Mixtral or has unsupported options, or a key is missing or invalid.
-    """
+    """Convert a `config.json` to our model description (see `ConfigReader`)."""
     check_architecture(
         config,
         name=ARCHITECTURE,
@@ -95,13 +85,7 @@ def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def config_from_model(model: Model, *, dtype: str, max_seq_len: int | None) -> dict[str, Any]:
-    """Convert our description of a Mixtral to a `config.json`.
-
-    Args:
-        model: our description, accepted by `check_is_mixtral`.
-        dtype: torch's name of the weights' dtype, such as `bfloat16`.
-        max_seq_len: maximum context length in tokens; 2048 if None.
-    """
+    """Convert our description of a Mixtral, accepted by `check_is_mixtral`, to a `config.json`."""
     config = decoder_config(
         model,
         name=ARCHITECTURE,
@@ -115,11 +99,8 @@ def config_from_model(model: Model, *, dtype: str, max_seq_len: int | None) -> d
 
 
 def check_is_mixtral(model: Model, *, where: str) -> None:
-    """Check that a mixture of experts is a Mixtral, the only one that has an export format.
-
-    Raises:
-        CheckpointError: it has something that a Mixtral has not; the message names all of it.
-    """
+    """Raise a CheckpointError if a mixture of experts is no Mixtral, the only one that has an export format; its
+    message names all that is different."""
     check_no_window(model, where=where)
     different = [key for key, value in ROUTING.items() if model[key] != value]
     if different:
@@ -149,7 +130,6 @@ def _toml(value: Any) -> str:
 
 
 def mapped_tensors(model: Model) -> Iterator[MappedTensor]:
-    """Yield the parameters of a Mixtral, in model order."""
     return decoder_tensors(model, _feed_forward)
 
 

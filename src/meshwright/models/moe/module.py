@@ -47,7 +47,6 @@ class MoeBlock(nn.Module):
         self.moe = MixtureOfExperts(spec.dim, router, expert_dim=spec.expert_dim, shared_dim=spec.shared_dim)
 
     def forward(self, x_btd: Tensor, tokens: TokenContext) -> Tensor:
-        """Map [b, t, d] to [b, t, d]."""
         x_btd = self.attention_add(self.attention(self.attention_norm(x_btd), tokens), x_btd, tokens.rows_bt)
         out: Tensor = self.moe_add(self.moe(self.ffn_norm(x_btd)), x_btd, tokens.rows_bt)
         return out

@@ -19,8 +19,8 @@ from meshwright.data.loader import IGNORED_TARGET, Loader, chosen_validation, va
 from meshwright.data.mixtures.mixture import Text, corpora, train_order, train_sizes, validation_shares
 from meshwright.data.windows import JoinedWindows, TokenWindows
 from meshwright.errors import InputError
-from meshwright.models.contract.loss_unit import LossUnit
-from meshwright.models.contract.run_facts import Prompt, RunFacts
+from meshwright.models.contract.family import Prompt, RunFacts
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.models.contract.task import Batch, BatchUse, Forward, HostBatch, SimpleBatch, Task
 from meshwright.models.tasks.text_data import encode_prompt
 from meshwright.models.tasks.text_sources import end_ids

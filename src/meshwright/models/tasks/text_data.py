@@ -24,7 +24,7 @@ from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import Tokenizer, open_tokenizer
 from meshwright.data.tokenizer_files import BYTES
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.contract.run_facts import DataFacts, RunFacts
+from meshwright.models.contract.family import DataFacts, RunFacts
 from meshwright.models.tasks.text_sources import RunSource, all_sources, resolved_sources
 from meshwright.units import counted
 

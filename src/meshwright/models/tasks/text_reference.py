@@ -23,7 +23,7 @@ from meshwright.data.packed_windows import PackedWindows
 from meshwright.data.sources.source_text import Continued, LeftOut, SourceText
 from meshwright.data.text_corpus import Conversations, Corpus, Tokens
 from meshwright.data.token_cache import SplitDocuments
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import RunFacts
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.step_handles import handles
 

@@ -15,7 +15,7 @@ from meshwright.data.text_documents import DIGITS, DIGITS_VIDEO, STDLIB
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import ConfigError, DataError, InputError
-from meshwright.models.contract.run_facts import DataFacts
+from meshwright.models.contract.family import DataFacts
 
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
 """Preset to suggest for each image `data.source`."""

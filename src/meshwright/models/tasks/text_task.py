@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.data.mixtures.mixture import Text, corpora
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import RunFacts
 from meshwright.models.contract.task import Reference, Task
 from meshwright.models.tasks.next_token import OwnLoss, TextTask
 

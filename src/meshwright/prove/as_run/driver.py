@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.config.facts_for_family import run_facts
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.prove.as_run.judge import judge
 from meshwright.prove.as_run.record_run import AsRunRecord, record_as_run
 from meshwright.prove.as_run.result import AsRunResult, Check, Finding

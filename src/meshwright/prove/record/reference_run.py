@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
-from meshwright.models.contract.family import Family, TrainingData
-from meshwright.models.contract.initial_values import Computed, Constant, Stored, Uniform
-from meshwright.models.contract.model_facts import Part
-from meshwright.models.contract.run_facts import RunFacts
+from meshwright.models.contract.family import Family, RunFacts, TrainingData
+from meshwright.models.contract.model_facts import Computed, Constant, Part, Stored, Uniform
 from meshwright.models.contract.task import Reference, SimpleBatch
 from meshwright.nn.experts.router import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.config.overlay import flatten
 from meshwright.errors import InputError
 from meshwright.figure import GREY, INK, curve_style, plain, save_figure
-from meshwright.models.contract.loss_unit import unit_of_metric
+from meshwright.models.contract.model_facts import unit_of_metric
 from meshwright.settings.violation import format_value
 from meshwright.train.record.record_files import LOSS, damaged_metrics, loss_key, read_metrics
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.output_files import writing
 from meshwright.plan.compare import hashes
 from meshwright.plan.stage_sizes import experts_per_layer, load_rows

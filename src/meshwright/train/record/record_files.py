@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright.config.overlay import shorten
 from meshwright.errors import InputError
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.output_files import writing
 
 EVENTS, REPORT = "events.jsonl", "report.html"

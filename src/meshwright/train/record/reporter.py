@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, RunError, StoppedError
 from meshwright.log import get_logger
-from meshwright.models.contract.loss_unit import LossUnit
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.output_files import write_output
 from meshwright.plan.traffic import Traffic
 from meshwright.train.record.record_files import EVENTS, REPORT, EventLog

@@ -17,7 +17,7 @@ from meshwright.config.load import load
 from meshwright.config.overlay import flatten
 from meshwright.config.source import preset_names
 from meshwright.errors import MeshwrightError
-from meshwright.models.contract.loss_unit import unit_of_metric
+from meshwright.models.contract.model_facts import unit_of_metric
 from meshwright.plan.compare import hashes
 from meshwright.plan.rules import read_plan
 from meshwright.plan.run_plan import RunPlan
