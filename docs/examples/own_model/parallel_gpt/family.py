@@ -8,18 +8,7 @@ from typing import Any
 from meshwright.errors import LayoutError
 from meshwright.models.contract import model_facts
 from meshwright.models.contract.family import Family, RunFacts
-from meshwright.models.contract.model_facts import (
-    ONES,
-    ZEROS,
-    Fill,
-    KindFacts,
-    ModelFacts,
-    Normal,
-    Part,
-    Role,
-    linear,
-    vectors,
-)
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part, Role, linear, vectors
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.settings.violation import Violation
 from parallel_gpt.config import MASK, GptConfig
@@ -88,10 +77,10 @@ class Gpt(Family):
 
         return Module(f.section(GptConfig), part)
 
-    def initial(self, f: RunFacts, name: str) -> Fill:
+    def initial(self, f: RunFacts, name: str) -> model_facts.Fill:
         if name.endswith(".bias") or name == "seen.value":
-            return ZEROS
-        return ONES if "norm" in name else Normal(0.02)
+            return model_facts.ZEROS
+        return model_facts.ONES if "norm" in name else model_facts.Normal(0.02)
 
     def open_data(self, f: RunFacts) -> Any:
         from meshwright.models.tasks.text_data import open_text

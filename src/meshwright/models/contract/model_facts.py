@@ -36,13 +36,7 @@ class ParameterFacts:
 
 
 def linear(
-    name: str,
-    fan_in: int,
-    fan_out: int,
-    *,
-    bias: bool = False,
-    role: Role = Role.MATRIX,
-    tied_to: str | None = None,
+    name: str, fan_in: int, fan_out: int, *, bias: bool = False, role: Role = Role.MATRIX, tied_to: str | None = None
 ) -> tuple[ParameterFacts, ...]:
     """Return the weight and optional bias of a linear layer, or an embedding table of `fan_out` rows."""
     weight = ParameterFacts(f"{name}.weight", (fan_out, fan_in), role, tied_to=tied_to)

@@ -201,8 +201,7 @@ class DiTConfig(ModelSection):
     patch_frames: int = Field(1, ge=1, description="frames per patch")
     num_classes: int = Field(10, ge=1, description="number of classes")
     zero_init: bool = Field(
-        True,
-        description="gates and output start at zero (adaLN-Zero); prove uses false, for gradients at step 1",
+        True, description="gates and output start at zero (adaLN-Zero); prove uses false, for gradients at step 1"
     )
 
     def spec(self) -> DiTSpec:

@@ -34,7 +34,7 @@ STYLES: Mapping[str, Mapping[str, Style]] = {
         "mlp": gather(),
         "mlp.fc1": COLUMN,
         "mlp.fc2": ROW,
-    },
+    }
 }
 FINAL_PROJECTION = "final.head.weight"
 
@@ -89,10 +89,7 @@ class DiTFamily(Family):
 
         model = f.section(DiTConfig)
         dataset = open_images(
-            f.data.source,
-            image_size=model.image_size,
-            num_channels=model.num_channels,
-            num_frames=model.num_frames,
+            f.data.source, image_size=model.image_size, num_channels=model.num_channels, num_frames=model.num_frames
         )
         if dataset.num_classes > model.num_classes:
             raise DataError(

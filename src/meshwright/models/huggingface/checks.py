@@ -115,10 +115,7 @@ def missing_key(key: str, where: str) -> CheckpointError:
     """Return the error for a key that is not in the file at `where`."""
     name = Path(where).name
     return CheckpointError(
-        f"{name} has no {key}",
-        where=where,
-        rule=f"{name} describes the weights beside it",
-        fix=BELONGING.format(name),
+        f"{name} has no {key}", where=where, rule=f"{name} describes the weights beside it", fix=BELONGING.format(name)
     )
 
 

@@ -16,8 +16,7 @@ class ModuleConfig(ModelSection):
         "module", description="family: a built-in one, or package.module:Family for your own"
     )
     builder: str = Field(
-        "",
-        description="package.module:name of the class or function that builds the module, from token ids to logits",
+        "", description="package.module:name of the class or function that builds the module, from token ids to logits"
     )
     arguments: Table = Field((), description="keyword arguments of the builder: model.arguments.width=64")
     layer_list: str = Field(

@@ -84,11 +84,7 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
         buffers=_buffers(spec),
         # Rows by expert with their weights, four hidden activations and the weighted one.
         saved=block.saved
-        + Saved(
-            full=copies * dim,
-            divided=5.0 * hidden * copies + 4.0 * shared - 4.0 * spec.ffn_dim,
-            wide_full=copies,
-        )
+        + Saved(full=copies * dim, divided=5.0 * hidden * copies + 4.0 * shared - 4.0 * spec.ffn_dim, wide_full=copies)
         + _saved_by_router(spec, router)
         + recalled,
         kept=kept_of_attention(dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_heads)

@@ -62,12 +62,7 @@ class MixtralFields(DecoderFields):
 def model_from_config(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Convert a `config.json` to our model description (see `ConfigReader`)."""
     check_architecture(
-        config,
-        name=ARCHITECTURE,
-        model_type=MODEL_TYPE,
-        noun="Mixtral",
-        supported=SUPPORTED_VALUES,
-        where=where,
+        config, name=ARCHITECTURE, model_type=MODEL_TYPE, noun="Mixtral", supported=SUPPORTED_VALUES, where=where
     )
     mixtral = parse_fields(MixtralFields, config, where=where)
     _check_experts(mixtral, where)

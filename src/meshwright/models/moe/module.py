@@ -20,13 +20,7 @@ class MoeTransformer(Decoder):
     """Token embedding, dense blocks, blocks with experts, final norm and output head, or the part of one stage."""
 
     def __init__(
-        self,
-        spec: MoeSpec,
-        router: RouterConfig,
-        part: Part | None = None,
-        *,
-        dropout: float = 0.0,
-        seed: int = 0,
+        self, spec: MoeSpec, router: RouterConfig, part: Part | None = None, *, dropout: float = 0.0, seed: int = 0
     ) -> None:
         def block(spec: MoeSpec, layer: int, dropout: BlockDropout) -> nn.Module:
             is_dense = layer < spec.num_dense_layers
