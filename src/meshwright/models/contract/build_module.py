@@ -118,7 +118,10 @@ def tie_parameters(module: nn.Module, facts: ModelFacts) -> None:
     Replacing parameters (by converting to DTensor or moving off the meta device) breaks ties; call this again
     afterwards.
     """
-    for name, target in _ties(facts):
+    ends = [(kind, one) for kind in (*facts.first, *facts.every, *facts.last) for one in kind.parameters]
+    for name, target in ((kind.full_name(one.name, None), one.tied_to) for kind, one in ends):
+        if target is None:
+            continue
         owner, _, last = name.rpartition(".")
         try:
             one, tied = module.get_parameter(target), module.get_submodule(owner)
@@ -126,10 +129,3 @@ def tie_parameters(module: nn.Module, facts: ModelFacts) -> None:
             continue
         if last in dict(tied.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(tied, last, one)
-
-
-def _ties(facts: ModelFacts) -> Iterator[tuple[str, str]]:
-    for kind in (*facts.first, *facts.every, *facts.last):
-        for parameter in kind.parameters:
-            if parameter.tied_to is not None:
-                yield kind.full_name(parameter.name, None), parameter.tied_to

@@ -169,12 +169,9 @@ class Family(ABC):
 @cache
 def family_names() -> tuple[str, ...]:
     """Return the names of the built-in families."""
-    folders = (info.name for info in pkgutil.iter_modules(models.__path__) if info.ispkg)
-    return tuple(sorted(name for name in folders if any(_has_family(Path(path) / name) for path in models.__path__)))
-
-
-def _has_family(folder: Path) -> bool:
-    return (folder / "family.py").is_file() and folder.name != Path(__file__).parent.name
+    folders = [Path(path) / info.name for path in models.__path__ for info in pkgutil.iter_modules([path])]
+    own = Path(__file__).parent
+    return tuple(sorted(folder.name for folder in folders if (folder / "family.py").is_file() and folder != own))
 
 
 @cache
@@ -287,11 +284,6 @@ class RunFacts:
     def section(self, kind: type[S]) -> S:
         """Return the family's section of this type."""
         return next(section for section in self.sections.values() if isinstance(section, kind))
-
-    @property
-    def master_precision(self) -> str:
-        """Dtype of parameters and optimizer state."""
-        return "float32" if self.precision == "bfloat16" else self.precision
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from meshwright.models.contract.model_facts import (
     KindFacts,
     LinearInput,
     ModelFacts,
-    ParameterFacts,
     Role,
     Saved,
     linear,
@@ -91,7 +90,10 @@ def describe(spec: DiTSpec) -> ModelFacts:
     dim, tokens = spec.dim, spec.num_tokens()
     block = _block(spec)
     mlps = ("time_embed", *(["fps_embed"] if spec.is_video else []))
-    mlp = {name: _mlp(name, dim) for name in mlps}
+    mlp = {
+        name: (*linear(f"{name}.fc1", FREQUENCY_DIM, dim, bias=True), *linear(f"{name}.fc2", dim, dim, bias=True))
+        for name in mlps
+    }
     labels = linear("label_embed", dim, spec.num_classes + 1, role=Role.EMBEDDING)
     embedders = KindFacts(
         "embedders",
@@ -174,10 +176,6 @@ def _block(spec: DiTSpec) -> KindFacts:
         flops=matmuls + attention.flops(tokens) + 12.0 * dim**2 / tokens,
         attention=attention,
     )
-
-
-def _mlp(name: str, dim: int) -> tuple[ParameterFacts, ...]:
-    return (*linear(f"{name}.fc1", FREQUENCY_DIM, dim, bias=True), *linear(f"{name}.fc2", dim, dim, bias=True))
 
 
 def init_std(fan_in: int, fan_out: int) -> float:

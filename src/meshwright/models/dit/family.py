@@ -80,11 +80,8 @@ class DiTFamily(Family):
         return Normal(init_std(spec.dim, spec.ffn_dim if "mlp" in path else spec.num_heads * spec.head_dim))
 
     def open_data(self, f: RunFacts) -> ImageDataset:
-        """Open the images or videos of the `data` section, before processes start.
-
-        Raises:
-            DataError: the data is missing or unreadable, or has more classes than the model.
-        """
+        """Open the images or videos of the `data` section; a DataError says what is wrong with them, or with the
+        model."""
         from meshwright.data.images import open_images
 
         model = f.section(DiTConfig)

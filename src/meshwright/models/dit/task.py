@@ -110,7 +110,7 @@ class ImageTask(Task):
         self._settings, self._dataset = f.section(DiffusionConfig), dataset
         self._num_validation_samples = f.validation_samples
         self.device, self.seed = device, f.seed
-        self.dtype: torch.dtype = getattr(torch, f.master_precision)
+        self.dtype: torch.dtype = getattr(torch, "float32" if f.precision == "bfloat16" else f.precision)
         self.compute_dtype: torch.dtype = getattr(torch, f.precision)
         self.diffusion = diffusion_of(self._settings)
         model = f.section(DiTConfig)

@@ -51,13 +51,13 @@ LENGTH = "train.seq_len"
 
 
 def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
-    """Derive the structure of a model, without allocating any of it.
-
-    Raises:
-        ConfigError: the model has no layers that can be told apart, or shares parameters between them.
-    """
+    """Derive the structure of a model without allocating any of it, or raise a ConfigError: it has no layers that can
+    be told apart, or shares parameters between them."""
     model, found = _probed(origin)
-    _check_scalars(model, origin)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            what, rule = f"{name} of {type(model).__name__} is a scalar", "a parameter has a dim that can be sharded"
+            raise origin.error(what, rule, f"{name} = torch.nn.Parameter(torch.tensor([…])), with one element")
     origin.check_probe(model, found)
     sides, stubs, blanks = _sides(model, found)
     roles = parameter_roles(model, origin, found, last=set(sides.last))
@@ -110,14 +110,6 @@ def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
         origin.fix_forward,
         kind=ConfigError if runs_alone else ModelError,
     )
-
-
-def _check_scalars(model: nn.Module, origin: Origin) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
-            what = f"{name} of {type(model).__name__} is a scalar"
-            rule = "a parameter has a dim that can be sharded"
-            raise origin.error(what, rule, f"{name} = torch.nn.Parameter(torch.tensor([…])), with one element")
 
 
 def _takes(origin: Origin, model: nn.Module, length: int) -> bool:
@@ -177,8 +169,7 @@ class _Deriver:
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
-        self._roles = roles
-        self._fills = origin.fills()
+        self._roles, self._fills = roles, origin.fills()
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -186,7 +177,10 @@ class _Deriver:
         layers = model.get_submodule(found.layers_path)
         assert isinstance(layers, LAYER_LISTS), "the probe found a list of layers"
         self._layers = list(layers)
-        self._check_ties()
+        for names in self._names.values():
+            if len(names) > 1 and any(name.startswith(f"{found.layers_path}.") for name in names):
+                what = f"{type(model).__name__} shares {names[0]} with {names[1]}"
+                raise origin.error(what, "each layer has parameters of its own")
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
         self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len)
         fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n))
@@ -199,11 +193,12 @@ class _Deriver:
         try:
             self._flops = count_flops(model, layers, seq_len, origin)
         except Exception as error:
+            shorter = (seq_len >> shift for shift in range(1, seq_len.bit_length()))
             raise ConfigError(
                 f"the forward of {type(self._model).__name__} fails for {seq_len} tokens: {str(error)[:150]}",
                 where=LENGTH,
                 rule="samples have train.seq_len tokens, which the model takes",
-                fix=f"{LENGTH}={self._longest(seq_len)}",
+                fix=f"{LENGTH}={next((n for n in shorter if _takes(origin, model, n)), self._found.time)}",
             ) from error
         origin.prepare_saving(model)
         try:
@@ -220,25 +215,10 @@ class _Deriver:
             for path in final_modules(model, layers, seq_len, reducing, origin):
                 styles[path] = replace(styles[path], kept=False)
 
-    def _longest(self, seq_len: int) -> int:
-        """Return the largest half, quarter, … of a length that the model takes."""
-        lengths = (seq_len >> shift for shift in range(1, seq_len.bit_length()))
-        return next((n for n in lengths if _takes(self._origin, self._model, n)), self._found.time)
-
-    def _check_ties(self) -> None:
-        for names in self._names.values():
-            inside = [name for name in names if name.startswith(f"{self._found.layers_path}.")]
-            if inside and len(names) > 1:
-                what = f"{type(self._model).__name__} shares {names[0]} with {names[1]}"
-                raise self._origin.error(what, "each layer has parameters of its own")
-
-    def _ids(self) -> Tensor:
-        device = next(self._model.parameters()).device
-        return torch.zeros((2, self._found.time), dtype=torch.long, device=device)
-
     def structure(self) -> Structure:
         found, path = self._found, self._found.layers_path
         blocks, layers = self._blocks()
+        ids = torch.zeros((2, found.time), dtype=torch.long, device=next(self._model.parameters()).device)
         inside = f"{path}."
         outside = [name for name in self._buffers if not name.startswith(inside)]
         stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
@@ -265,7 +245,7 @@ class _Deriver:
             not_split=found.not_split,
             not_packed=self._not_packed,
             packed_len=self._packed_len,
-            set_aside=self._origin.set_aside(self._model, self._ids()),
+            set_aside=self._origin.set_aside(self._model, ids),
         )
 
     def _end(

@@ -50,11 +50,7 @@ class Origin(ABC):
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """Build the model on the current device, in training mode and without dropout.
-
-        Raises:
-            ConfigError: it can't be built.
-        """
+        """Build the model on the current device, in training mode and without dropout, or raise a ConfigError."""
 
     @abstractmethod
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
@@ -65,11 +61,7 @@ class Origin(ABC):
 
     @abstractmethod
     def layers_path(self, model: nn.Module) -> str:
-        """Return the path of the model's list of layers.
-
-        Raises:
-            ConfigError: there is no such list.
-        """
+        """Return the path of the model's list of layers, or raise a ConfigError without one."""
 
     @abstractmethod
     def fills(self) -> dict[str, FillFacts]:
@@ -81,11 +73,8 @@ class Origin(ABC):
         stream of this width, the best first: the first that fit are taken."""
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:  # noqa: B027, most models are trained whole
-        """Check what a probe of the model has found, and add the parameters that are not trained to `found.frozen`.
-
-        Raises:
-            ConfigError: something that is trained is not used.
-        """
+        """Check what a probe of the model has found, and add the parameters that are not trained to `found.frozen`;
+        raise a ConfigError if something that is trained is not used."""
 
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
         """Return what takes no part in training, a line each: dropout, outputs besides the logits."""

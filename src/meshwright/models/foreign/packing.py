@@ -46,11 +46,7 @@ def why_not_packed(small: Origin, *, length: int) -> str:
 
 
 def check_samples(origin: Origin, small: Origin, *, length: int) -> None:
-    """Check that a sample's logits don't depend on the others of its batch; what can't be tried passes.
-
-    Raises:
-        ConfigError: they do.
-    """
+    """Raise a ConfigError if a sample's logits depend on the others of its batch; what can't be tried passes."""
     try:
         model, ids = _model(small), _tokens(length)
         is_apart = all(_is_alone(small, model, *one) for one in zip(ids, _logits(small, model, ids), strict=True))

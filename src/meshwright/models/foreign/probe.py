@@ -157,12 +157,10 @@ class _Watch:
             found = (key for key, value in named if _batch_dims(value, self._found.time))
             self._key = next(found, None)
             if self._key is None:
-                raise self._no_stream()
+                name = type(self._model).__name__
+                what = f"the layers of {name} take no differentiable tensor [batch, tokens, …, width]"
+                raise self._origin.error(what, "decoder layers pass a stream from one to the next")
         return self._key
-
-    def _no_stream(self) -> ConfigError:
-        what = f"the layers of {type(self._model).__name__} take no differentiable tensor [batch, tokens, …, width]"
-        return self._origin.error(what, "decoder layers pass a stream from one to the next")
 
     def _after_layer(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -192,7 +190,9 @@ class _Watch:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             self._found.phases.setdefault(path, set()).add(self._phase)
             if isinstance(out, Tensor):
-                self._found.outputs[path] = _symbolic(out.shape, self._found.time)
+                time = self._found.time
+                names = {BATCH: BATCH_DIM, time: TIME_DIM, BATCH * time: BATCH_TIME_DIM}
+                self._found.outputs[path] = tuple(names.get(size, size) for size in out.shape)
 
         return hook
 
@@ -273,12 +273,6 @@ def _batch_dims(value: Any, time: int) -> tuple[int, int] | None:
         return None
     shape = list(value.shape)
     return (shape.index(BATCH), shape.index(time)) if shape.count(BATCH) == shape.count(time) == 1 else None
-
-
-def _symbolic(shape: Iterable[int], time: int) -> tuple[int, ...]:
-    """Return a shape in which sizes of the probe are replaced by what they stand for."""
-    names = {BATCH: BATCH_DIM, time: TIME_DIM, BATCH * time: BATCH_TIME_DIM}
-    return tuple(names.get(size, size) for size in shape)
 
 
 def _used(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:

@@ -271,7 +271,8 @@ def side_modules(model: nn.Module, layers_path: str) -> Iterator[str]:
 
 def find_sides(model: nn.Module, probe: Probe) -> Sides:
     """Return where the parameters outside the layers are used."""
-    canonical = _canonical_names(model)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    canonical = {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
     sides: dict[str, str] = {}
     own: dict[str, str] = {}
     """Those of the modules that contain the layers."""
@@ -305,12 +306,6 @@ def _side(path: str, names: list[str], canonical: dict[str, str], probe: Probe) 
     if phases == {"after"}:
         return "last"
     return "first" if phases <= {"before"} else "every"
-
-
-def _canonical_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter's tensor, by every name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def remove_aliases(model: nn.Module, aliases: Mapping[str, str]) -> None:

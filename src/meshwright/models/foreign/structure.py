@@ -111,6 +111,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
     blocks = tuple(_kind(block, structure) for block in structure.blocks)
     flops = {block.name: block.flops for block in structure.blocks}
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
+    shards_logits = any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
     has_every = structure.every.parameters or structure.every.buffers
     return ModelFacts(
         kinds=blocks,
@@ -120,7 +121,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
         identity=identity,
         first=(first,),
         every=(every,) if has_every else (),
-        last=(replace(last, output=float(structure.vocab_size), output_divided=_shards_logits(structure)),),
+        last=(replace(last, output=float(structure.vocab_size), output_divided=shards_logits),),
         keeps_documents_apart=not structure.not_packed,
         undeferred=structure.undeferred,
         # The backward costs twice the forward.
@@ -135,10 +136,6 @@ def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
 
 def _end(name: str, end: EndFacts) -> KindFacts:
     return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
-
-
-def _shards_logits(structure: Structure) -> bool:
-    return any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
 
 
 def parameter_of(structure: Structure, name: str) -> ParameterFacts:

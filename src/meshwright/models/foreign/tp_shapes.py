@@ -26,11 +26,8 @@ def owners(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def first_that_fits(model: nn.Module, origin: Origin, found: Probe, tp: int) -> dict[str, Style]:
-    """Return the first of a model's styles that fits it, completed (see `complete_styles`).
-
-    Raises:
-        NotSharded: none fits, with what the first one lacks.
-    """
+    """Return the first of a model's styles that fits it, completed (see `complete_styles`), or raise NotSharded with
+    what the first one lacks."""
     failed = None
     for styles in origin.styles(model, found.per_token[-1]):
         try:
@@ -239,11 +236,7 @@ def _writes_to_outputs(model: nn.Module, styles: Mapping[str, Style], origin: Or
 
 
 def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time: int) -> dict[str, tuple[Any, ...]]:
-    """Return the shapes of the tensors that each module takes in a forward.
-
-    Raises:
-        NotSharded: the forward fails.
-    """
+    """Return the shapes of the tensors that each module takes in a forward, or raise NotSharded if that fails."""
     found: dict[str, tuple[Any, ...]] = {}
 
     def record(path: str) -> Any:

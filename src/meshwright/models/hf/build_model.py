@@ -34,11 +34,8 @@ from meshwright.settings.violation import format_fix
 
 
 def load_config(source: Source) -> Any:
-    """Return transformers' configuration of the text model, without dropout.
-
-    Raises:
-        ConfigError: transformers has no causal language model of this type, or refuses the configuration.
-    """
+    """Return transformers' configuration of the text model, without dropout, or raise a ConfigError if it has no causal
+    language model of this type, or refuses the configuration."""
     config = original_config(source)
     for name, _ in [*dropouts(config)]:
         setattr(config, name, 0.0)
@@ -60,13 +57,8 @@ def original_config(source: Source) -> Any:
 
 
 def whole_config(source: Source, *, aloud: bool = False) -> Any:
-    """Return the configuration of a config.json, with parts for images or audio that it may have.
-
-    With `aloud`, transformers says what it thinks of it, once a process.
-
-    Raises:
-        ConfigError: transformers has no model of this type, or refuses the configuration.
-    """
+    """Return the configuration of a config.json, with parts for images or audio that it may have, or raise a
+    ConfigError. With `aloud`, transformers says what it thinks of it, once a process."""
     if not private.is_known(source.model_type):
         raise not_causal(source.model_type)
     with tempfile.TemporaryDirectory() as folder:
@@ -198,11 +190,8 @@ TARGETS = "lora.targets"
 
 
 def inject_adapters(model: nn.Module, config: Any, lora: LoraConfig) -> None:
-    """Give linear layers of a model's decoder layers adapters, in place; all parameters stay trainable.
-
-    Raises:
-        ConfigError: a target matches no linear layer, or peft refuses one.
-    """
+    """Give linear layers of a model's decoder layers adapters, in place; all parameters stay trainable. Raise a
+    ConfigError if a target matches no linear layer, or peft refuses one."""
     names = _targets(model, largest_list(model, getattr(config, "num_hidden_layers", None)), lora)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha  # as other programs expect it
@@ -260,11 +249,8 @@ def _error(what: str, able: Iterable[str]) -> ConfigError:
 
 
 def check_called(model: nn.Module, unused: set[str]) -> None:
-    """Check that the output depends on every adapter.
-
-    Raises:
-        ConfigError: a module reads a layer's weight instead of calling the layer, so an adapter would add nothing.
-    """
+    """Raise a ConfigError if a module reads the weight of an adapted layer instead of calling the layer: its adapter
+    would add nothing."""
     paths = adapted_layers(model)
     idle = [path for path in paths if not unused.isdisjoint({f"{path}.{FIRST}.weight", f"{path}.{SECOND}.weight"})]
     if idle:

@@ -142,11 +142,8 @@ class Source:
 
 
 def find_source(text: str) -> Source:
-    """Return the model that `model.config` names.
-
-    Raises:
-        ConfigError: there is no such folder or file, it is no model's configuration, or transformers is missing.
-    """
+    """Return the model that `model.config` names, or raise a ConfigError: there is no such folder or file, it is no
+    model's configuration, or transformers is missing."""
     check_installed()
     path = Path(text).expanduser()
     if path.is_dir():

@@ -88,11 +88,8 @@ class TransformersModel(Origin):
 
     @property
     def config(self) -> Any:
-        """Return transformers' configuration, a new one each time: building a model changes it.
-
-        Raises:
-            ConfigError: transformers has no such model, or it is an encoder.
-        """
+        """Transformers' configuration, a new one each time, since building a model changes it. Raises a ConfigError if
+        it has no such model, or it is an encoder."""
         config = load_config(self.source)
         if getattr(config, "is_decoder", None) is False:
             raise self.error(

@@ -90,11 +90,7 @@ class Pretrained:
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> Tensor:
         """Return a region of a tensor by its name in the model: one slice with start and stop per dim, or None for all
-        of it.
-
-        Raises:
-            CheckpointError: as in `check`.
-        """
+        of it. Errors are those of `check`."""
         if not self._files:
             self.check()
         with open_tensors(self._files[name]) as file:
@@ -250,11 +246,8 @@ def _globs(names: Sequence[str]) -> list[str]:
 
 
 def dequantised(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], *, where: str) -> dict[str, Tensor]:
-    """Return a folder's tensors with float8 weights multiplied by their scales, in float32, without these scales.
-
-    Raises:
-        CheckpointError: the method of `quantization_config` is another one, or a scale doesn't fit its weight.
-    """
+    """Return a folder's tensors with float8 weights multiplied by their scales, in float32, without these scales. Raise
+    a CheckpointError if the method of `quantization_config` is another one, or a scale doesn't fit its weight."""
     method = quantization.get("quant_method")
     if quantization and method not in (*MULTIPLIED, BY_TRANSFORMERS):
         what = f"config.json has a quantization_config with the method {method}, which can't be undone"
@@ -265,14 +258,11 @@ def dequantised(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any], 
     if method not in MULTIPLIED:
         return found
     for name, weight in tensors.items():
-        scale = next((one for one in _scale_names(name) if one in tensors), None)
+        names = f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale"
+        scale = next((one for one in names if one in tensors), None)
         if weight.dtype in FLOAT8 and scale is not None:
             found[name] = _multiplied(weight, found.pop(scale), quantization.get("weight_block_size"), name, where)
     return found
-
-
-def _scale_names(name: str) -> tuple[str, ...]:
-    return f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('.weight')}.scale"
 
 
 def _multiplied(weight: Tensor, scale: Tensor, block: list[int] | None, name: str, where: str) -> Tensor:

@@ -80,12 +80,30 @@ _NAMES: tuple[tuple[Any, str], ...] = (
 )  # fmt: skip
 SIZES: Mapping[str, Any] = {name: value for value, names in _NAMES for name in names.split()}
 """The small value of every name."""
-LIMITS = (
-    "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
-    "max_target_positions original_max_position_embeddings sliding_window sliding_window_size "
-    "attention_window_size window_size local_attention attention_chunk_size keep_window_size index_topk "
-    "floor_scale log_scaling_n_floor rel_extent local_attention_window_len relative_max_distance mem_len"
-).split()
+LIMITS = [
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "model_max_length",
+    "context_length",
+    "max_target_positions",
+    "original_max_position_embeddings",
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+    "attention_chunk_size",
+    "keep_window_size",
+    "index_topk",
+    "floor_scale",
+    "log_scaling_n_floor",
+    "rel_extent",
+    "local_attention_window_len",
+    "relative_max_distance",
+    "mem_len",
+]
 """Numbers of tokens past which a model may treat a token otherwise."""
 PER_LAYER = ("intermediate_size",)
 """Sizes that some types give as a list, one per layer."""

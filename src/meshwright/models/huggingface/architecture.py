@@ -103,10 +103,6 @@ def check_no_window(model: Model, *, where: str) -> None:
         )
 
 
-def no_counters(model: Model) -> Mapping[str, tuple[int, ...]]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Architecture:
     """A causal language model of `transformers`, and its conversion to and from one of our families."""
@@ -124,7 +120,7 @@ class Architecture:
     tensors: Callable[[Model], Iterable[MappedTensor]]
     """All parameters, in model order."""
     repeated: tuple[Repeated, ...] = (LAYERS,)
-    counters: Callable[[Model], Mapping[str, tuple[int, ...]]] = no_counters
+    counters: Callable[[Model], Mapping[str, tuple[int, ...]]] = lambda model: {}
     """Shapes of our saved int64 counters by name: zero after an import, not exported."""
     check_model: ModelCheck = check_no_window
 
@@ -229,11 +225,8 @@ def check_architecture(
     supported: Mapping[str, tuple[Any, ...]],
     where: str,
 ) -> None:
-    """Check the architecture in a `config.json`, and options that we do not implement; the value None may be left out.
-
-    Raises:
-        CheckpointError: the architecture is another one, or an option has another value.
-    """
+    """Raise a CheckpointError if a `config.json` is of another architecture, or an option has a value that we do not
+    implement; one that supports None may be left out."""
     fields = parse_fields(ArchitectureFields, config, where=where)
     architectures = fields.architectures or [name]
     if fields.model_type != model_type or name not in architectures:
@@ -249,11 +242,8 @@ def check_architecture(
 
 
 def decoder_dimensions(fields: DecoderFields, *, where: str) -> dict[str, Any]:
-    """Return the dimensions that all decoders have, with our names, except those of the feed-forward layers.
-
-    Raises:
-        CheckpointError: the dimensions contradict each other, or rotary embedding does not support them.
-    """
+    """Return the dimensions that all decoders have, with our names, except those of the feed-forward layers. Raise a
+    CheckpointError if they contradict each other, or rotary embedding does not support them."""
     num_heads, num_kv_heads = fields.num_attention_heads, fields.num_key_value_heads or fields.num_attention_heads
     if num_heads % num_kv_heads:
         rule = f"must divide num_attention_heads = {num_heads}"
@@ -275,11 +265,7 @@ def decoder_dimensions(fields: DecoderFields, *, where: str) -> dict[str, Any]:
 
 def read_rope(fields: DecoderFields, *, kinds: tuple[str, ...], default_theta: float, where: str) -> Rope:
     """Read the rotary embedding, in the form of either generation of transformers, with frequency scaling of these
-    kinds.
-
-    Raises:
-        CheckpointError: a value is invalid or not supported.
-    """
+    kinds, or raise a CheckpointError."""
     # transformers 5 also prefers the older key.
     key = "rope_scaling" if fields.rope_scaling else "rope_parameters"
     content = fields.rope_scaling or fields.rope_parameters or {}

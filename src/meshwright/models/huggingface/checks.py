@@ -66,11 +66,7 @@ FieldsT = TypeVar("FieldsT", bound=JsonFields)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of a Hugging Face directory.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable or not a JSON object.
-    """
+    """Read a JSON object from a file of a Hugging Face directory, or raise a CheckpointError."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
@@ -90,11 +86,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_fields(kind: type[FieldsT], content: Mapping[str, Any], *, where: str, inside: str = "") -> FieldsT:
-    """Validate a JSON object as an instance of `kind`; `inside` is its key within the file, empty for the top level.
-
-    Raises:
-        CheckpointError: a key is missing or has an invalid value; the message names the first such key.
-    """
+    """Validate a JSON object as an instance of `kind`; `inside` is its key within the file, empty for the top level. A
+    CheckpointError names the first key that is missing or has an invalid value."""
     try:
         return kind.model_validate(dict(content))
     except ValidationError as error:
@@ -140,11 +133,8 @@ def _short(value: Any) -> str:
 
 
 def check_source(source: Path, out: Path) -> None:
-    """Check that a folder with a `config.json` is given, for an import into the new run's folder `out`.
-
-    Raises:
-        CheckpointError: it is the name of a model on a hub, missing, a file, or has no `config.json`.
-    """
+    """Raise a CheckpointError if what is to be imported into the new run's folder `out` is the name of a model on a
+    hub, missing, a file, or a folder without `config.json`."""
     command = "meshwright checkpoint import {} " + quote(str(out))
     if source.is_dir():
         if not (source / CONFIG).exists():

@@ -55,13 +55,9 @@ def files_to_write(
     end_ids: Sequence[int] = (),
     where: str,
 ) -> dict[str, bytes]:
-    """Return the files of an export besides the weights, given the checkpoint's sidecar files.
-
-    The original context length is kept if it is larger than `max_seq_len`, the tokens of a training sample.
-
-    Raises:
-        CheckpointError: the original `config.json` describes another model.
-    """
+    """Return the files of an export besides the weights, given the checkpoint's sidecar files. The original context
+    length is kept if it is larger than `max_seq_len`, the tokens of a training sample. Raise a CheckpointError if the
+    original `config.json` describes another model."""
     config = architecture.write_config(model, dtype=dtype, max_seq_len=max_seq_len)
     files = dict(kept)
     if CONFIG in kept:

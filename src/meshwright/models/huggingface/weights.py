@@ -214,11 +214,8 @@ def open_weights(source: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def find_files(source: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a directory, by the index if there is one.
-
-    Raises:
-        CheckpointError: there are no safetensors, a file is unreadable, or it is unclear which files are the model's.
-    """
+    """Return the file of each tensor of a directory, by the index if there is one. Raise a CheckpointError if there are
+    no safetensors, a file is unreadable, or it is unclear which files are the model's."""
     index, single = source / INDEX, source / SINGLE_FILE
     if not index.is_file():
         with open_tensors(_single_file(source)) as file:

@@ -242,11 +242,8 @@ def computed_values(origin: OwnModule, names: frozenset[str], seed: int) -> dict
 
 
 def with_buffers(model: nn.Module, origin: Origin) -> nn.Module:
-    """Make buffers of tensors that are plain attributes, in place, so that they move with the module.
-
-    Raises:
-        ConfigError: tensors are in a list or mapping.
-    """
+    """Make buffers of tensors that are plain attributes, in place, so that they move with the module. Raise a
+    ConfigError if tensors are in a list or mapping."""
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
@@ -264,11 +261,8 @@ def with_buffers(model: nn.Module, origin: Origin) -> nn.Module:
 
 
 def check_side_effects(model: nn.Module, origin: Origin, time: int) -> None:
-    """Run a forward of `time` tokens, and check that all it does is to compute logits.
-
-    Raises:
-        ConfigError: it draws random numbers, writes to a buffer, or mixes samples.
-    """
+    """Run a forward of `time` tokens, and raise a ConfigError if it draws random numbers, writes to a buffer, or mixes
+    samples: all that it may do is to compute logits."""
     name = type(model).__name__
     norms = (path for path, module in model.named_modules() if isinstance(module, BATCH_NORMS))
     if (path := next(norms, None)) is not None:
@@ -299,11 +293,8 @@ LOSS_RULE = "model.loss takes logits [b, t, v] and targets [b, t], and returns t
 
 @lru_cache(maxsize=8)
 def own_loss(name: str) -> OwnLoss | None:
-    """Return the loss that `model.loss` names, or None for cross-entropy.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
+    """Return the loss that `model.loss` names, None for cross-entropy, or raise a ConfigError if there is no such
+    function."""
     if not name:
         return None
     loss = import_object(name, key=LOSS_KEY, rule=LOSS_RULE, format_setting=lambda found: f"{LOSS_KEY}={found}")
