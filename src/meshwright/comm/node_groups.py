@@ -86,7 +86,9 @@ def place(
         CollectiveError: another rank does not call this within the timeout of the default group.
     """
     await_ranks("compress or place")
-    local = {ranks for part in parts for ranks in _shard_ranks(part)}
+    modules = (module for part in parts for module in part.modules() if isinstance(module, FSDPModule))
+    sharded = (group for module in modules if (group := shard_group(module)) is not None)
+    local = {tuple(dist.get_process_group_ranks(group)) for group in sharded}
     gathered = all_gather_object((host_identity(), None if nodes is None else list(nodes), sorted(local)))
     node_of = _nodes([host for host, _, _ in gathered], [configured for _, configured, _ in gathered])
     shard_groups = sorted({ranks for *_, remote in gathered for ranks in remote})
@@ -102,13 +104,6 @@ def place(
     return Placement(node_of, {ranks: _open_groups(plans[ranks], groups) for ranks in local})
 
 
-def _shard_ranks(part: nn.Module) -> Iterable[Ranks]:
-    for module in part.modules():
-        group = shard_group(module) if isinstance(module, FSDPModule) else None
-        if group is not None:
-            yield tuple(dist.get_process_group_ranks(group))
-
-
 def _open_groups(plan: TwoStagePlan | None, groups: Mapping[Ranks, ProcessGroup | None]) -> TwoStageGroups | None:
     if plan is None:
         return None
@@ -121,20 +116,17 @@ def _open_groups(plan: TwoStagePlan | None, groups: Mapping[Ranks, ProcessGroup 
 def _nodes(hosts: Sequence[str], configured: Sequence[list[int] | None]) -> Ranks:
     """Return the configured node of each rank, or number the hosts. All ranks raise the same error."""
     nodes = configured[0]
-    if any(rank_nodes != nodes for rank_nodes in configured):
-        raise _error("ranks were given different nodes", "pass the same nodes on every rank")
-    if nodes is None:
+    differ = any(rank_nodes != nodes for rank_nodes in configured)
+    if nodes is None and not differ:
         return node_numbers(hosts)
-    if len(nodes) != len(hosts):
-        what = f"nodes for {counted(len(nodes), 'rank')} were given to {counted(len(hosts), 'rank')}"
-        raise _error(what, "pass one node per rank, or None")
+    if nodes is None or differ or len(nodes) != len(hosts):
+        what, fix = "ranks were given different nodes", "pass the same nodes on every rank"
+        if nodes is not None and not differ:
+            what = f"nodes for {counted(len(nodes), 'rank')} were given to {counted(len(hosts), 'rank')}"
+            fix = "pass one node per rank, or None"
+        rule = "nodes lists the node of each rank of the world"
+        raise LayoutError(what, where="meshwright.comm.place, nodes", rule=rule, fix=fix)
     return tuple(nodes)
-
-
-def _error(what: str, fix: str) -> LayoutError:
-    return LayoutError(
-        what, where="meshwright.comm.place, nodes", rule="nodes lists the node of each rank of the world", fix=fix
-    )
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

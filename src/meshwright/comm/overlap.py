@@ -23,6 +23,7 @@ import contextvars
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Condition
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -51,9 +52,9 @@ class Seconds(NamedTuple):
 
 def switch_task() -> None:
     """Let the other one of two overlapped tasks run, until it switches or ends; do nothing outside `run_overlapped`."""
-    task = current_task()
-    if task is not None:
-        task.switch()
+    switch = current_task()
+    if switch is not None:
+        switch()
 
 
 def helper_thread() -> ThreadPoolExecutor:
@@ -116,19 +117,6 @@ class _Cancelled(BaseException):
     """Raised within a task whose partner failed. Not an Exception: nothing but `_Pair.run` should handle it."""
 
 
-class _Turn:
-    """One task's side of a pair; the current task of the threads that work for it."""
-
-    __slots__ = ("_index", "_pair")
-
-    def __init__(self, pair: _Pair, index: int) -> None:
-        self._pair, self._index = pair, index
-
-    def switch(self) -> None:
-        """Let the other task run."""
-        self._pair.switch(self._index)
-
-
 class _Pair:
     """Whose turn it is of two tasks."""
 
@@ -145,7 +133,7 @@ class _Pair:
         try:
             with self._changed:
                 self._await_turn(index)
-            set_current_task(_Turn(self, index))
+            set_current_task(partial(self.switch, index))
             try:
                 task()
             finally:

@@ -127,15 +127,10 @@ def current_task() -> Any:
 
 def set_current_task(task: object) -> None:
     """Set the current task of this thread, and of the backwards that it calls."""
-    _stash(TASK_KEY, task)
-
-
-def _stash(key: str, item: object) -> None:
-    """Keep an object for this thread. PyTorch 2.11 takes no reference to it, and yet releases one."""
-    before = sys.getrefcount(item)
-    torch._C._stash_obj_in_tls(key, item)
-    if sys.getrefcount(item) == before:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+    before = sys.getrefcount(task)
+    torch._C._stash_obj_in_tls(TASK_KEY, task)
+    if sys.getrefcount(task) == before:  # PyTorch 2.11 takes no reference to it, and yet releases one
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
 def clear_current_task() -> None:

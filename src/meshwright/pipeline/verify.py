@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, STAGE_LEVEL, Action, ActionKind, Overlap
@@ -314,7 +314,11 @@ def check_no_deadlock(schedule: Schedule) -> None:
     missing = {rank: next(key for key in step.needs if key not in seen) for rank, step in stuck}
     rank = _rank_on_cycle({rank: schedule.stage_ranks[key[1]] for rank, key in missing.items()})
     step = dict(stuck)[rank]
-    needed, locations = _name(missing[rank], schedule), _locations_by_name(schedule)
+    locations = {
+        str(replace(part, slot=None)): ActionLocation(of_rank, position)
+        for of_rank, position, part in schedule.positions()
+    }
+    needed = _name(missing[rank], schedule)
     needed_at = f" ({locations[needed]})" if needed in locations else ""
     what = f"{len(stuck)} of {len(rows)} ranks deadlock: {waits}"
     rule = RULE_LOWERED if schedule.is_lowered else "everything an action depends on can run before it"
@@ -411,11 +415,3 @@ def _name(key: Key, schedule: Schedule) -> str:
             if part.kind in BACKWARDS and (part.stage, part.microbatch) == (stage, microbatch):
                 return str(part)
     return f"{stage}{kind}{microbatch}"
-
-
-def _locations_by_name(schedule: Schedule) -> dict[str, ActionLocation]:
-    """Return the location of each action, keyed by its name without the slot."""
-    return {
-        str(Action(part.kind, part.stage, part.microbatch)): ActionLocation(rank, position)
-        for rank, position, part in schedule.positions()
-    }

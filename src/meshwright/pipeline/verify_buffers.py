@@ -23,7 +23,7 @@ from meshwright.pipeline.actions import (
     Action,
     ActionKind,
     Overlap,
-)
+)  # fmt: skip
 from meshwright.pipeline.schedule_table import Schedule
 
 K = ActionKind

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.capture.plan import CaptureMode, CapturePlan, Graph, plan_capture
-from meshwright.capture.run.backend import CapturedLayer, EagerGraphs, LayerFailed, MakeGraphs
+from meshwright.capture.run.backend import CapturedLayer, CudaGraphs, CudaPools, EagerGraphs, LayerFailed, MakeGraphs
 from meshwright.capture.run.observe import Observation, Observer, flatten, unchanged
 from meshwright.capture.run.private import undo_compile
 from meshwright.capture.run.runner import EVALUATION, NO_GRADIENTS, Runner
@@ -30,7 +30,7 @@ from meshwright.capture.run.static_tensors import (
     StaticTensors,
     StaticWeights,
     WeightGradients,
-)
+)  # fmt: skip
 from meshwright.capture.signature import LayerSignature
 from meshwright.capture.verify import verify_capture
 from meshwright.errors import CaptureError
@@ -123,7 +123,8 @@ def capture(
         LayerFailed: a layer can't be captured.
     """
     verify_capture(plan)
-    device = _device(layers)
+    tensors = (t for own in layers.values() for one in own for t in (*one.observed.samples, *one.module.parameters()))
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     kind = _backend(backend, device)
     _check_fit(layers, plan)
     outputs: SharedOutputs = {}
@@ -160,8 +161,6 @@ def _maker(kind: BackendKind, plan: CapturePlan, device: torch.device) -> MakeGr
         return len(kinds[graph.stage, graph.layer, graph.instance] & BACKWARDS)
 
     if kind is BackendKind.CUDA:
-        from meshwright.capture.run.backend import CudaGraphs, CudaPools
-
         cuda = CudaPools(device)
         return MakeGraphs(
             lambda layer, graph: CudaGraphs(layer, cuda, graph.pool, backwards=backwards(graph)), cuda.num_bytes
@@ -210,11 +209,6 @@ def _fits(one: ObservedLayer, due: LayerSignature, at: int) -> bool:
     return (found.input, found.output, found.arguments, found.results) == (
         (due.input, due.output, due.arguments, due.results)
     ) and (found.follows or not follows)
-
-
-def _device(layers: Layers) -> torch.device:
-    tensors = (t for own in layers.values() for one in own for t in (*one.observed.samples, *one.module.parameters()))
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 EXPECTED = frozenset({NO_GRADIENTS, EVALUATION})
