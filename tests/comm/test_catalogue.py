@@ -23,7 +23,7 @@ from meshwright.comm.compression.catalogue import (
     is_lossy,
     lossless_names,
     names,
-)
+)  # fmt: skip
 from meshwright.comm.compression.codecs import decode, encode
 from meshwright.errors import ConfigError
 

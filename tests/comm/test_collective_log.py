@@ -20,7 +20,7 @@ from meshwright.comm.collective_log import (
     group_record,
     group_records,
     name_failed_collective,
-)
+)  # fmt: skip
 from meshwright.comm.collectives import open_channels
 from meshwright.errors import MeshwrightError, RunError
 from tests.gangs.gang import GangError

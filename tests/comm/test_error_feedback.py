@@ -14,7 +14,7 @@ from meshwright.comm.compression.codecs import (
     encode,
     loco_quantise,
     requantise,
-)
+)  # fmt: skip
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError
 

@@ -29,7 +29,7 @@ from meshwright.comm.collectives import (
     barrier,
     open_channels,
     reduce_scatter_sum,
-)
+)  # fmt: skip
 from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.kernels import dispatch
 from meshwright.comm.kernels.dispatch import CpuKernels, Isa

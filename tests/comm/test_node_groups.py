@@ -27,7 +27,7 @@ from meshwright.comm.node_groups import (
     host_identity,
     node_numbers,
     plan_two_stages,
-)
+)  # fmt: skip
 from meshwright.comm.private import shard_group
 from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import to_local

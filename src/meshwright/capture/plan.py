@@ -30,7 +30,7 @@ from meshwright.capture.lifetimes import (
     color_intervals,
     overlaps_itself,
     row_events,
-)
+)  # fmt: skip
 from meshwright.capture.signature import LayerSignature, TensorSignature, chunks_of
 from meshwright.errors import InputError
 from meshwright.pipeline.actions import COMPUTE, ActionKind

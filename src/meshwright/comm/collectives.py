@@ -30,7 +30,7 @@ from meshwright.comm.collective_log import (
     TrackedOperation,
     format_ranks,
     track_collective,
-)
+)  # fmt: skip
 from meshwright.comm.private import message_timeout
 from meshwright.errors import LayoutError
 from meshwright.mesh.process_groups import new_group

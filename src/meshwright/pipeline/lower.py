@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, Action, ActionKind, Overlap
+from meshwright.pipeline.actions import COMPUTE, RECVS, Action, ActionKind, Overlap
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.simulate import Costs, simulate
 
@@ -125,7 +125,7 @@ def _with_transfers(schedule: Schedule) -> list[Row]:
             started[rank] = position + 1
             append_transfers(rank)
             continue
-        for send in filter(None, (_send_after(part, schedule) for part in action.parts())):
+        for send in filter(None, map(schedule.send_after, action.parts())):
             to_rank = schedule.stage_ranks[send.peer().stage]
             waiting[to_rank].append(send)
             append_transfers(to_rank)
@@ -142,14 +142,6 @@ def _must_wait(send: Action, schedule: Schedule, to_rank: int, next_position: in
         return False
     following = schedule.actions[to_rank][next_position : next_position + 1]
     return any(isinstance(action, Action) and action.kind is K.BACKWARD for action in following)
-
-
-def _send_after(part: Action, schedule: Schedule) -> Action | None:
-    if part.kind is K.FORWARD and schedule.is_transfer(part.stage):
-        return Action(K.SEND_FORWARD, part.stage, part.microbatch)
-    if part.kind in BACKWARDS and schedule.is_transfer(part.stage - 1):
-        return Action(K.SEND_BACKWARD, part.stage, part.microbatch)
-    return None
 
 
 def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release: bool) -> Row:

@@ -21,7 +21,17 @@ from functools import cached_property
 from itertools import count
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.actions import COMPUTE, NO_MICROBATCH, RECVS, STAGE_LEVEL, Action, ActionKind, K, Overlap
+from meshwright.pipeline.actions import (
+    BACKWARDS,
+    COMPUTE,
+    NO_MICROBATCH,
+    RECVS,
+    STAGE_LEVEL,
+    Action,
+    ActionKind,
+    K,
+    Overlap,
+)
 
 FORMAT = "meshwright pipeline table 1"
 CELL = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*?)([0-9]{1,9})?(?:@([0-9]{1,9}))?")
@@ -76,6 +86,14 @@ class Schedule:
     def is_transfer(self, stage: int) -> bool:
         """Return True if `stage` sends its output because the next stage is on another rank."""
         return 0 <= stage < self.num_stages - 1 and self.stage_ranks[stage] != self.stage_ranks[stage + 1]
+
+    def send_after(self, part: Action) -> Action | None:
+        """Return the send of what an action computes; None if it is not needed on another rank."""
+        if part.kind is K.FORWARD and self.is_transfer(part.stage):
+            return Action(K.SEND_FORWARD, part.stage, part.microbatch)
+        if part.kind in BACKWARDS and self.is_transfer(part.stage - 1):
+            return Action(K.SEND_BACKWARD, part.stage, part.microbatch)
+        return None
 
     def positions(self) -> Iterator[tuple[int, int, Action]]:
         """Yield rank, position and action for each action; both actions of an overlap have the same position."""

@@ -163,12 +163,8 @@ class _SimulationState:
     def _finish(self, part: Action, end: float) -> None:
         kind = "B" if part.kind in BACKWARDS else part.kind.value
         self._done[kind, part.stage, part.microbatch] = end
-        if not self._sends_implicitly:
-            return
-        if part.kind is K.FORWARD and self.schedule.is_transfer(part.stage):
-            self._transfer(Action(K.SEND_FORWARD, part.stage, part.microbatch), end)
-        if part.kind in BACKWARDS and self.schedule.is_transfer(part.stage - 1):
-            self._transfer(Action(K.SEND_BACKWARD, part.stage, part.microbatch), end)
+        if self._sends_implicitly and (send := self.schedule.send_after(part)) is not None:
+            self._transfer(send, end)
 
     def _ready(self, part: Action) -> float | None:
         """Return the time when all inputs of an action are ready, or None if not known yet."""
