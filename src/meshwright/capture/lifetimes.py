@@ -174,7 +174,6 @@ def first_with(layers: Sequence[LayerSignature], argument: int) -> int:
 
 
 Interval = tuple[int, int]
-"""First and last time."""
 
 
 def color_intervals(intervals: Sequence[Interval]) -> list[int]:

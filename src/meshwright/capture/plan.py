@@ -44,7 +44,6 @@ class CaptureMode(StrEnum):
     """How many graphs a layer has."""
 
     SLOT = "slot"
-    """Those of each slot."""
     PER_MICROBATCH = "per_microbatch"
     """Those of each micro-batch, all in one memory pool, where temporary memory is shared."""
 
@@ -64,7 +63,6 @@ class StaticTensor:
     instance: int
     """Slot or micro-batch; always the micro-batch of copies for other stages, which no graph writes."""
     buffer: int
-    """Index of its memory in `CapturePlan.buffers`."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ class Graph:
     stage: int
     layer: int
     instance: int
-    """Slot or micro-batch."""
     pool: int
     """Memory pool; graphs of a pool never run while another graph's saved tensors lie in what they have freed."""
 
@@ -92,11 +89,9 @@ class CapturePlan:
     num_microbatches: int
     events: tuple[Event, ...]
     chunks: tuple[tuple[int, tuple[LayerSignature, ...]], ...]
-    """Captured layers by stage."""
     slots: tuple[tuple[int, tuple[int, ...]], ...]
     """Slot of each micro-batch, by stage."""
     buffers: tuple[TensorSignature, ...]
-    """Static memory."""
     tensors: tuple[StaticTensor, ...]
     graphs: tuple[Graph, ...]
     """In the order in which they are captured: that of the table."""

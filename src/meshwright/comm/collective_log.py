@@ -276,7 +276,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 TENSORS = ("input", "input_tensor", "tensor", "self")
-"""Names of the argument that holds a collective's input."""
 
 
 Sent = tuple[str, tuple[int, ...]]

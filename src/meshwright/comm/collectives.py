@@ -239,7 +239,6 @@ class Channel:
     """One end of a one-directional connection between two ranks."""
 
     peer: int
-    """Global rank of the other end."""
     group: ProcessGroup
 
     def send(self, x: Tensor) -> Transfer:

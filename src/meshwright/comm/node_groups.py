@@ -43,7 +43,6 @@ class TwoStageGroups:
     inside: ProcessGroup
     between: ProcessGroup
     rank: int
-    """Global rank of this process."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,7 @@ class Links:
     """Number of a rank's peers in a group, by type of link."""
 
     inside: int = 0
-    """Peers on the same node."""
     between: int = 0
-    """Peers on other nodes."""
     num_nodes: int = 1
 
     @property

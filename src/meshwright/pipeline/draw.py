@@ -262,7 +262,6 @@ def _add_legend(figure: Figure, content: _TimelineFigure, *, at: tuple[float, fl
 
 
 ROW_HEIGHT = 0.84
-"""Height of a row; rows are 1 apart."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ class LowerOptions:
     keeps_unsharded: bool = False
     """Unshard each stage's parameters once per step and keep them until its last backward."""
     shared: tuple[tuple[int, ...], ...] = ()
-    """Groups of stages that share parameters."""
 
 
 def lower(schedule: Schedule, options: LowerOptions = LowerOptions()) -> Schedule:

@@ -53,7 +53,6 @@ class Schedule:
     """Name of the schedule: a `ScheduleKind`, or the name from a file."""
     num_microbatches: int
     stage_ranks: tuple[int, ...]
-    """Rank of each stage."""
     actions: tuple[tuple[Action | Overlap, ...], ...]
 
     @property

@@ -39,14 +39,11 @@ class PeakBytes:
     """Peak memory of a rank, by type."""
 
     activations: int = 0
-    """Activations saved by forwards."""
     retained: int = 0
     """Activations kept for deferred weight gradients."""
     recompute: int = 0
     buffers: int = 0
-    """Received inputs and gradients."""
     unsharded: int = 0
-    """Unsharded parameters."""
 
     @property
     def total(self) -> int:
@@ -62,7 +59,6 @@ class Simulation:
 
     makespan: float
     busy: tuple[float, ...]
-    """Compute time per rank."""
     idle: tuple[IdleTime, ...]
     peak_bytes: tuple[PeakBytes, ...]
     timeline: Timeline
@@ -262,7 +258,6 @@ class StageCosts:
     recompute: float = 0.0
     """Time to recompute the forward at the start of the backward."""
     activation_bytes: int = 0
-    """Activations saved by the forward for the backward."""
     retained_bytes: int | None = None
     """Activations kept between I and W; None means all of `activation_bytes`."""
     recompute_bytes: int = 0

@@ -76,7 +76,6 @@ class SharedParameter:
     """Parameter replicated on several stages."""
 
     key: str
-    """Name in the full model."""
     sites: tuple[tuple[int, str], ...]
     """Stages that hold a replica and its qualified name in each stage's module, lowest stage first."""
 

@@ -110,7 +110,6 @@ class Reading(NamedTuple):
 
     wall: float
     cpu: float
-    """Time on a core."""
     queued: float
     """Time ready to run, waiting for a core."""
 

@@ -36,11 +36,9 @@ class CapturedLayer:
 
     stage: int
     number: int
-    """Number among the captured layers of its chunk."""
     name: str
     module: nn.Module
     forward: Callable[..., Any]
-    """The module's forward."""
     observed: Observation
     weights: StaticWeights
     gradients: WeightGradients
@@ -117,9 +115,7 @@ class MakeGraphs:
     """A backend with the memory pools of a plan."""
 
     make: Callable[[CapturedLayer, Graph], EagerGraphs]
-    """Makes the graphs of a layer and instance."""
     close: Callable[[], int]
-    """Ends capturing, and returns the bytes of all pools."""
 
 
 class LayerFailed(CaptureError):
@@ -299,7 +295,6 @@ class CudaPools:
         self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._handles: dict[int, Any] = {}
         self.warm: set[int] = set()
-        """Layers that have run once, by id."""
         torch.cuda.synchronize(device)
         gc.collect()
         torch.cuda.empty_cache()

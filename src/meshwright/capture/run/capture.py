@@ -224,14 +224,12 @@ class Chunk:
     modules: dict[str, nn.Module]
     """Modules to capture, by name in the root."""
     scopes: dict[str, str]
-    """Scope of each of these modules."""
     microbatch: Callable[[], int]
     """Returns the number of the micro-batch whose forward runs."""
     regions: tuple[str, ...] = ()
     """Scopes of regions, whose modules are found in the first step."""
     store: WeightGradStore | None = None
     refused: str | None = None
-    """Why the whole stage stays eager."""
     observer: Observer = field(default_factory=Observer)
     order: list[str] = field(default_factory=list)
     """Names of observed modules, in the order in which they ran."""
@@ -269,7 +267,6 @@ class CaptureSession:
         """Plan of what has been captured: everything that will be."""
         self.runner: Runner | None = None
         self.eager: dict[str, str] = {}
-        """Why modules stay eager, by name."""
         matched = {scope for chunk in chunks for scope in (*chunk.scopes.values(), *chunk.regions)}
         for scope in (one for one in scopes if one not in matched):
             self.eager[f"the scope {scope}"] = "no module of this rank's blocks is it"

@@ -61,7 +61,6 @@ class Observation:
     samples: tuple[Tensor, ...]
     """Values of the tensors after the first."""
     results: Any
-    """Template of the results."""
     outputs: tuple[TensorFacts, ...]
     main: int
     """Position of the output among the results: the first one with a gradient."""
@@ -70,7 +69,6 @@ class Observation:
     """Whether the input is the output of the layer observed before."""
     saved_bytes: int
     reasons: list[str] = field(default_factory=list)
-    """Why the layer must stay eager."""
 
     def order(self) -> list[int]:
         """Return the positions of the results, the output first."""
@@ -96,7 +94,6 @@ class Observer:
 
     def __init__(self) -> None:
         self.found: list[Observation] = []
-        """Observations in order."""
         self._arguments: list[Tensor] = []
         self._last: Tensor | None = None
 

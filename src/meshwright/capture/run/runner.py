@@ -32,7 +32,6 @@ from meshwright.pipeline.actions import BACKWARDS, ActionKind
 
 K = ActionKind
 NO_GRADIENTS, EVALUATION = "no gradients", "evaluation mode"
-"""Reasons for eager calls."""
 Place = tuple[int, int]
 """Stage, and number of the captured layer in its chunk."""
 
@@ -46,9 +45,7 @@ class CaptureStats:
     copies: int = 0
     """Tensors copied into static memory because they came from elsewhere, or out of it because they leave the chunk."""
     pool_bytes: int = 0
-    """Memory of all pools."""
     eager: Counter[str] = field(default_factory=Counter)
-    """Calls that ran eagerly, by reason."""
 
 
 class Runner:
@@ -63,7 +60,6 @@ class Runner:
         self._by_slot = plan.mode is CaptureMode.SLOT
         self._graphs: dict[tuple[int, int, int], EagerGraphs] = {}
         self._computed: defaultdict[Place, set[int]] = defaultdict(set)
-        """Positions of the trained weights whose gradients a layer's graphs compute."""
         self._progress = Progress(plan)
         self._step = self._progress.num_steps
         self._arguments: dict[tuple[int, int, int], Tensor] = {}
@@ -353,7 +349,6 @@ class Binding:
     inputs: tuple[Static, ...]
     """The input, or the output of the layer that this one follows, and the arguments."""
     outputs: tuple[Static, ...]
-    """The output and the further results."""
     output_gradients: tuple[Static | None, ...]
     input_gradients: tuple[Static | None, ...]
     leaving_output: Content | None
@@ -433,7 +428,6 @@ class Replay(torch.autograd.Function):
 
 
 Key = tuple[ActionKind, int, int, int]
-"""Kind, stage, micro-batch and layer of a computation."""
 
 
 class Progress:
@@ -451,7 +445,6 @@ class Progress:
         self._last = {(e.stage, e.microbatch): (e.kind, e.stage, e.microbatch, e.layer) for e in found}
         self._all = {key for group in self._groups for key in group}
         self.num_steps = 0
-        """Number of steps that were begun."""
         self.reset()
 
     def reset(self) -> None:

@@ -63,7 +63,6 @@ class SimulatedGraphs(EagerGraphs):
         super().__init__(layer, backwards=backwards)
         self._pool, self._frees = pool, frees
         self._kept = set(map(_address, (*self._replacements.values(), *layer.module.buffers())))
-        """Storages that outlive the micro-batch."""
         self._regions: dict[str, _Region] = {}
         self._addresses: dict[str, tuple[int, ...]] = {}
         self._statics: dict[int, Static] = {}
@@ -230,7 +229,6 @@ class MemoryPool:
     """Arena with a first-fit allocator. It grows while graphs are captured, so each access takes a view of its own."""
 
     num_bytes: int = 0
-    """Size reserved so far."""
     is_closed: bool = False
     """Whether all graphs are captured: replays use the memory that they were captured with."""
     _free: list[Block] = field(default_factory=list)

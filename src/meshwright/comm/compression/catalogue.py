@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Literal
 from meshwright.errors import ConfigError
 
 GROUP = 128
-"""Number of elements that share a scale."""
 SCALE_BYTES = 2
 ALIGNMENT = 16
 """Bytes that the size of a quantised block is a multiple of."""

@@ -52,7 +52,6 @@ from meshwright.comm.compression.catalogue import ALIGNMENT, ERROR_CODEC, GROUP,
 from meshwright.errors import InputError
 
 ROTATION_SIZE = 32
-"""Number of elements that a rotation mixes."""
 QUANTISED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that lossy codecs encode and decode to."""
 

@@ -42,7 +42,6 @@ _log = get_logger(__name__)
 Bucket = tuple[int, ...]
 """Indices of the parameters in a bucket, in bucket order."""
 _BUCKET = "parameters"
-"""Key of a bucket's parameters in a state dict."""
 
 
 def compress_ddp(model: DistributedDataParallel, *, gradients: str = "loco4") -> Compression:

@@ -64,7 +64,6 @@ class ErrorLayout:
     num_blocks: int
     """Number of blocks, one per rank that receives a shard of the gradient."""
     num_elements: int
-    """Elements per block."""
     shards: tuple[int, ...] = ()
     """Indices of the gradient shards that the blocks belong to; if empty, all shards in order."""
 
@@ -258,7 +257,6 @@ class SentBytes:
     """Bytes that one rank has sent, in total and to other nodes."""
 
     payload: int = 0
-    """Bytes sent."""
     exact: int = 0
     """Bytes that FSDP2's own collectives would have sent."""
     between: int = 0
@@ -322,7 +320,6 @@ class Reduction(ErrorFeedback):
     """Reduction of gradients over ranks, which may keep error feedback."""
 
     sent: SentBytes
-    """Bytes that this rank has sent."""
 
 
 class CompressedReduction(_Collective, Reduction):
@@ -497,9 +494,7 @@ class AllReduceHook:
 
     all_reduce: CompressedAllReduce
     group: ProcessGroup
-    """Process group of the ranks with the same shard."""
     factor: float
-    """Factor applied to the sum."""
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Reduce in place, on the stream on which FSDP2 calls the hook."""

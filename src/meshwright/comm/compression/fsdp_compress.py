@@ -56,7 +56,6 @@ class Replicas:
 
 
 Names = str | Mapping[str, str]
-"""Method for all FSDP2 modules, or a mapping from module names to methods."""
 
 
 class Compression(ErrorFeedback):

@@ -114,9 +114,7 @@ class _Tiles:
     num_blocks: int
     num_elements: int
     groups: int
-    """Groups per tile."""
     width: int
-    """Width of a plane."""
 
     @property
     def num_tiles(self) -> int:
