@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm import compress_ddp
 from meshwright.errors import ConfigError, LayoutError
+from tests.comm.data import logged
 
 CASES = {
     "plain": {},
@@ -103,12 +102,13 @@ def test_what_a_step_loses_arrives_in_later_ones(gang):
     assert share < 0.2
 
 
-def trained(rank, world_size, name, what, *, cap=SMALL, later_cap=None, num_steps=6):
+def trained(rank, world_size, name, what, **options):
     """Parameters after some steps, and warnings; before the fourth step `what` happens."""
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("meshwright").addHandler(handler)
+    with logged() as warnings:
+        return parameters_of(rank, name, what, **options), warnings
+
+
+def parameters_of(rank, name, what, *, cap=SMALL, later_cap=None, num_steps=6):
     torch.manual_seed(0)
     model = DistributedDataParallel(Model(), bucket_cap_mb=cap)
     compression = compress_ddp(model, gradients=name)
@@ -130,8 +130,7 @@ def trained(rank, world_size, name, what, *, cap=SMALL, later_cap=None, num_step
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(p.grad if p.grad is not None else 0.0, alpha=0.1)
-    logging.getLogger("meshwright").removeHandler(handler)
-    return [p.detach().clone() for p in model.parameters()], warnings
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def each_trained(rank, world_size, name, whats, cap):
