@@ -68,7 +68,8 @@ class _Paper:
                         self._held[self._place(event, access.tensor)] = (access.tensor, event)
                     else:
                         self._read(event, access.tensor)
-                self._release(event)
+                if self._by_slot and event.kind in COMPUTE and self._done[event.stage, event.microbatch] is event:
+                    del self._occupied[event.stage, self._slots[event.stage][event.microbatch]]
 
     def _instance(self, stage: int, microbatch: int) -> int:
         return self._slots[stage][microbatch] if self._by_slot else microbatch
@@ -106,11 +107,6 @@ class _Paper:
                 "a slot holds one micro-batch from its first computation to its last, weight gradients included",
             )
         self._occupied[slot] = event.microbatch
-
-    def _release(self, event: Event) -> None:
-        key = (event.stage, event.microbatch)
-        if event.kind in COMPUTE and self._done[key] is event and self._by_slot:
-            del self._occupied[event.stage, self._slots[event.stage][event.microbatch]]
 
     def _check_overlap(self, together: list[Event]) -> None:
         """Check that both computations of an overlapped pair leave each other's memory alone."""

@@ -196,7 +196,10 @@ def collective_error(
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     reason = str(error).splitlines()[0].rpartition("] ")[2]
-    stack = _stack(frames if frames is not None else traceback.extract_stack())
+    # The call site, innermost frame last, without the frames of PyTorch and this package.
+    called = frames if frames is not None else traceback.extract_stack()
+    shown = [frame for frame in called if not frame.filename.startswith(_HIDDEN)]
+    stack = "".join(f"\n  {f.filename}:{f.lineno} in {f.name}" for f in shown[-MAX_FRAMES:])
     reports = _exchange_reports(name)
     peers = "".join(f"\nrank {peer}: {reports.get(peer, NO_REPORT)}" for peer in range(num_ranks) if peer != rank)
     text = f"rank {rank} of {num_ranks}, host {socket.gethostname()}: {reason}\ncalled at{stack}{peers}"
@@ -217,12 +220,6 @@ def _outcome(reason: str, waited_s: float | None) -> str:
     if any(word in text for word in ("connection", "closed by peer", "broken pipe", "socket")):
         return "lost the connection to another rank in"
     return "failed in"
-
-
-def _stack(frames: traceback.StackSummary) -> str:
-    """Format the call site of a collective, innermost frame last, without the frames of PyTorch and this package."""
-    shown = [frame for frame in frames if not frame.filename.startswith(_HIDDEN)]
-    return "".join(f"\n  {f.filename}:{f.lineno} in {f.name}" for f in shown[-MAX_FRAMES:])
 
 
 def _exchange_reports(name: str) -> dict[int, str]:

@@ -191,12 +191,11 @@ class _SimulationState:
 
     def _duration(self, part: Action) -> float:
         stage = self.costs.stage(part.stage)
+        to_input = stage.recompute + stage.backward_input
         return {
-            K.FORWARD: stage.forward,
-            K.BACKWARD: stage.recompute + stage.backward_input + stage.backward_weight,
-            K.BACKWARD_INPUT: stage.recompute + stage.backward_input,
+            K.FORWARD: stage.forward, K.BACKWARD: to_input + stage.backward_weight, K.BACKWARD_INPUT: to_input,
             K.BACKWARD_WEIGHT: stage.backward_weight,
-        }[part.kind]
+        }[part.kind]  # fmt: skip
 
 
 def _peak_bytes(

@@ -154,14 +154,10 @@ def find_method(name: str, use: Use | None = None) -> Method:
     for method in METHODS:
         if method.name == name and (use is None or use in method.uses):
             return method
-    raise _unknown(name, use)
-
-
-def _unknown(name: str, use: Use | None) -> ConfigError:
     known = [method.name for method in METHODS if use is None or use in method.uses]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     what, argument = ("elements", "method") if use is None else (use.describe(), use.value)
-    return ConfigError(
+    raise ConfigError(
         f"{what} cannot be sent as {name!r}",
         where=f"compressed {argument}",
         rule=f"methods{f' for {what}' if use else ''} are {', '.join(known)}",

@@ -225,17 +225,14 @@ def _accumulate(payloads: Tensor, codec: Codec, *, num_elements: int, dtype: tor
     total = torch.zeros((), dtype=wide, device=payloads.device)
     for payload in payloads:
         # Converted explicitly: a 0-dim tensor does not widen the dtype of a sum.
-        total = total + _elements(payload, codec, num_elements=num_elements, dtype=dtype).to(wide)
+        if codec.is_quantised:  # groups that are still rotated
+            elements = dequantise_groups(*split_block(payload, codec.bits, num_elements=num_elements))
+        else:
+            elements = _from_bytes(payload, dtype if codec is Codec.EXACT else torch.bfloat16)
+        total = total + elements.to(wide)
     if not codec.is_quantised:
         return total
     return ungrouped(_hadamard(total) / ROTATION_SIZE if rotate else total, num_elements)
-
-
-def _elements(payload: Tensor, codec: Codec, *, num_elements: int, dtype: torch.dtype) -> Tensor:
-    """Decode one block to elements or, with a quantised codec, to groups that are still rotated."""
-    if codec.is_quantised:
-        return dequantise_groups(*split_block(payload, codec.bits, num_elements=num_elements))
-    return _from_bytes(payload, dtype if codec is Codec.EXACT else torch.bfloat16)
 
 
 def _from_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -454,7 +454,8 @@ class CompressedAllReduce(CompressedReduction):
         if num_ranks == 1 or x.numel() == 0:
             x.mul_(factor)
             return
-        shards_rn = _shards(x, num_ranks)
+        missing = -len(x) % num_ranks  # the last shard is padded with zeros
+        shards_rn = (torch.cat([x, x.new_zeros(missing)]) if missing else x).view(num_ranks, -1)
         payload = self._encode(shards_rn, self._codec, self._feedback)
         splits = [1] * num_ranks
         received = all_to_all(payload, send_splits=splits, recv_splits=splits, group=group)
@@ -502,10 +503,3 @@ class AllReduceHook:
         if reduce_output.is_cuda:
             # Allocated on the reduce-scatter stream, which could reuse the memory before this stream's cast has run.
             reduce_output.record_stream(torch.cuda.current_stream(reduce_output.device))
-
-
-def _shards(x: Tensor, num_ranks: int) -> Tensor:
-    """Reshape `x` to one row per rank: a view if it divides evenly, otherwise a copy padded with zeros."""
-    n = -(-len(x) // num_ranks)
-    missing = n * num_ranks - len(x)
-    return (torch.cat([x, x.new_zeros(missing)]) if missing else x).view(num_ranks, n)
