@@ -84,7 +84,7 @@ TORCH_FREE = (
     "train/record/__init__.py", "train/record/reporter.py", "train/record/loss_curves.py", "train/record/reporter.py",
     "train/record/record_files.py", "train/record/figures.py", "train/record/sink.py", "train/record/trackers.py",
     "train/report/*", "train/record/step_parts.py",
-    "train/run_folder.py", "train/choose_folder.py", "train/divergence.py",
+    "train/run_folder.py", "train/choose_folder.py",
     "prove/script/__init__.py", "prove/script/layout_choice.py", "prove/script/proof.py",
     "prove/spec.py", "prove/bodies.py", "prove/catalogue/__init__.py", "prove/catalogue/case.py",
     "prove/catalogue/catalogue.py",

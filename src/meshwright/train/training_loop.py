@@ -23,14 +23,20 @@ from meshwright.plan.compare import hashes
 from meshwright.plan.serialize import to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
-from meshwright.train.divergence import FiniteSteps, not_finite, stopped_unsaved
 from meshwright.train.forward_only import PipelineForward, validate
 from meshwright.train.launch.rank_context import StopSignal
 from meshwright.train.optimizer import named_state
 from meshwright.train.record.metrics import Recorder, draw_metrics
 from meshwright.train.record.reporter import Reporter, Summary, Validation
 from meshwright.train.record.run_measurement import StepProfiler, measured_steps
-from meshwright.train.run_folder import RunFolder, files_to_carry, keep_other_plan
+from meshwright.train.run_folder import (
+    FiniteSteps,
+    RunFolder,
+    files_to_carry,
+    keep_other_plan,
+    not_finite,
+    stopped_unsaved,
+)
 from meshwright.train.train_step import StepResult, TrainStep
 from meshwright.units import counted
 
