@@ -151,18 +151,14 @@ def build_lock(path: Path) -> Iterator[None]:
         try:
             file = stack.enter_context(lock.open("ab"))
             stack.callback(lock.unlink, missing_ok=True)
-            _acquire(file, path)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.info("waiting for another process to build %s", path)
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             _log.info("cannot lock %s (%s): other processes may build the same file", path, error)
         yield
-
-
-def _acquire(lock: BinaryIO, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _log.info("waiting for another process to build %s", path)
-        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 @contextmanager

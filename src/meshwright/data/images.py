@@ -1,35 +1,20 @@
-"""Image and video datasets as arrays, opened from `data.source` for a diffusion transformer.
+"""Image and video datasets as arrays, opened from `data.source` for a diffusion transformer; and contact sheets.
 
-A dataset is held in memory, one byte per channel and pixel: a million RGB images of 64 × 64 take 12 GB in
-every process that opens them, and briefly twice that while the splits are copied.
+A dataset is held in memory, one byte per channel and pixel: a million RGB images of 64 × 64 take 12 GB in every process
+that opens them, and briefly twice that while the splits are copied. There are three kinds:
 
-Shapes: n samples, c channels, f frames (1 for images), h rows, w columns.
+- Scikit-learn's handwritten digits, real data without a download: 1,797 digits of 8 × 8 pixels and 17 grey levels
+  (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits"). One digit of every ten consecutive ones is
+  held out: number 0 of the first ten, number 1 of the second, and so on. This holds out a tenth of each class to within
+  a third; taking every tenth digit would not, since many digits were written in order from 0 to 9.
+- Videos of a digit that moves across a black canvas at constant velocity and bounces off the edges. Those of one digit
+  have the same start and velocity, in pixels per second, and differ only in frame rate. Positions are fractional; the
+  digit is interpolated.
+- Image files of a glob, resized to one size, with the folder name as the class; read with PIL, the first frame only and
+  without transparency. An image is held out by its name, like text files (`text_documents.py`). If that leaves a split
+  empty (few images), the tenth with the lowest hashes is held out, at least one.
 
-Scikit-learn's handwritten digits, as still images and as videos, are real data without a download: 1,797 digits of 8 ×
-8 pixels and 17 grey levels (Alpaydin and Kaynak 1998, "Optical Recognition of Handwritten Digits"). One digit of every
-ten consecutive ones is held out: number 0 of the first ten, number 1 of the second, and so on. This holds out a tenth
-of each class to within a third; taking every tenth digit would not, since many digits were written in order from 0 to
-9.
-
-A video shows a digit that moves across a black canvas at constant velocity and bounces off the edges. The videos of a
-digit have the same start and the same velocity, in pixels per second, and differ only in frame rate. Positions are
-fractional; the digit is interpolated.
-
-Shapes: n digits or videos, f frames, h rows, w columns, d = 2 directions (down, right).
-
-Image files of a glob are resized to one size, with the folder name as the class. Of them, an image is held out if the
-SHA-256 of its name, as a number, is divisible by ten, like text files (`text_documents.py`), so that adding an image
-does not reassign others. If that leaves a split empty (few images), the tenth with the lowest hashes is held out, at
-least one.
-
-Read with PIL, which comes with matplotlib: PNG, JPEG, WebP, TIFF and more. Only the first frame of an animation is
-read; transparency is discarded.
-
-Contact sheets of samples: images as a grid, videos as an animation and as a strip of frames.
-
-Small samples are enlarged by an integer factor. Files are written atomically, by rename.
-
-Shapes: n samples, c channels (1 or 3), f frames, h rows, w columns.
+Shapes: n samples, c channels, f frames (1 for images), h rows, w columns, d = 2 directions (down, right).
 """
 
 from __future__ import annotations
@@ -85,7 +70,7 @@ def open_images(source: str, *, image_size: int, num_channels: int, num_frames: 
 
     Args:
         source: `digits` (scikit-learn's handwritten digits), `digits-video` (videos of them), or else a glob of
-            image files. `py` and `py` define the held-out samples.
+            image files.
         num_frames: frames per video; 1 for images.
 
     Raises:

@@ -148,10 +148,8 @@ def open_corpus(
         corpus = _with_mask(_corpus(source, map_tokens(path, metadata), metadata), path, metadata, found)
     corpus = _with_documents(corpus, path, metadata) if with_documents else corpus
     corpus = _without_other_split(corpus, use) if use is not Use.SPLIT else corpus
-    amount = _bytes if metadata.validation_text_bytes is not None and tokenizer == BYTES else _tokens
-    sizes = {"train": len(corpus.train), "validation": len(corpus.validation)}
-    parts = " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size)
-    return replace(corpus, description="\n  ".join([f"{title}, {parts}", *notes]))
+    is_bytes = metadata.validation_text_bytes is not None and tokenizer == BYTES
+    return replace(corpus, description="\n  ".join([f"{title}, {_sizes(corpus, is_bytes)}", *notes]))
 
 
 def _corpus(source: str, tokens: Tokens, metadata: CorpusMetadata) -> Corpus:
@@ -257,17 +255,19 @@ def _notes(source: str, found: TextSource, metadata: CorpusMetadata) -> list[str
     return notes
 
 
+def _sizes(corpus: Corpus, is_bytes: bool) -> str:
+    """Return the sizes of the splits that have tokens, as in `25.6 MB train / 2.8 MB validation`."""
+    sizes = {"train": len(corpus.train), "validation": len(corpus.validation)}
+    amount = _bytes if is_bytes else lambda size: f"{format_count(size)} tokens"
+    return " / ".join(f"{amount(size)} {name}" for name, size in sizes.items() if size)
+
+
 def _bytes(count: int) -> str:
     """Format bytes in decimal units, as in `28.3 MB`."""
     for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= size:
             return f"{count / size:.1f} {name}"
     return f"{count} B"
-
-
-def _tokens(count: int) -> str:
-    """Format a token count, as in `7.90 M tokens`."""
-    return f"{format_count(count)} tokens"
 
 
 class SplitSource(NamedTuple):

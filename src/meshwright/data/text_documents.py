@@ -116,7 +116,10 @@ def list_documents(source: str) -> list[Document]:
     """
     if source == STDLIB:
         root = Path(sysconfig.get_paths()["stdlib"])
-        paths = list(_python_files(root))
+        paths = []
+        for folder, folders, files in os.walk(root):
+            folders[:] = [name for name in folders if name not in _NOT_STDLIB]
+            paths += [os.path.join(folder, name) for name in files if name.endswith(".py")]
     else:
         root, paths = find_files(source)
     if not paths:
@@ -257,12 +260,6 @@ def similar_file(path: str | Path) -> Path | None:
     names = sorted(entry.name for entry in os.scandir(parent) if entry.is_file()) if parent.is_dir() else []
     near = difflib.get_close_matches(Path(path).name, names, n=1)
     return parent / near[0] if near else None
-
-
-def _python_files(root: Path) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_STDLIB]
-        yield from (os.path.join(folder, name) for name in files if name.endswith(".py"))
 
 
 def _fixed_root(pattern: str) -> Path:

@@ -159,7 +159,14 @@ class ChatFormat:
             offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
             counts = in_spans(offsets, text.spans)
             if not counts[1:].any():  # The first token is no target.
-                raise self._nothing_counts(one)
+                path = self._files.template_path
+                raise DataError(
+                    f"no token of {one.place} counts in the loss: the chat template has none inside its "
+                    "{% generation %}",
+                    where=f"data.tokenizer, {path}; {one.place}",
+                    rule=f"{RULE}, and the template says which part of the text that is",
+                    fix=f"in {path}, write {GENERATION_TAGS}",
+                )
             found.append(EncodedConversation(np.array(encoding.ids, dtype=self._dtype), counts))
         return found
 
@@ -201,16 +208,6 @@ class ChatFormat:
     def _special_texts(self) -> tuple[str, ...]:
         added = self._backend.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special and token.content)
-
-    def _nothing_counts(self, conversation: Conversation) -> DataError:
-        path = self._files.template_path
-        return DataError(
-            f"no token of {conversation.place} counts in the loss: the chat template has none inside its "
-            "{% generation %}",
-            where=f"data.tokenizer, {path}; {conversation.place}",
-            rule=f"{RULE}, and the template says which part of the text that is",
-            fix=f"in {path}, write {GENERATION_TAGS}",
-        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -288,15 +285,11 @@ def write_conversation(
             raise AmbiguousTurnsError(f"it writes message {number + 1} in another way once messages follow it")
         if not through.startswith(before):
             raise AmbiguousTurnsError(f"its generation prompt is not how it begins message {number + 1}")
-        spans.append(_without_space_after_end(whole.text, (len(before), len(through)), special_tokens))
+        # No white space that follows the end-of-turn token.
+        turn = through[len(before) :].rstrip()
+        end = len(before) + len(turn) if turn.endswith(tuple(special_tokens)) else len(through)
+        spans.append((len(before), end))
     return Written(whole.text, tuple(spans))
-
-
-def _without_space_after_end(text: str, span: Span, special_tokens: Sequence[str]) -> Span:
-    """Return a turn without white space that follows its end-of-turn token."""
-    start, end = span
-    turn = text[start:end].rstrip()
-    return (start, start + len(turn)) if turn.endswith(tuple(special_tokens)) else span
 
 
 @dataclass(frozen=True)

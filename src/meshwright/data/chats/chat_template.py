@@ -34,7 +34,12 @@ class ChatTemplate:
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
-        self._template = _environment().from_string(template)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        self._template = environment.from_string(template)
         self.has_generation_tags = _TAG.search(template) is not None
         self.uses_date = "strftime_now" in template
 
@@ -60,7 +65,8 @@ def _unmarked(marked: str) -> Written:
     parts: list[str] = []
     spans: list[Span] = []
     begin = length = 0
-    for part, mark in _parts(marked):
+    # Each text between marks goes with the mark after it, if there is one.
+    for part, mark in zip(_EITHER.split(marked), [*_EITHER.findall(marked), ""], strict=True):
         parts.append(part)
         length += len(part)
         if mark == _START:
@@ -68,11 +74,6 @@ def _unmarked(marked: str) -> Written:
         elif mark == _END and length > begin:
             spans.append((begin, length))
     return Written("".join(parts), tuple(spans))
-
-
-def _parts(marked: str) -> list[tuple[str, str]]:
-    """Return the texts between marks, each with the mark after it, if there is one."""
-    return list(zip(_EITHER.split(marked), [*_EITHER.findall(marked), ""], strict=True))
 
 
 class _GenerationTags(Extension):
@@ -91,15 +92,6 @@ class _GenerationTags(Extension):
     def mark(self, caller: Callable[[], str]) -> str:
         """Return what the block gives, between marks."""
         return f"{_START}{caller()}{_END}"
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTags, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    return environment
 
 
 def _to_json(
