@@ -15,10 +15,8 @@ from pathlib import Path
 
 from tests.fuzz.case import Case
 from tests.fuzz.commands import Commands
-from tests.fuzz.draw import draw
-from tests.fuzz.judge import Verdict, judge
-from tests.fuzz.meaning import NEVER
-from tests.fuzz.shrink import shrink
+from tests.fuzz.draw import NEVER, draw
+from tests.fuzz.judge import Verdict, judge, shrink
 from tests.fuzz.stopped import judge_stopped
 from tests.gangs.gang import PRELOAD, start_server
 

@@ -15,10 +15,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import family_names
 from meshwright.optim.catalogue import BUILT_IN
 from meshwright.pipeline.generate import ScheduleKind
-from tests.fuzz.case import Case, key_of
-from tests.fuzz.draw import draw
-from tests.fuzz.drawing import schema_values
-from tests.fuzz.meaning import ALWAYS, AXES, NEVER
+from tests.fuzz.case import Case, key_of, schema_values
+from tests.fuzz.draw import ALWAYS, AXES, NEVER, draw
 from tests.helpers import outcome
 
 PURE = ("dit", "llama", "moe")

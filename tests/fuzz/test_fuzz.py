@@ -6,9 +6,8 @@ import pytest
 
 from tests.fuzz.case import Case
 from tests.fuzz.commands import Commands
-from tests.fuzz.draw import draw
+from tests.fuzz.draw import ALWAYS, draw
 from tests.fuzz.judge import judge
-from tests.fuzz.meaning import ALWAYS
 from tests.fuzz.stopped import judge_stopped
 from tests.gangs.gang import GangPool
 

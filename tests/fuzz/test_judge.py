@@ -11,8 +11,7 @@ import pytest
 from tests.fuzz import __main__ as program
 from tests.fuzz.case import Case
 from tests.fuzz.commands import Outcome, Status, read_outcome
-from tests.fuzz.judge import MAX_REFUSALS, differences, is_exact, judge, ways
-from tests.fuzz.shrink import shrink
+from tests.fuzz.judge import MAX_REFUSALS, differences, is_exact, judge, shrink, ways
 
 CASE = Case("llama-tiny", ("mesh.dp_shard=2", "train.steps=2", "train.lr=0.01"))
 RIGHT = ({"loss_bits_per_byte": 8.0, "grad_norm": 1.0}, {"loss_bits_per_byte": 7.5, "grad_norm": 0.5})
