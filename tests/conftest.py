@@ -82,6 +82,14 @@ def gang() -> Iterator[GangPool]:
 
 
 @pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A small text, as words of the command; shared by the whole run."""
+    from tests.helpers import small_corpus
+
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
 def forked_meshwright(gang: GangPool) -> Callable[..., CompletedProcess[str]]:
     """Runs the command in a process forked from the server of gangs; see `tests.forked_command`."""
     from tests.forked_command import forked_meshwright

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from meshwright.cli.main import main
-from tests.helpers import clean_environment, shown_error, small_corpus
+from tests.helpers import clean_environment, shown_error
 
 COMMANDS = cache(typer.main.get_command)
 """The tree of commands, which Typer makes anew in each call, as long as many a command takes."""
@@ -33,12 +33,6 @@ def no_torch(tmp_path_factory):
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')\n")
     return clean_environment(PYTHONPATH=str(folder))
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    """Words that train on a small file."""
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers import for_pictures, small_corpus
+from tests.helpers import for_pictures
 from tests.train.jobs import make_job, run_on
 
 STEPS = 3
@@ -22,11 +22,6 @@ MOE = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "
 DIT = ["dit-digits", "model.dim=32", "model.num_heads=2", "model.zero_init=false"]
 OWN_FOLDER = Path(__file__).parents[2] / "docs/examples/own_model"
 OWN = [str(OWN_FOLDER / "gpt.toml"), "model.dim=32"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("capture"))
 
 
 def trained(rank, world_size, words):

@@ -11,16 +11,11 @@ from meshwright.parallel.apply_plan import FirstGradientCheck, check_placements
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import Shard
-from tests.helpers import quick_and_slow, small_corpus
+from tests.helpers import quick_and_slow
 from tests.train.jobs import load_words, make_job
 
 WORDS = ("model.num_layers=2",)
 TP, BOTH = ("mesh.tp=2",), ("mesh.tp=2", "mesh.dp_shard=2")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("observed"))
 
 
 def edited(plan, name, **fields):

@@ -13,15 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.recompute import recompute
 from meshwright.nn.recompute_policy import RecomputePolicy
-from tests.helpers import small_corpus
 from tests.parallel.expert_layers import Case, keep_experts, make
 from tests.train.jobs import make_job
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("recompute"))
-
 
 LOCAL = {"meshwright::dropout_add", "meshwright::block_attention", "meshwright::block_attention_backward"}
 """Operators of this package that communicate nothing."""

@@ -50,11 +50,6 @@ def planned_words(words):
     return make_plan(load_words(words))
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("memory"))
-
-
 def num_bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in map(to_local, tensors))
 

@@ -17,7 +17,7 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.plan.run_plan import GradientPlacement
-from tests.helpers import quick_and_slow, small_corpus
+from tests.helpers import quick_and_slow
 from tests.train.jobs import job_of
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/own_model"
@@ -44,11 +44,6 @@ def importable():
     sys.path.insert(0, str(EXAMPLE))
     yield
     sys.path.remove(str(EXAMPLE))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("rule"))
 
 
 def gradients(rank, world_size, source, words, reduced=False):

@@ -8,13 +8,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import kept_by_context
 from meshwright_bench.recompute.live_bytes import inputs_of_last_block, live_bytes
-from tests.helpers import small_corpus
 from tests.train.jobs import load_words, make_job
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("saved"))
 
 
 def measured(rank, world_size, words):

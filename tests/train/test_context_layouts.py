@@ -7,7 +7,6 @@ import torch
 
 from meshwright.train.forward_only import validate
 from meshwright.train.pipeline_stages import Pipeline
-from tests.helpers import small_corpus
 from tests.train.jobs import generate_on, make_job, make_task, run_on
 from tests.train.runs import Fault, metrics, train
 from tests.train.test_kill import killed
@@ -31,11 +30,6 @@ LAYOUTS = {
     "ring 4": (4, [], ["mesh.cp=4", "train.num_microbatches=2"]),
 }
 NUM_STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return small_corpus(tmp_path_factory.mktemp("context"))
 
 
 @pytest.fixture(scope="module")

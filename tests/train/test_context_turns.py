@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from meshwright.comm import alltoallv
-from tests.helpers import small_corpus
 from tests.train.jobs import make_job, run_on
 
 WORDS = ["model.dim=16", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=24", "model.num_layers=2",
          "train.seq_len=24", "train.global_batch=4", "data.packing=documents"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("turns"))
 
 
 def count_switches(rank, world_size, words):

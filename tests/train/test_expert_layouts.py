@@ -10,7 +10,7 @@ from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import load
-from tests.helpers import quick_and_slow, small_corpus
+from tests.helpers import quick_and_slow
 from tests.train.jobs import make_job, run_on, trace
 from tests.train.runs import Fault, final_state, metrics, train
 from tests.train.test_kill import killed
@@ -19,11 +19,6 @@ TINY = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", 
 FP64 = "train.precision=float64"
 NUM_STEPS = 5
 BALANCED = ["model.balance_loss=0.02", "model.balance_bias=true", "model.bias_rate=0.01", "model.z_loss=0.001"]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from meshwright.train.record.metrics import LoadSummary, has_full_counts, summar
 from meshwright.train.record.record_files import read_metrics
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.train_step import TrainStep
-from tests.helpers import open_data, quick_and_slow, small_corpus
+from tests.helpers import open_data, quick_and_slow
 from tests.prove.proofs import prove_with, record_on_rank
 from tests.train.jobs import job_of, run_on
 from tests.train.routed_family import NUM_EXPERTS
@@ -42,11 +42,6 @@ SIZES = [number for number in NUM_EXPERTS if number is not None]
 TOKENS = 8 * 16
 """Tokens of a step."""
 PARTS = "train.num_microbatches=2"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("load"))
 
 
 def steps(rank, world_size, words):

@@ -11,16 +11,10 @@ from meshwright.comm import alltoallv
 from meshwright.nn.linear import WeightGradStore
 from meshwright.pipeline import overlapped_pair
 from meshwright.train.pipeline_stages import ModelStage
-from tests.helpers import small_corpus
 from tests.train.jobs import make_job, pieces, run_on, trace
 
 TINY = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "train.seq_len=32",
         "model.num_layers=4", "mesh.pp=2", "train.num_microbatches=4"]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("pipelines"))
 
 
 def deferred_shapes(rank, world_size, words):

@@ -124,11 +124,6 @@ def signalling_body(context, argument):
     run_rank(context, spec)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def ended(words, out, moment):
     """The error of a run that the moment ends, in time and with no rank left."""
     config = load(None, [*STEPS, *words])

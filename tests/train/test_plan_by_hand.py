@@ -16,7 +16,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load_plan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
-from tests.helpers import SMALL, small_corpus
+from tests.helpers import SMALL
 from tests.train.jobs import job_of, load_words
 
 WORDS = ("model.num_layers=4",)
@@ -29,11 +29,6 @@ CHANGES = {
     "stages": ("mesh.pp=2", "train.num_microbatches=2"),
     "codec": ("mesh.dp_shard=2",),
 }
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("by_hand"))
 
 
 def block_of(plan):

@@ -17,13 +17,8 @@ from meshwright.parallel.data_parallel import average_replicated_gradients, fsdp
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.traffic import Purpose, predict_traffic
 from meshwright.train import train_step
-from tests.helpers import quick_and_slow, small_corpus
+from tests.helpers import quick_and_slow
 from tests.train.jobs import load_words, make_job
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("traffic"))
 
 
 class Counting:

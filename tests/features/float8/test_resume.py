@@ -11,16 +11,10 @@ from meshwright.checkpoint.manifest import read_manifest
 from meshwright.checkpoint.save_load import read_tensors
 from meshwright.features.float8.run import HISTORY
 from meshwright.plan.rules import load
-from tests.helpers import small_corpus
 from tests.train.jobs import job_of, run_on
 from tests.train.runs import STEPS, assert_bitwise_equal, final_state, train
 
 DELAYED = "float8.recipe=delayed"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("float8-resume"))
 
 
 @pytest.fixture(scope="module")

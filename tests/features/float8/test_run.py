@@ -16,7 +16,6 @@ from meshwright.features.float8.linear import Float8Linear
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.linear import Linear
 from meshwright.parallel.data_parallel import fsdp_modules
-from tests.helpers import small_corpus
 from tests.train.jobs import make_job, pieces, run_on, trace
 
 DELAYED, CURRENT, CACHED = "float8.recipe=delayed", "float8.recipe=current", "float8.cache_weights=true"
@@ -24,11 +23,6 @@ BF16, PARTS = "train.precision=bfloat16", "train.num_microbatches=4"
 TP = "mesh.tp=2"
 FOUR_LAYERS = "model.num_layers=4"
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("float8"))
 
 
 class MaxReductions:

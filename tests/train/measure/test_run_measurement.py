@@ -14,13 +14,7 @@ from meshwright.comm.private import COLLECTIVES
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.record.run_measurement import MEASURED_STEPS, measured_steps
-from tests.helpers import small_corpus
 from tests.train.jobs import load_words, make_job, make_plan, pieces
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return small_corpus(tmp_path_factory.mktemp("measured"))
 
 
 def measured(rank, world_size, words):
