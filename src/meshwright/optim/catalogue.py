@@ -1,12 +1,10 @@
-"""AdamW and SGD, the optimizer that `train.optimizer` names, and what updates the parameters of each role. Doesn't
-import torch when it is imported, unless an optimizer of the user's own does.
+"""The optimizers: AdamW, SGD and Muon, the one that `train.optimizer` names, and what a plan says of it: what updates
+the parameters of each role, and their states. Doesn't import torch when it is imported, unless an optimizer of the
+user's own does.
 
-The optimizer in a run's plan: what updates the parameters of each role, and their states. Doesn't import torch.
-
-Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): momentum, made orthogonal matrix by matrix.
-
-With weight decay and updates of the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", equation 4),
-so that learning rate and decay found for AdamW are a good start.
+Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon) is momentum, made orthogonal matrix by matrix, with weight
+decay and updates of the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", equation 4), so that
+learning rate and decay found for AdamW are a good start.
 """
 
 from __future__ import annotations
@@ -116,21 +114,10 @@ class AdamW(Optimizer):
             [slot.state[name] for slot in slots] for name in ("step", "exp_avg", "exp_avg_sq")
         )  # fmt: skip
         adamw(
-            [slot.parameter for slot in slots],
-            [slot.gradient for slot in slots],
-            averages,
-            squares,
-            [],
-            steps,
-            fused=True,
-            amsgrad=False,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            eps=settings.eps,
-            maximize=False,
-        )
+            [slot.parameter for slot in slots], [slot.gradient for slot in slots], averages, squares, [], steps,
+            fused=True, amsgrad=False, beta1=settings.beta1, beta2=settings.beta2, lr=settings.lr,
+            weight_decay=settings.weight_decay, eps=settings.eps, maximize=False,
+        )  # fmt: skip
 
 
 BUILT_IN: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD, "muon": Muon}
@@ -139,10 +126,7 @@ RULE = f"an optimizer is {', '.join(BUILT_IN)}, or package.module:factory for yo
 
 @cache
 def find_optimizer(name: str) -> Optimizer:
-    """Return an optimizer.
-
-    Args:
-        name: a built-in one, or `package.module:factory`.
+    """Return a built-in optimizer, or one named as `package.module:factory`.
 
     Raises:
         ConfigError: its module can't be imported or has no such object, or what it says of itself is wrong.
@@ -252,10 +236,7 @@ class PlannedOptimizer:
 def planned_optimizer(name: str, *, masters: str, moved: str) -> PlannedOptimizer:
     """Return the plan of an optimizer; roles that are updated alike, with the same states, are joined.
 
-    Args:
-        name: `train.optimizer`.
-        masters: dtype of parameters, and of states that don't ask for another.
-        moved: dtype in which whole matrices are moved.
+    `masters` is the dtype of parameters, and of states that don't ask for another.
     """
     by_update: dict[RoleUpdate, list[Role]] = {}
     for role, (found, optimizer) in optimizers_by_role(name).items():

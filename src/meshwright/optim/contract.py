@@ -46,14 +46,8 @@ class State:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an update, the same for all parameters of a group.
-
-    Args:
-        lr: learning rate of the step, as scheduled.
-        weight_decay: decoupled weight decay; 0 for vectors, unless `train.parameter_groups` says otherwise.
-        beta1, beta2, eps: `train.beta1`, `train.beta2` and `train.eps`.
-        momentum: `train.momentum`.
-    """
+    """Settings of an update, the same for all parameters of a group: those of `train`, with the learning rate as
+    scheduled, and decoupled weight decay, which is 0 for vectors, unless `train.parameter_groups` says otherwise."""
 
     lr: float
     weight_decay: float

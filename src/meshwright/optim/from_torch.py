@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.optim.contract import Optimizer, Settings, Slot, State
 from meshwright.optim.role import Role
@@ -38,14 +38,10 @@ class FromTorch(Optimizer):
 
     def update(self, slots: Sequence[Slot], settings: Settings) -> None:
         """Make the optimizer, give it the states that are kept, and take a step."""
-        shards = [_parameter(slot.parameter, slot.gradient) for slot in slots]
+        shards = [nn.Parameter(slot.parameter) for slot in slots]  # share its memory
+        for shard, slot in zip(shards, slots, strict=True):
+            shard.grad = slot.gradient
         optimizer = self._make(shards, settings)
         for shard, slot in zip(shards, slots, strict=True):
             optimizer.state[shard] = slot.state
         optimizer.step()
-
-
-def _parameter(shard: Tensor, gradient: Tensor) -> nn.Parameter:
-    parameter = nn.Parameter(shard)  # shares its memory
-    parameter.grad = gradient
-    return parameter

@@ -73,22 +73,13 @@ class OwnerUpdates:
     """Updates of the matrices of a rank's stages."""
 
     def __init__(
-        self,
-        optimizer: MatrixOptimizer,
-        matrices: Iterable[WholeMatrix],
-        *,
-        rank: int,
-        dtype: torch.dtype,
+        self, optimizer: MatrixOptimizer, matrices: Iterable[WholeMatrix], *, rank: int, dtype: torch.dtype,
         first_index: Mapping[Site, int],
-    ) -> None:
-        """Plan the moves.
+    ) -> None:  # fmt: skip
+        """Plan the moves of the matrices of all stages of the pipeline rank, the same on all its ranks.
 
-        Args:
-            optimizer: computes the updates.
-            matrices: matrices of all stages of the pipeline rank, the same on all its ranks.
-            rank: this rank.
-            dtype: dtype in which matrices are moved and updates computed.
-            first_index: for parameters with three dims, the index of the first matrix in this rank's shard.
+        Matrices are moved and updates computed in `dtype`. Of parameters with three dims, `first_index` is the index of
+        the first matrix in this rank's shard.
         """
         self._optimizer, self._dtype = optimizer, dtype
         buckets: dict[int, list[_Moved]] = defaultdict(list)
@@ -96,9 +87,7 @@ class OwnerUpdates:
             if rank in one.ranks:
                 site = (one.stage, one.name)
                 index = None if one.index is None else one.index - first_index[site]
-                moves = None
-                if len(one.ranks) > 1:
-                    moves = rank_moves(one, rank)
+                moves = rank_moves(one, rank) if len(one.ranks) > 1 else None
                 buckets[one.bucket].append(_Moved(site, index, moves))
         self._buckets = [buckets[number] for number in sorted(buckets)]
         self._last = {moved.site: number for number, bucket in enumerate(self._buckets) for moved in bucket}
@@ -113,7 +102,8 @@ class OwnerUpdates:
             for moved in bucket:
                 if moved.site not in prepared:
                     prepared[moved.site] = self._optimizer.prepare(*slots[moved.site]).to(self._dtype)
-            self._update(bucket, [_at(prepared[moved.site], moved.index) for moved in bucket])
+            shards = [(prepared[moved.site], moved.index) for moved in bucket]
+            self._update(bucket, [shard if index is None else shard[index] for shard, index in shards])
             for site in [site for site in prepared if self._last[site] == number]:
                 slot, settings = slots[site]
                 update = prepared.pop(site)
@@ -147,7 +137,3 @@ class OwnerUpdates:
             for place, update in zip(places, self._optimizer.transform(stack).contiguous(), strict=True):
                 updates[place] = update
         return updates
-
-
-def _at(shard: Tensor, index: int | None) -> Tensor:
-    return shard if index is None else shard[index]

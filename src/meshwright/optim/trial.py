@@ -32,17 +32,12 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """A dim that the layout shards.
-
-    Args:
-        dim: the dim.
-        axes: mesh axes that shard it, for messages.
-        has_empty: whether some shards are empty.
-    """
+    """A dim that the layout shards, and the mesh axes that do, for messages."""
 
     dim: int
     axes: tuple[str, ...]
     has_empty: bool = False
+    """Whether some shards are empty."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,12 @@ class _Trial:
 
     def run(self, cases: Sequence[Sequence[Any]]) -> list[Tensors]:
         """Update parameters together, each given by its start and its gradients, and return them with their states."""
-        states = [self._zeros(start.shape) for start, _ in cases]
+        declared = self._optimizer.states(self._role)
+        states = [
+            {name: torch.zeros(one.shape(start.shape), dtype=getattr(torch, one.stored("float64")))
+             for name, one in declared.items()}
+            for start, _ in cases
+        ]  # fmt: skip
         given = [dict(state) for state in states]
         kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in state.items()} for state in states]
         parameters = [start.clone() for start, _ in cases]
@@ -106,12 +106,6 @@ class _Trial:
             if not bool(tensor.isfinite().all()):
                 raise self._bad(f"update makes {f'the state {name}' if name else 'values'} of {self._of} not finite")
         return found
-
-    def _zeros(self, shape: torch.Size) -> Tensors:
-        return {
-            name: torch.zeros(one.shape(shape), dtype=getattr(torch, one.stored("float64")))
-            for name, one in self._optimizer.states(self._role).items()
-        }
 
     def _check_states(self, given: Tensors, kept: Tensors, kinds: dict[str, Any]) -> None:
         for name in given.keys() | kept.keys():
@@ -168,20 +162,18 @@ class _Trial:
                 dims = self._optimizer.states(self._role)[name].dims if name else None
                 dims = tuple(range(len(self._shape))) if dims is None else dims
                 due = tensor.narrow(dims.index(dim), start, length) if dim in dims else tensor
-                if not _is_close(due, found[name]):
-                    self._refuse_shard(name, sharded, "an empty shard" if not length else "half")
-
-    def _refuse_shard(self, name: str, sharded: ShardedDim, which: str) -> None:
-        what = f"values of the state {name}" if name else "its values"
-        axes = " and ".join(sharded.axes)
-        raise ConfigError(
-            f"{self._name}: {which} of {self._of}, along dim {sharded.dim}, is not updated as in the whole: "
-            f"{what} differ",
-            where=KEY,
-            rule=f"an update sees one rank's shard, and {axes} shards that dim",
-            fix="derive from MatrixOptimizer, whose transform sees whole matrices; or a layout in which "
-            f"{axes} shards no dim {sharded.dim} of such a parameter",
-        )
+                if _is_close(due, found[name]):
+                    continue
+                which, axes = "half" if length else "an empty shard", " and ".join(sharded.axes)
+                what = f"values of the state {name}" if name else "its values"
+                raise ConfigError(
+                    f"{self._name}: {which} of {self._of}, along dim {dim}, is not updated as in the whole: "
+                    f"{what} differ",
+                    where=KEY,
+                    rule=f"an update sees one rank's shard, and {axes} shards that dim",
+                    fix="derive from MatrixOptimizer, whose transform sees whole matrices; or a layout in which "
+                    f"{axes} shards no dim {dim} of such a parameter",
+                )
 
     def _call(self, call: Callable[[], Any]) -> Any:
         try:

@@ -30,7 +30,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.data_parallel import apply_units, fsdp_modules
 from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
 from meshwright.parallel.rank_model import StagePart
-from meshwright.plan.run_plan import Atoms, GradientPlacement, Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import GradientPlacement, RunPlan, Stage, Unit
 from meshwright.plan.serialize import REGENERATE_FIX
 
 
@@ -40,14 +40,9 @@ def needs_mesh(plan: RunPlan) -> bool:
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage: Stage, facts: ModelFacts) -> None:
-    """Parallelize the module of a stage in place, while it is on the meta device.
+    """Parallelize the module of a stage in place, while it is on the meta device; without mesh if none is needed.
 
-    Args:
-        module: module built by the model family.
-        mesh: mesh of all axes; None if `needs_mesh` is False.
-        plan: plan of the run.
-        stage: the stage in `plan`.
-        facts: facts of the model, used to restore tied weights.
+    Facts of the model restore tied weights.
     """
     held = list(plan.held(stage))
     if mesh is not None and any(kind.experts is not None for kind, _ in held):
@@ -181,15 +176,16 @@ class FirstGradientCheck:
             recorded = self._partial_axes.get(kind.full_name(parameter.name, layer), set())
             if not parameter.trained or not recorded:
                 continue
-            self._compare(kind, layer, parameter, recorded - {SEEN}, plan.mesh.view("tp"))
-
-    def _compare(self, kind: Kind, layer: int | None, parameter: Parameter, actual: set[str], tp: Atoms) -> None:
-        planned = {axis for axis in tp if parameter.gradient(axis) is GradientPlacement.PARTIAL}
-        if actual != planned:
-            name = kind.full_name(parameter.name, layer)
-            axes = " and ".join(tp)
-            text = {True: f"partial over {axes}", False: f"not partial over {axes}"}
-            raise _mismatch(f"DTensor's gradient of {name} is {text[bool(actual)]}", text[bool(planned)], self._part)
+            tp = plan.mesh.view("tp")
+            actual = recorded - {SEEN}
+            planned = {axis for axis in tp if parameter.gradient(axis) is GradientPlacement.PARTIAL}
+            if actual != planned:
+                name = kind.full_name(parameter.name, layer)
+                axes = " and ".join(tp)
+                text = {True: f"partial over {axes}", False: f"not partial over {axes}"}
+                raise _mismatch(
+                    f"DTensor's gradient of {name} is {text[bool(actual)]}", text[bool(planned)], self._part
+                )
 
 
 def _record_partial_axes(axes: set[str]) -> Callable[[Tensor], None]:

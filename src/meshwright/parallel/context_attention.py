@@ -1,30 +1,20 @@
-"""Ring attention: keys and values travel to the ranks whose queries see them (Liu et al. 2023, "Ring attention with
-blockwise transformers for near-infinite context").
+"""Context parallelism: attention layers exchange keys and values, or heads.
 
-Each rank attends to its own keys while those of others travel, then to what arrives from each distance, and merges the
-results by their logsumexps. Only visible keys are sent, once, and kept for the backward, which returns their gradients.
+Ring attention (Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite context"): each rank
+attends to its own keys while those of others travel, then to what arrives from each distance, and merges the results by
+their logsumexps, as in online softmax (Milakov and Gimelshein 2018). Only visible keys are sent, once, and kept for the
+backward, which returns their gradients.
 
-Shapes: b batch, s tokens on this rank, n heads, h head_dim; m tokens received from a rank.
+By heads (Jacobs et al. 2023, "DeepSpeed-Ulysses"): all-to-alls turn shards of tokens into shards of heads and back.
 
-Merge of attention over disjoint sets of keys, as in online softmax (Milakov and Gimelshein 2018) and ring attention
-(Liu et al. 2023).
-
-Shapes: b batch, s queries, n heads, h head_dim.
-
-Context parallelism by heads: all-to-alls turn shards of tokens into shards of heads and back (Jacobs et al. 2023,
-"DeepSpeed-Ulysses").
-
-Shapes: b batch, s tokens on this rank, t tokens of a full sample, n heads, h head_dim, R ranks.
-
-Context parallelism applied to a stage's module: attention layers exchange keys, values or heads.
+Shapes: b batch, s tokens on this rank, t tokens of a full sample, n heads, h head_dim, R ranks; m tokens received
+from a rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +26,10 @@ from meshwright.comm.collectives import world_size
 from meshwright.nn.attention.attention import AttentionCore, attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
-from meshwright.nn.attention.mask_spec import MaskSpec, Shard, TokenLayout
+from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.nn.attention.positions import shard_indices
-from meshwright.parallel.rank_model import context_group
-from meshwright.plan.context.exchange import Exchange, Intervals, count, local_rows, make_exchange
+from meshwright.parallel.rank_model import context_group, take_tokens
+from meshwright.plan.context.exchange import Intervals, count, local_rows, make_exchange
 from meshwright.plan.run_plan import ContextMethod, RunPlan, Stage
 
 
@@ -78,10 +68,25 @@ class RingAttention(AttentionCore):
         assert layout.shards is not None, "the layout is a rank's"
         exchange = make_exchange(mask, layout.shards, layout.seq_len)
         request = None if request is None else replace(request, needs_lse=True)
-        make = partial(AttentionMask.at, device=device, backend=self.backend, request=request)
-        maker = _HopMaker(mask, layout, exchange, device, make)
-        own = tuple(maker.mask(entry, held) for entry, held in enumerate(maker.held))
-        return RingMask(own, tuple(maker.hop(distance) for distance in exchange.distances()))
+        own, shard = layout.rank, layout.shards[layout.rank]
+        held = tuple(shard[min(entry, len(shard) - 1)] for entry in range(exchange.num_entries))
+
+        def between(entry: int, keys: Intervals) -> AttentionMask:
+            """Return the mask between this rank's queries and some keys of an entry."""
+            rules = mask if mask.documents is None else replace(mask, documents=(mask.documents[entry],))
+            return AttentionMask.at(
+                rules, layout.seq_len, (held[entry],), (keys,), device=device, backend=self.backend, request=request
+            )
+
+        hops = []
+        for distance in exchange.distances():
+            target, source = (own + distance) % exchange.num_ranks, (own - distance) % exchange.num_ranks
+            keys = exchange.tokens[own][source]
+            rows = (local_rows(*one) for one in zip(exchange.tokens[target][own], held, strict=True))
+            sent = tuple(shard_indices((one,)).to(device) for one in rows)
+            masks = tuple(between(entry, one) if one else None for entry, one in enumerate(keys))
+            hops.append(_Hop(sent, target, source, tuple(map(count, keys)), masks))
+        return RingMask(tuple(between(*one) for one in enumerate(held)), tuple(hops))
 
     def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: RingMask) -> Tensor:
         """Return the output [b, s, n, h]."""
@@ -110,44 +115,6 @@ class RingAttention(AttentionCore):
         send[hop.target], recv[hop.source] = sent.shape[0], num_received
         # The number of hops depends on the group's documents, so other groups would take other turns.
         return start_all_to_all(sent, send_splits=send, recv_splits=recv, group=self.group, switches=False)
-
-
-class _HopMaker:
-    """Masks and rows of a rank under an exchange."""
-
-    def __init__(
-        self,
-        mask: MaskSpec,
-        layout: TokenLayout,
-        exchange: Exchange,
-        device: torch.device,
-        make: Callable[[MaskSpec, int, Shard, Shard], AttentionMask],
-    ) -> None:
-        assert layout.shards is not None
-        self._mask, self._layout, self._exchange, self._device, self._make = mask, layout, exchange, device, make
-        shard = layout.shards[layout.rank]
-        self.held = tuple(shard[min(entry, len(shard) - 1)] for entry in range(exchange.num_entries))
-        """Tokens of this rank, per entry."""
-
-    def mask(self, entry: int, keys: Intervals) -> AttentionMask:
-        """Return the mask between this rank's queries and some keys of an entry."""
-        documents = self._mask.documents
-        mask = self._mask if documents is None else replace(self._mask, documents=(documents[entry],))
-        return self._make(mask, self._layout.seq_len, (self.held[entry],), (keys,))
-
-    def hop(self, distance: int) -> _Hop:
-        """Return the exchange at a distance."""
-        exchange, own = self._exchange, self._layout.rank
-        target, source = (own + distance) % exchange.num_ranks, (own - distance) % exchange.num_ranks
-        keys = exchange.tokens[own][source]
-        rows = (local_rows(*one) for one in zip(exchange.tokens[target][own], self.held, strict=True))
-        return _Hop(
-            tuple(shard_indices((one,)).to(self._device) for one in rows),
-            target,
-            source,
-            tuple(map(count, keys)),
-            tuple(self.mask(entry, one) if one else None for entry, one in enumerate(keys)),
-        )
 
 
 def _entries(
@@ -234,8 +201,8 @@ class HeadsAttention(AttentionCore):
         sizes = [x.shape[3] for x in by_rank]
         rows = self._exchange(torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4))
         full_btmh = rows.transpose(0, 1).flatten(1, 2)
-        q, k, v = torch.split(_reorder(full_btmh, mask.received_t), sizes, dim=2)
-        out_btnh = _reorder(attention(q, k, v, mask=mask.mask), mask.token_t)
+        q, k, v = torch.split(take_tokens(full_btmh, mask.received_t), sizes, dim=2)
+        out_btnh = take_tokens(attention(q, k, v, mask=mask.mask), mask.token_t)
         out = self._exchange(torch.unflatten(out_btnh, 1, (num_ranks, -1)).transpose(0, 1))
         return out.permute(1, 2, 0, 3, 4).reshape(num_samples, q_bsnh.shape[1], *q_bsnh.shape[2:])
 
@@ -247,30 +214,13 @@ class HeadsAttention(AttentionCore):
         return out.view(x_Rbsnh.shape)
 
 
-def _reorder(x_btnh: Tensor, index_t: Tensor) -> Tensor:
-    if index_t.dim() == 1:
-        return x_btnh.index_select(1, index_t)
-    return x_btnh.take_along_dim(index_t[:, :, None, None], dim=1)
-
-
 def apply_context(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
-    """Let the attention layers of a stage's module attend to the tokens of all context-parallel ranks, in place.
-
-    Args:
-        module: module of the stage.
-        mesh: mesh of all axes.
-        plan: plan of the run.
-        stage: the stage in `plan`.
-    """
+    """Let the attention layers of a stage's module attend to the tokens of all context-parallel ranks, in place."""
     group = context_group(mesh, plan)
     for kind, layer in plan.held(stage):
         if kind.attention is not None:
-            attention = module.get_submodule(kind.full_name(kind.attention.module, layer))
-            assert isinstance(attention.core, AttentionCore), "`AttentionFacts.module` has a core"
-            attention.core = _core(kind.attention.method, group, attention.core)  # type: ignore[assignment]
-
-
-def _core(method: ContextMethod | None, group: ProcessGroup, core: AttentionCore) -> AttentionCore:
-    assert method is not None, "a plan with cp has a method for every attention layer"
-    kind = HeadsAttention if method is ContextMethod.HEADS else RingAttention
-    return kind(group, backend=core.backend)
+            owner = module.get_submodule(kind.full_name(kind.attention.module, layer))
+            assert isinstance(owner.core, AttentionCore), "`AttentionFacts.module` has a core"
+            assert kind.attention.method is not None, "a plan with cp has a method for every attention layer"
+            made = HeadsAttention if kind.attention.method is ContextMethod.HEADS else RingAttention
+            owner.core = made(group, backend=owner.core.backend)  # type: ignore[assignment]

@@ -1,11 +1,9 @@
 """Data parallelism: FSDP2 shards parameters, gradients and optimizer state; HSDP replicates shards (Zhao et al. 2023).
+And gradients that are partial over `tp`, of norms and other replicated parameters under sequence parallelism: the plan
+lists them, and [Note: partial gradients] in `plan.verify` states the rule.
 
 Gradients are *summed* over the data-parallel ranks: each rank divides its loss by the token count of the global batch,
 so the sum is the mean over the batch, even if ranks have different numbers of tokens. FSDP2's division is disabled.
-
-Reduce gradients over `tp`, for norms and other replicated parameters under sequence parallelism.
-
-The plan lists the gradients that are partial over `tp`; [Note: partial gradients] in `plan.verify` states the rule.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.mesh.process_groups import consecutive_groups
 from meshwright.parallel.private import finish_backward, joined_mesh, prepare_accumulation, reshard_to
 from meshwright.parallel.rank_model import RankModel
-from meshwright.plan.run_plan import Kind, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import RunPlan, Stage, Unit
 
 
 @contextmanager
@@ -41,14 +39,7 @@ def secondary_shards(mesh: DeviceMesh | None, plan: RunPlan) -> Iterator[None]:
 
 
 def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
-    """Shard a stage's module with FSDP2, unit by unit, in place.
-
-    Args:
-        module: module of the stage.
-        mesh: mesh of all axes.
-        plan: plan of the run.
-        stage: the stage in `plan`, with its units.
-    """
+    """Shard a stage's module with FSDP2, unit by unit, in place."""
     # The warning concerns views modified in place, which lose a hook; blocks never modify them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     inner = [(kind, layer, unit) for kind, layer in plan.held(stage) for unit in kind.units]
@@ -56,7 +47,11 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
     for kind, layer, unit in sorted(inner, key=lambda entry: (not entry[0].is_block, -_depth(entry[2]))):
         unit_modules = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
         is_experts = kind.experts is not None and unit.modules == (kind.experts.experts,)
-        dims = _parameters(module, kind, layer, unit)
+        dims = {
+            module.get_parameter(kind.full_name(one.name, layer)): Shard(one.stored_dim)
+            for one in kind.parameters
+            if one.stored_dim and one.name in unit.parameters
+        }
         _shard_unit(unit_modules, mesh, plan, unit, dims, casts_inputs=not is_experts)
         if not unit.in_backward:
             for unit_module in unit_modules:
@@ -74,25 +69,12 @@ def _depth(unit: Unit) -> int:
     return max(len(path.split(".")) if path else 0 for path in unit.modules)
 
 
-def _parameters(module: nn.Module, kind: Kind, layer: int | None, unit: Unit) -> dict[nn.Parameter, Shard]:
-    """Return the parameters of a unit that FSDP shards along another dim than 0."""
-    return {
-        module.get_parameter(kind.full_name(one.name, layer)): Shard(one.stored_dim)
-        for one in kind.parameters
-        if one.stored_dim and one.name in unit.parameters
-    }
-
-
 def _shard_unit(
-    modules: list[nn.Module],
-    mesh: DeviceMesh,
-    plan: RunPlan,
-    unit: Unit,
-    dims: Mapping[nn.Parameter, Shard],
-    *,
+    modules: list[nn.Module], mesh: DeviceMesh, plan: RunPlan, unit: Unit, dims: Mapping[nn.Parameter, Shard], *,
     casts_inputs: bool = True,
-) -> None:
-    """Shard one unit with FSDP2 or HSDP; compressed gradients are reduced over replicas by a separate hook."""
+) -> None:  # fmt: skip
+    """Shard one unit with FSDP2 or HSDP, along other dims than 0 for some parameters; compressed gradients are reduced
+    over replicas by a separate hook."""
     is_native = bool(unit.replicas) and unit.gradients == EXACT
     is_mixed = unit.compute != plan.masters
     policy = MixedPrecisionPolicy(
@@ -182,23 +164,16 @@ def average_replicated_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
     A codec's rounding depends on neighbouring elements, which belong to different shards on different TP ranks. With
     compressed gradients or weights, replicas therefore get different gradients and would drift apart.
-
-    Args:
-        model: model with reduced gradients.
-        mesh: mesh with the axis `tp`.
     """
-    gradients = [to_local(p.grad) for p in model.parameters() if p.grad is not None and _is_replicated(p)]
+    gradients = []
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            axes = parameter.device_mesh.mesh_dim_names or ()
+            if "tp" in axes and parameter.placements[axes.index("tp")].is_replicate():
+                gradients.append(to_local(parameter.grad))
     if not gradients:
         return
     mean = torch.cat([gradient.flatten() for gradient in gradients])
     all_reduce_sum(mean, group=mesh.get_group("tp")).div_(mesh["tp"].size())
     for gradient, part in zip(gradients, torch.split(mean, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def _is_replicated(parameter: nn.Parameter) -> bool:
-    """Return True if the parameter is replicated over `tp`."""
-    if not isinstance(parameter, DTensor):
-        return False
-    axes = parameter.device_mesh.mesh_dim_names or ()
-    return "tp" in axes and parameter.placements[axes.index("tp")].is_replicate()

@@ -12,6 +12,7 @@ a choices sent, m rows received, b choices received, r rows for the local expert
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -172,21 +173,10 @@ class ReturningRows:
     """Rows on their way back to the ranks of their tokens."""
 
     def __init__(self, rows: Tensor, send: list[int], recv: list[int], group: ProcessGroup, *, at_once: bool) -> None:
-        """Start to return rows.
-
-        Args:
-            rows: rows by destination rank.
-            send: rows to each rank.
-            recv: rows from each rank.
-            group: group of the ranks.
-            at_once: False to start with `wait`: a recomputed forward ends where the backward needs nothing more, which
-                may be before the wait.
-        """
-        self._rows, self._send, self._recv, self._group = rows, send, recv, group
+        """Return rows, in order of their ranks: at once, or only with `wait`, as a recomputed forward ends where the
+        backward needs nothing more, which may be before the wait."""
+        self._start = partial(start_all_to_all, rows, send_splits=send, recv_splits=recv, group=group)
         self._handle = self._start() if at_once else None
-
-    def _start(self) -> AllToAllHandle:
-        return start_all_to_all(self._rows, send_splits=self._send, recv_splits=self._recv, group=self._group)
 
     def wait(self) -> Tensor:
         """Return the rows received."""
@@ -245,14 +235,7 @@ class PaddedRankDispatch(Dispatch):
 
 
 def apply_experts(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
-    """Shard the experts of a stage's module, and let its layers dispatch tokens, in place.
-
-    Args:
-        module: module of the stage, on the meta device.
-        mesh: mesh of all axes.
-        plan: plan of the run.
-        stage: the stage in `plan`.
-    """
+    """Shard the experts of a stage's module, on the meta device, and let its layers dispatch tokens, in place."""
     for kind, layer in plan.held(stage):
         experts = kind.experts
         if experts is None:

@@ -33,7 +33,6 @@ def compute_on_local_shards(
     parameters, too.
 
     Args:
-        module: module with sharded or replicated parameters.
         partial: parameters whose local gradients are partial instead of placed like the parameters, with the factor by
             which each rank's forward multiplies them.
         owner: module inside with the parameters, if it is not the module itself.

@@ -13,7 +13,7 @@ Before any collective uses them, all ranks check that they declare the same shar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -67,7 +67,6 @@ class SharedGradients:
             pipelines: global ranks of each pipeline, by pipeline rank (see `pipelines_on`); None for a single pipeline
                 of all ranks.
             stage_ranks: pipeline rank of each stage; None for one stage per rank, in order.
-            timeout_s: timeout of the collectives in seconds.
 
         Raises:
             LayoutError: ranks differ in their declarations or copies; raised on all ranks.
@@ -88,7 +87,10 @@ class SharedGradients:
                 for p in members
             }  # fmt: skip
             ranks = list(dict.fromkeys(stage_ranks[stage] for stage in group))
-            process_group = _new_groups(ranks, pipelines, timeout_s=timeout_s) if len(ranks) > 1 else None
+            # A group for each pipeline, in the same order on all ranks.
+            members_by_pipeline = [[pipeline[rank] for rank in ranks] for pipeline in pipelines if len(ranks) > 1]
+            groups = [new_group(members, timeout_s=timeout_s) for members in members_by_pipeline]
+            process_group = next((group for group in groups if group is not None), None)
             if any(copies.values()):
                 self._groups.append(_Group(copies, pipeline_ranks[stage_ranks[group[0]]], process_group))
         self._broadcast()
@@ -107,17 +109,12 @@ class SharedGradients:
     def sync(self, group_index: int) -> None:
         """Sum the gradients of a group's copies; call after the last backward that contributes to them.
 
-        A copy without a gradient counts as zero and receives the sum; frozen parameters are skipped.
-
-        Args:
-            group_index: index of the group among those on this rank, in the order of `stage_groups`.
+        A copy without a gradient counts as zero and receives the sum; frozen parameters are skipped. The index is that
+        of the group among those on this rank, in the order of `stage_groups`.
         """
         group = self._groups[group_index]
         trained = {key: copies for key, copies in group.copies.items() if copies[0].requires_grad}
-        by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(list)
-        for copies in trained.values():
-            by_dtype[copies[0].dtype].append([_local_gradient(copy) for copy in copies])
-        for gradients in by_dtype.values():  # in key order, which is the same on all ranks
+        for gradients in _by_dtype(trained, _local_gradient):
             total = torch.cat([_sum(copies).flatten() for copies in gradients])
             if group.group is not None:
                 all_reduce_sum(total, group=group.group)
@@ -126,10 +123,7 @@ class SharedGradients:
     @torch.no_grad()
     def _broadcast(self) -> None:
         for group in self._groups:
-            by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(list)
-            for copies in group.copies.values():
-                by_dtype[copies[0].dtype].append([to_local(copy.detach()) for copy in copies])
-            for values in by_dtype.values():
+            for values in _by_dtype(group.copies, lambda copy: to_local(copy.detach())):
                 first = torch.cat([copies[0].flatten() for copies in values])
                 if group.group is not None:
                     broadcast(first, src=group.source, group=group.group)
@@ -143,10 +137,14 @@ def pipelines_on(mesh: DeviceMesh, axis: str = "pp") -> list[list[int]]:
     return lines
 
 
-def _new_groups(ranks: Sequence[int], pipelines: Sequence[Sequence[int]], *, timeout_s: float) -> ProcessGroup | None:
-    """Create a process group of `ranks` for each pipeline, in the same order on all ranks; return this rank's group."""
-    groups = [new_group([pipeline[rank] for rank in ranks], timeout_s=timeout_s) for pipeline in pipelines]
-    return next((group for group in groups if group is not None), None)
+def _by_dtype(
+    copies: Mapping[str, list[nn.Parameter]], local: Callable[[nn.Parameter], Tensor]
+) -> Iterable[list[list[Tensor]]]:
+    """Return local tensors of the copies of each parameter, in key order, which is the same on all ranks, by dtype."""
+    by_dtype: dict[torch.dtype, list[list[Tensor]]] = defaultdict(list)
+    for parameters in copies.values():
+        by_dtype[parameters[0].dtype].append([local(parameter) for parameter in parameters])
+    return by_dtype.values()
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -1,6 +1,5 @@
-"""One rank's stages of a model, with tensors addressed by their names in the full model.
-
-A rank's tokens of each micro-batch, and outputs of all tokens from those of the ranks.
+"""One rank's stages of a model, with tensors addressed by their names in the full model, and its tokens of each
+micro-batch.
 
 Shapes: b batch, t tokens of a full sample, s tokens on this rank.
 """
@@ -153,7 +152,7 @@ class TokenShards:
         parts_Rbs = all_gather_rows(out_bs[None], group=self._group)
         token_t = torch.cat([shard_indices(shard) for shard in layout.shards], dim=-1).to(out_bs.device)
         out_bt = parts_Rbs.transpose(0, 1).flatten(1, 2)
-        return _take(out_bt, token_t.argsort(-1))
+        return take_tokens(out_bt, token_t.argsort(-1))
 
 
 @dataclass(frozen=True)
@@ -179,14 +178,14 @@ class _LocalBatch:
         return self._local(self.batch.targets)
 
     def _local(self, x_bt: Tensor) -> Tensor:
-        return _take(x_bt, self._index.to(x_bt.device)) if self.is_sharded else x_bt
+        return take_tokens(x_bt, self._index.to(x_bt.device)) if self.is_sharded else x_bt
 
 
 def _layout_of(conditions: tuple[Any, ...]) -> TokenLayout:
     return next(one for one in conditions if isinstance(one, TokenLayout))
 
 
-def _take(x_bt: Tensor, index_s: Tensor) -> Tensor:
+def take_tokens(x_bt: Tensor, index_s: Tensor) -> Tensor:
     """Return tokens of each sample."""
     if index_s.dim() == 1:
         return x_bt.index_select(1, index_s)

@@ -44,17 +44,9 @@ class Replicated(ParallelStyle):
         return module
 
 
-class PartialGradients(ParallelStyle):
-    """Style of replicated parameters applied to column-sharded activations: their gradients are partial."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _replicate_own(module, device_mesh)
-        compute_on_local_shards(module, partial={name: 1.0 for name, _ in module.named_parameters(recurse=False)})
-        return module
-
-
 class LocalShards(ParallelStyle):
-    """Style of a module that computes with local shards of its parameters."""
+    """Style of a module that computes with local shards of its parameters; the gradients of those that are replicated
+    are partial."""
 
     def __init__(self, style: Style) -> None:
         super().__init__()
@@ -87,13 +79,14 @@ class ReplicatedLocally(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _replicate_own(module, device_mesh)
         compute_on_local_shards(self._reader or module, owner=module)
-        if self._tail:
-            module.register_forward_hook(lambda module, inputs, output: self._sum_tail(output, device_mesh))
-        return module
 
-    def _sum_tail(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        head, tail = torch.split(output, [output.shape[-1] - self._tail, self._tail], dim=-1)
-        return torch.cat([head, with_partial_gradient(tail, mesh)], dim=-1)
+        def sum_tail(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            head, tail = torch.split(output, [output.shape[-1] - self._tail, self._tail], dim=-1)
+            return torch.cat([head, with_partial_gradient(tail, device_mesh)], dim=-1)
+
+        if self._tail:
+            module.register_forward_hook(sum_tail)
+        return module
 
 
 class ShardedExperts(ParallelStyle):
@@ -197,33 +190,20 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
     for kind, layer in plan.held(stage):
         root = module.get_submodule(kind.full_name("", layer))
         _check_paths(root, kind)
-        styles = {path: style for path, style in kind.styles if not _is_placed(kind, path)}
+        experts = kind.experts.experts if kind.experts is not None and kind.experts.axes else None  # already placed
+        styles = {path: style for path, style in kind.styles if experts is None or not fnmatchcase(experts, path)}
         parallelize_module(root, mesh, {path: _style(style, stream, root) for path, style in styles.items()})
         for path in (path for path, style in styles.items() if style.cloned):
             root.get_submodule(path).register_forward_hook(lambda module, inputs, output: output.clone())
     for inner in module.modules():
         if any(not isinstance(parameter, DTensor) for parameter in inner.parameters(recurse=False)):
             parallelize_module(inner, mesh, Replicated())
-    _keep_step_buffers_local(module)
-    for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
-        module.get_parameter(name).requires_grad_(False)
-
-
-def _is_placed(kind: Kind, path: str) -> bool:
-    """Return whether expert parallelism has already placed a module on the mesh of ep and tp."""
-    layer = kind.experts
-    return layer is not None and bool(layer.axes) and fnmatchcase(layer.experts, path)
-
-
-def _keep_step_buffers_local(module: nn.Module) -> None:
-    """Turn the buffers of step handles back into plain tensors.
-
-    Styles replicate them as DTensors, but their updates are local and summed by the training step.
-    """
-    for handle in module.modules():
+    for handle in module.modules():  # styles replicate buffers, whose updates are local and summed by the training step
         for name, buffer in handle.named_buffers(recurse=False) if isinstance(handle, StepHandle) else ():
             if isinstance(buffer, DTensor):
                 setattr(handle, name, buffer.to_local())
+    for name in frozen:  # PyTorch's SequenceParallel replaces parameters with trainable ones (2.13)
+        module.get_parameter(name).requires_grad_(False)
 
 
 def _check_paths(root: nn.Module, kind: Kind) -> None:
@@ -259,10 +239,8 @@ def _style(style: Style, stream: Shard | Replicate, root: nn.Module) -> Parallel
         return PrepareModuleInput(input_layouts=(stream, *others), desired_input_layouts=(full, *others))
     if style.kind is StyleKind.REGION:
         return Region(stream)
-    if style.kind is StyleKind.LOCAL:
+    if style.kind in (StyleKind.LOCAL, StyleKind.DIVIDED):
         return LocalShards(style)
-    if style.kind is StyleKind.DIVIDED:
-        return PartialGradients()
     if style.kind is StyleKind.REPLICATED:
         read_by = None if style.read_by is None else root.get_submodule(style.read_by)
         return ReplicatedLocally(style.partial_tail, read_by)
