@@ -51,11 +51,7 @@ def step(module, inputs, **named):
     module.zero_grad()
     y = module(*inputs, **named)
     y.square().sum().backward()
-    return [
-        y.detach(),
-        *grads(inputs),
-        *(p.grad.clone() for p in module.parameters()),
-    ]
+    return [y.detach(), *grads(inputs), *(p.grad.clone() for p in module.parameters())]
 
 
 def all_equal(found, expected):

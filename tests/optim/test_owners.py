@@ -228,10 +228,7 @@ def updated_in_buckets(rank, world_size, words, elements):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [("llama-tiny", "mesh.dp_shard=2"), ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2")],
-)
+@pytest.mark.parametrize("words", [("llama-tiny", "mesh.dp_shard=2"), ("moe-tiny", "mesh.dp_shard=2", "mesh.ep=2")])
 def test_buckets_change_nothing(gang, tmp_path, words):
     words = [*words, MUON, *small_corpus(tmp_path)]
     one, several = (gang(2).run(updated_in_buckets, words, elements) for elements in (2**25, 3000))

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.nn.kept_results import (
-    ForwardCache,
-    KeepingMode,
-    KeptResults,
-    RecallingMode,
-    compiled_policy,
-)
+from meshwright.nn.kept_results import ForwardCache, KeepingMode, KeptResults, RecallingMode, compiled_policy
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.nn.step_handles import StepHandle
 
