@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from meshwright.nn.linear import (
-    DefersWeightGradients,
     Linear,
     WeightGradStore,
     compute_deferred,
@@ -49,32 +48,6 @@ def test_deferred_gradients_are_bitwise_those_of_one_backward(recomputes):
     expected = [g.clone() for g in gradients(block, x, tokens, splits=False)]
     for found, wanted in zip(gradients(block, x, tokens, splits=True), expected, strict=True):
         assert torch.equal(found, wanted)
-
-
-def test_a_block_that_is_not_to_defer_does_its_whole_backward():
-    block, x, tokens = make_block()
-    expected = [g.clone() for g in gradients(block, x, tokens, splits=False)]
-    store = defer_weight_gradients(block)
-    x = x.clone().requires_grad_()
-    block.zero_grad()
-    block(x, tokens).square().sum().backward()
-    assert store.take() == []
-    assert all(torch.equal(p.grad, g) for p, g in zip([x, *block.parameters()], expected, strict=True))
-
-
-def test_deferred_gradients_add_up():
-    layer = Linear(3, 2)
-    store = defer_weight_gradients(layer)
-    store.defers = True
-    inputs = [torch.randn(4, 3) for _ in range(3)]
-    deferred = []
-    for x in inputs:
-        layer(x).sum().backward()
-        deferred.append(store.take())
-    for kept in reversed(deferred):
-        compute_deferred(kept)
-    expected = torch.ones(2, 12) @ torch.cat(inputs)
-    torch.testing.assert_close(layer.weight.grad, expected)
 
 
 @pytest.mark.parametrize("leading", [(4,), (2, 3), (2, 3, 2)], ids=str)
@@ -208,27 +181,14 @@ def test_a_matrix_that_no_layer_defers_is_named():
     assert undeferred_parameters(Mixed(nn.Conv1d(2, 2, 3))) == ["other.weight"]
 
 
-def test_lookups_and_vectors_need_no_deferring():
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_lookups_and_vectors_need_no_deferring(with_weight):
+    """The weight of an embedding of another stage is none."""
     stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2), nn.RMSNorm(2))
+    if not with_weight:
+        del stage[0].weight
     store = defer_weight_gradients(stage)
-    assert (
-        isinstance(store, WeightGradStore) and stage[1].weight_gradients is store and undeferred_parameters(stage) == []
-    )
-
-
-def test_an_embedding_of_another_stage_has_no_weight():
-    stage = nn.Sequential(nn.Embedding(4, 2), Linear(2, 2))
-    del stage[0].weight
-    assert undeferred_parameters(stage) == [] and defer_weight_gradients(stage) is not None
-
-
-@pytest.mark.parametrize("stage", [nn.RMSNorm(2), nn.Sequential(nn.Embedding(4, 2), nn.RMSNorm(2)), nn.Module()])
-def test_a_stage_without_anything_to_defer_is_not_split(stage):
-    assert defer_weight_gradients(stage) is None and undeferred_parameters(stage) == []
-
-
-def test_the_protocol_is_what_a_layer_has_not_what_it_is():
-    assert isinstance(Linear(2, 2), DefersWeightGradients) and isinstance(Experts(), DefersWeightGradients)
-    layer = Linear(2, 2, bias=True)
-    assert [id(parameter) for parameter in layer.deferred_parameters()] == [id(layer.weight)]
-    assert not isinstance(nn.Linear(2, 2), DefersWeightGradients)
+    assert isinstance(store, WeightGradStore) and stage[1].weight_gradients is store
+    assert undeferred_parameters(stage) == []
+    del stage[1]
+    assert defer_weight_gradients(stage) is None and undeferred_parameters(stage) == [], "there is nothing to defer"

@@ -35,34 +35,32 @@ class UnknownRole(Plain):
     roles = frozenset({"matrix", "tensor"})
 
 
-class DottedState(Plain):
-    def states(self, role):
-        return {"a.b": State()}
+def stating(states):
+    """A class that keeps these states."""
+    return type("Stating", (Plain,), {"states": lambda self, role: states})
 
 
-class UnknownDtype(Plain):
-    def states(self, role):
-        return {"total": State(dtype="float7")}
+DottedState = stating({"a.b": State()})
+UnknownDtype = stating({"total": State(dtype="float7")})
+DimsOutOfOrder = stating({"total": State((1, 0))})
+NoState = stating({"total": 3})
+NoMapping = stating(["total"])
+ColumnsOfVectors = stating({"total": State((1,))})
 
 
-class DimsOutOfOrder(Plain):
-    def states(self, role):
-        return {"total": State((1, 0))}
+def updating(change):
+    """A class that changes each slot so, given the learning rate."""
+    update = lambda self, slots, settings: [change(slot, settings.lr) for slot in slots]  # noqa: E731
+    return type("Updating", (Plain,), {"update": update})
 
 
-class NoState(Plain):
-    def states(self, role):
-        return {"total": 3}
-
-
-class NoMapping(Plain):
-    def states(self, role):
-        return ["total"]
-
-
-class ColumnsOfVectors(Plain):
-    def states(self, role):
-        return {"total": State((1,))}
+DoesNothing = updating(lambda slot, lr: slot.parameter - lr * slot.gradient)
+NotFinite = updating(lambda slot, lr: slot.parameter.div_(0.0))
+ReplacesState = updating(lambda slot, lr: slot.state.update(total=slot.state["total"] + slot.gradient))
+AddsState = updating(lambda slot, lr: slot.state.update(more=torch.zeros(())))
+ResizesState = updating(lambda slot, lr: slot.state["total"].resize_(1))
+WholeNorm = updating(lambda slot, lr: slot.parameter.sub_(slot.gradient / slot.gradient.norm(), alpha=lr))
+"""Needs the norm of the whole parameter."""
 
 
 class Raises(Plain):
@@ -75,23 +73,9 @@ class AsksForGrad(Plain):
         slots[0].parameter.sub_(slots[0].grad)
 
 
-class DoesNothing(Plain):
-    def update(self, slots, settings):
-        for slot in slots:
-            slot.parameter - settings.lr * slot.gradient
-
-
 class RaisesWhenMade(Plain):
     def __init__(self):
         raise RuntimeError("no licence")
-
-
-class WholeNorm(Plain):
-    """Needs the norm of the whole parameter."""
-
-    def update(self, slots, settings):
-        for slot in slots:
-            slot.parameter.sub_(slot.gradient / slot.gradient.norm(), alpha=settings.lr)
 
 
 class WholeState(Plain):
@@ -101,24 +85,6 @@ class WholeState(Plain):
         for slot in slots:
             slot.state["total"].fill_(slot.gradient.norm())
             slot.parameter.sub_(slot.gradient)
-
-
-class ReplacesState(Plain):
-    def update(self, slots, settings):
-        for slot in slots:
-            slot.state["total"] = slot.state["total"] + slot.gradient
-
-
-class AddsState(Plain):
-    def update(self, slots, settings):
-        for slot in slots:
-            slot.state["more"] = torch.zeros(())
-
-
-class ResizesState(Plain):
-    def update(self, slots, settings):
-        for slot in slots:
-            slot.state["total"].resize_(1)
 
 
 class CountsItself(Plain):
@@ -177,12 +143,6 @@ class Rows(Plain):
             others = tuple(range(1, slot.gradient.dim()))
             slot.state["total"].add_(slot.gradient.sum(others) if others else slot.gradient)
             slot.parameter.sub_(slot.gradient, alpha=settings.lr)
-
-
-class NotFinite(Plain):
-    def update(self, slots, settings):
-        for slot in slots:
-            slot.parameter.div_(0.0)
 
 
 class Whole(MatrixOptimizer):

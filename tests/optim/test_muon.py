@@ -22,11 +22,6 @@ def test_singular_values_follow_the_polynomial_and_vectors_stay(shape):
     torch.testing.assert_close(orthogonalize(matrices), u * s[..., None, :] @ v, rtol=1e-6, atol=1e-6)
 
 
-def test_singular_values_become_about_one():
-    s = torch.linalg.svdvals(orthogonalize(torch.randn(4, 32, 96, dtype=torch.float64)))
-    assert s.min() > 0.3 and s.max() < 1.3 and 0.7 < s.mean() < 1.1
-
-
 def test_a_gradient_of_zeros_updates_nothing():
     """An expert without tokens has one."""
     assert not orthogonalize(torch.zeros(2, 4, 6)).any()

@@ -77,19 +77,10 @@ def test_an_optimizer_is_tried_on_shards(name):
     assert TRIED[name] in caught.value.what
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adamw",
-        "sgd",
-        "muon",
-        f"{HERE}:Plain",
-        f"{HERE}:Whole",
-        f"{HERE}:adagrad",
-        f"{HERE}:Dataclass",
-        f"{HERE}:NarrowState",
-    ],
-)
+OWN = [f"{HERE}:{name}" for name in ("Plain", "Whole", "adagrad", "Dataclass", "NarrowState")]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", *OWN])
 def test_a_right_optimizer_passes(name):
     try_optimizer(find_optimizer(name), name, [MATRIX, STACK])
 
@@ -135,12 +126,8 @@ def test_the_axes_that_shard_a_dim_are_named():
 
 
 def test_empty_shards_are_tried_where_a_layout_has_them():
-    words = [
-        "model.num_layers=1",
-        "model.num_experts=4",
-        "train.global_batch=6",
-        f"train.optimizer={HERE}:LargestFirst",
-    ]
+    words = ["model.num_layers=1", "model.num_experts=4", "train.global_batch=6",
+             f"train.optimizer={HERE}:LargestFirst"]  # fmt: skip
     check_optimizer(make_plan(load("moe-tiny", [*words, "mesh.dp_shard=2"])))
     with pytest.raises(ConfigError, match="Expected reduction dim"):
         check_optimizer(make_plan(load("moe-tiny", [*words, "mesh.dp_shard=3"])))  # 4 rows of a router on 3 ranks

@@ -33,13 +33,7 @@ MUON = "train.optimizer=muon"
 ZB_V = ("mesh.pp=2", "pipeline.schedule=zb-v", "train.num_microbatches=4", "model.num_layers=4")
 UNEVEN = ("model.dim=28", "model.num_heads=2", "model.ffn_dim=25")
 LAYOUTS = {
-    "dp_shard 3, uneven": (
-        "mesh.dp_shard=3",
-        "model.dim=28",
-        "model.num_heads=2",
-        "model.ffn_dim=25",
-        "train.global_batch=6",
-    ),
+    "dp_shard 3, uneven": (*UNEVEN, "mesh.dp_shard=3", "train.global_batch=6"),
     "dp_shard 2 × tp 2": ("mesh.dp_shard=2", "mesh.tp=2"),
     "zb-v × dp_shard 2": (*ZB_V, "mesh.dp_shard=2"),
     "uneven replicas": (*UNEVEN, "mesh.dp_replicate=3", "mesh.dp_shard=2", "train.global_batch=6"),
@@ -109,15 +103,11 @@ def test_bytes_are_at_the_lower_bound_and_those_predicted(gang, tmp_path, name):
         assert max(sent) <= 1.05 * sum(sent) / len(sent), "no rank sends more than the others"
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("llama-tiny", "mesh.dp_shard=4"),
-        ("llama-tiny", "mesh.dp_shard=2", "mesh.tp=2", "mesh.dp_replicate=2", "model.num_layers=8"),
-        ("llama-tiny", *ZB_V, "mesh.dp_shard=2"),
-        ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    ("llama-tiny", "mesh.dp_shard=4"), ("llama-tiny", *ZB_V, "mesh.dp_shard=2"),
+    ("llama-tiny", "mesh.dp_shard=2", "mesh.tp=2", "mesh.dp_replicate=2", "model.num_layers=8"),
+    ("moe-tiny", "mesh.dp_shard=4", "mesh.ep=2"),
+])  # fmt: skip
 def test_no_rank_computes_more_than_its_share(words):
     plan = make_plan(load(words[0], [*words[1:], MUON]))
     for place in range(plan.mesh.size("pp")):

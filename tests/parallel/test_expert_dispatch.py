@@ -15,13 +15,9 @@ from tests.parallel.expert_layers import EXPERTS, NUM_EXPERTS, B, Case, D, T, ma
 LIMIT_S = 20
 """For a body: a rank that stays out of a collective is one that the others wait for."""
 WAYS = [
-    {},
-    {"how": "recompute"},
-    {"how": "deferred"},
-    {"frozen": ("experts",), "how": "recompute"},
-    {"frozen": ("router", "x")},
-    {"frozen": ("router", "x"), "how": "recompute"},
-]
+    {}, {"how": "recompute"}, {"how": "deferred"}, {"frozen": ("experts",), "how": "recompute"},
+    {"frozen": ("router", "x")}, {"frozen": ("router", "x"), "how": "recompute"},
+]  # fmt: skip
 
 
 def last_experts(world_size):
@@ -60,21 +56,13 @@ def assert_equal(found, expected):
 
 
 QUICK = [
-    (2, "chosen, shared experts"),
-    (2, "chosen, capacity"),
-    (2, "one rank gets none"),
-    (2, "one rank sends none"),
+    (2, "chosen, shared experts"), (2, "chosen, capacity"), (2, "one rank gets none"), (2, "one rank sends none"),
     (4, "only one rank sends"),
-]
+]  # fmt: skip
 SLOW = [
-    (4, "chosen"),
-    (4, "every expert"),
-    (2, "one expert gets none"),
-    (4, "all ranks but one get none"),
-    (4, "one expert gets all"),
-    (2, "nobody gets any"),
-    (4, "nobody gets any, shared experts"),
-]
+    (4, "chosen"), (4, "every expert"), (2, "one expert gets none"), (4, "all ranks but one get none"),
+    (4, "one expert gets all"), (2, "nobody gets any"), (4, "nobody gets any, shared experts"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

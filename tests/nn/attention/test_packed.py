@@ -25,7 +25,7 @@ from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.packed import config_fields, document_numbers, splash_attention
+from meshwright.nn.attention.packed import config_fields, splash_attention
 from tests.helpers import clean_environment
 from tests.nn.attention.dense_masks import dense_batch, softmax_attention, wrong_masks
 
@@ -121,39 +121,17 @@ def on_xla(monkeypatch):
     monkeypatch.setitem(backend._REFUSALS, Backend.SPLASH, lambda request: claims(replace(request, device="xla")))
 
 
-@pytest.mark.parametrize("spec", [
-    MaskSpec(), MaskSpec(causal=True), MaskSpec(causal=True, window=1), MaskSpec(window=20),
-    MaskSpec(causal=True, documents=((100, 28), (1, 127))),
-    MaskSpec(causal=True, window=9, documents=((64, 64), (128,))),
-])  # fmt: skip
-@pytest.mark.parametrize("scale", [0.2, HEAD_DIM**-0.5])
-def test_the_translated_call_is_attention(calls, spec, scale):
-    q, k, v = (torch.randn(2, SEQ_LEN, heads, HEAD_DIM, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    segments = None if spec.documents is None else document_numbers(spec.documents)
-    before = q.detach().clone()
-    found = splash_attention(q, k, v, segments_bs=segments, rules=spec, scale=scale)
-    expected, _ = softmax_attention(q, k, v, dense_batch(spec, SEQ_LEN, 2), scale)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    for one, other in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-    assert torch.equal(q, before), "queries are not scaled in place"
-    assert len(calls) == 1 and calls[0]["causal"] is spec.causal
-
-
 @pytest.mark.parametrize(("seq_len", "block"), [(128, 128), (384, 384), (4096, 2048), (2176, 128)])
 def test_blocks_divide_the_sequence(seq_len, block):
     fields = config_fields(MaskSpec(), seq_len, device=0)
     assert {size for name, size in fields.items() if name.startswith("sa_block")} == {block}
-
-
-def test_other_lengths_are_refused():
     with pytest.raises(LayoutError):
-        config_fields(MaskSpec(), 200, device=0)
+        config_fields(MaskSpec(), seq_len + 72, device=0)
 
 
 SPECS = [
-    MaskSpec(), MaskSpec(causal=True, window=9), MaskSpec(window=20, documents=((100, 28), (1, 127))),
-    MaskSpec(causal=True, documents=((64, 32, 32), (128,))),
+    MaskSpec(), MaskSpec(causal=True, window=1), MaskSpec(causal=True, window=9),
+    MaskSpec(window=20, documents=((100, 28), (1, 127))), MaskSpec(causal=True, documents=((64, 32, 32), (128,))),
 ]  # fmt: skip
 
 
@@ -162,8 +140,8 @@ def inputs():
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_attention_by_this_backend(calls, on_xla, spec, is_prepared):
+@pytest.mark.parametrize(("is_prepared", "scale"), [(False, None), (True, 0.2)])
+def test_attention_by_this_backend(calls, on_xla, spec, is_prepared, scale):
     """From the mask's rules and documents to the kernel's arguments, as a model calls it; wrong masks are seen."""
     q, k, v = inputs()
 
@@ -171,26 +149,19 @@ def test_attention_by_this_backend(calls, on_xla, spec, is_prepared):
         request = AttentionRequest("cpu", "float32", head_dim=128)
         return AttentionMask(spec, SEQ_LEN, device=q.device, backend="splash", request=request) if is_prepared else spec
 
-    found = attention(q, k, v, mask=mask_of(spec), backend="splash")
-    expected, _ = softmax_attention(q, k, v, dense_batch(spec, SEQ_LEN, 2))
+    before = q.detach().clone()
+    found = attention(q, k, v, mask=mask_of(spec), scale=scale, backend="splash")
+    expected, _ = softmax_attention(q, k, v, dense_batch(spec, SEQ_LEN, 2), scale)
+    assert torch.equal(q, before), "queries are not scaled in place"
+    assert len(calls) == 1 and calls[0]["causal"] is spec.causal
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
     for one, other in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (found, expected)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     wrong = {name: one for name, one in wrong_masks(spec, SEQ_LEN).items() if not one.prefix}
     assert wrong
     for name, one in wrong.items():
-        difference = (attention(q, k, v, mask=mask_of(one), backend="splash") - expected).abs().max()
+        difference = (attention(q, k, v, mask=mask_of(one), scale=scale, backend="splash") - expected).abs().max()
         assert difference > 1e-3, name
-
-
-def test_documents_are_numbered_for_the_kernel(on_xla):
-    request = AttentionRequest("cpu", "float32", head_dim=128)
-    spec = MaskSpec(documents=((3, 1, 4), (8,)))
-    mask = AttentionMask(spec, 8, device=torch.device("cpu"), backend="splash", request=request)
-    assert mask.segments_bt.tolist() == [[0, 0, 0, 1, 2, 2, 2, 2], [0] * 8] and mask.segments_bt.dtype is torch.int32
-    assert (
-        AttentionMask(MaskSpec(), 8, device=torch.device("cpu"), backend="splash", request=request).segments_bt is None
-    )
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -83,12 +83,6 @@ def test_stretching_keeps_the_short_waves_and_slows_the_long_ones():
     assert (ratio.diff() >= -1e-9).all()  # and between them it blends
 
 
-def test_the_result_has_the_inputs_dtype():
-    cos, sin = tables(4, 8, dtype=torch.bfloat16)
-    assert cos.dtype == torch.float32
-    assert apply_rotary_emb(torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
-
-
 FULL = TokenLayout(16, samples=(3, 1000))
 
 

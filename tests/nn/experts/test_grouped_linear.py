@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from meshwright.nn.experts import grouped_linear as module
 from meshwright.nn.experts.grouped_linear import RowGroups, RowMap, fits_grouped_mm, grouped_linear
-from meshwright.nn.experts.layer import Experts
-from meshwright.nn.linear import WeightGradStore, compute_deferred
 from tests.nn.experts.uninitialized import poisoned_memory
 
 WIDTHS = {"aligned": (16, 24), "not aligned": (5, 7)}
@@ -86,17 +84,10 @@ def test_the_loop_computes_the_same(sizes, dtype):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE[dtype] * 10)
 
 
-@pytest.mark.parametrize(
-    ("width", "out_width", "dtype", "fits"),
-    [
-        (8, 8, torch.bfloat16, True),
-        (8, 4, torch.bfloat16, False),
-        (4, 8, torch.bfloat16, False),
-        (4, 4, torch.float32, True),
-        (2, 4, torch.float32, False),
-        (8, 8, torch.float64, False),
-    ],
-)
+@pytest.mark.parametrize(("width", "out_width", "dtype", "fits"), [
+    (8, 8, torch.bfloat16, True), (8, 4, torch.bfloat16, False), (4, 8, torch.bfloat16, False),
+    (4, 4, torch.float32, True), (2, 4, torch.float32, False), (8, 8, torch.float64, False),
+])  # fmt: skip
 def test_what_fits_grouped_mm(width, out_width, dtype, fits):
     assert fits_grouped_mm(torch.empty(3, width, dtype=dtype), out_width) is fits
 
@@ -130,33 +121,6 @@ def test_what_needs_no_gradient_gets_none(frozen):
     assert (x_rd if frozen == "x" else weight_efd).grad is None
 
 
-def experts_of(num_experts, dtype, widths=(16, 24)):
-    torch.manual_seed(0)
-    experts = Experts(widths[0], num_experts=num_experts, expert_dim=widths[1]).to(dtype)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return experts
-
-
-@settings(max_examples=15)
-@given(sizes, st.sampled_from([torch.bfloat16, torch.float64]))
-def test_deferred_gradients_are_the_immediate_ones(sizes, dtype):
-    experts = experts_of(len(sizes), dtype)
-    rows_rd, weights_r = torch.randn(sum(sizes), 16).to(dtype), torch.rand(sum(sizes)).to(torch.float64)
-    groups = RowGroups(torch.tensor(sizes))
-    experts(rows_rd, groups, weights_r).square().sum().backward()
-    expected = [parameter.grad.clone() for parameter in experts.parameters()]
-    experts.zero_grad()
-    experts.weight_gradients = store = WeightGradStore()
-    store.defers = True
-    experts(rows_rd, groups, weights_r).square().sum().backward()
-    assert all(parameter.grad is None for parameter in experts.parameters())
-    deferred = store.take()
-    assert {id(one.parameter) for one in deferred} == {id(parameter) for parameter in experts.parameters()}
-    compute_deferred(deferred)
-    assert all(torch.equal(p.grad, g) for p, g in zip(experts.parameters(), expected, strict=True))
-
-
 @settings(max_examples=20)
 @given(sizes, st.sampled_from(list(WIDTHS)), dtypes)
 def test_no_unwritten_memory_is_read(sizes, widths, dtype):
@@ -166,20 +130,6 @@ def test_no_unwritten_memory_is_read(sizes, widths, dtype):
         found = computed(sizes, *given_tensors)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not any(one.isnan().any() for one in found)
-
-
-@pytest.mark.parametrize("edge", EDGES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_no_unwritten_memory_reaches_experts(edge, dtype):
-    experts = experts_of(len(edge), dtype)
-    rows_rd, weights_r = torch.randn(sum(edge), 16).to(dtype).requires_grad_(), torch.rand(sum(edge)).requires_grad_()
-    with poisoned_memory():
-        out_rd = experts(rows_rd, RowGroups(torch.tensor(edge)), weights_r)
-        out_rd.float().square().sum().backward()
-    found = [out_rd, rows_rd.grad, weights_r.grad, *(parameter.grad for parameter in experts.parameters())]
-    assert not any(one.isnan().any() for one in found)
-    for parameter in experts.parameters():
-        assert (parameter.grad[torch.tensor(edge) == 0] == 0).all()
 
 
 @st.composite
@@ -207,13 +157,6 @@ def test_sums_are_those_of_index_add(rows, width):
     torch.testing.assert_close(rows.sum(rows_mh), summed(rows_mh, rows), rtol=0, atol=1e-13)
     without = rows.index_m.bincount(minlength=rows.num_sources) == 0
     assert (rows.sum(rows_mh)[without] == 0).all()
-
-
-@given(maps(), st.integers(1, 4))
-def test_each_is_the_transpose_of_the_other(rows, width):
-    x_nh, rows_mh = random_rows(rows.num_sources, width), random_rows(len(rows.index_m), width)
-    one, other = (rows.gather(x_nh) * rows_mh).sum(), (x_nh * rows.sum(rows_mh)).sum()
-    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("index", [[2, 0, 2, 1, 2], [3, 3], []])

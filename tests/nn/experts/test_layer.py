@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -105,29 +104,6 @@ def test_recomputed_its_gradients_are_the_same(name):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     pending = [buffer.pending() for one in (layer, other) for _, buffer in step_buffers(one)]
     assert torch.equal(*pending) and pending[0].sum() == B * T * layer.router.config.top_k
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_recomputed_in_a_stack(nested):
-    class Stack(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layers = nn.ModuleList([layer, copy.deepcopy(layer)])
-
-        def forward(self, x_btd):
-            for layer in self.layers:
-                x_btd = x_btd + layer(x_btd.tanh())
-            return x_btd
-
-    layer, x_btd = make("deepseek")
-    stack = Stack(layer)
-    other = copy.deepcopy(stack)
-    if nested:
-        for one in other.layers:
-            recompute(one)
-    recompute(other)
-    expected, found = gradients(stack, x_btd), gradients(other, x_btd)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.nn.experts.router import Router, balance_loss, drop_over_capacity, sample_counts, z_loss
+from meshwright.nn.experts.router import Router, balance_loss, drop_over_capacity, sample_counts
 from meshwright.nn.experts.router_config import RouterConfig, Score
 from meshwright.nn.recompute import recompute
 from meshwright.nn.step_handles import handles, step_buffers
@@ -159,14 +159,6 @@ def test_losses_and_their_gradients_are_the_formulas(name, over_batch):
     torch.testing.assert_close(found, gradient, rtol=0, atol=1e-13)
 
 
-def test_uniform_load_has_the_smallest_balance_loss():
-    """1 per sample, whatever the probabilities."""
-    probabilities_bte = torch.rand(3, 8, 4, dtype=torch.float64)
-    probabilities_bte = probabilities_bte / probabilities_bte.sum(-1, keepdim=True)
-    found = balance_loss(torch.full((3, 4), 4), probabilities_bte, top_k=2)
-    torch.testing.assert_close(found, torch.tensor(3.0, dtype=torch.float64))
-
-
 def test_the_batch_s_load_is_summed_by_whoever_knows_the_ranks():
     """Here as if another rank had the same micro-batch with every token on the first expert."""
     config = replace(PLAIN, balance_loss=1.0, over_batch=True, top_k=1)
@@ -192,13 +184,6 @@ def test_gradients_of_the_weights(name):
 
     inputs = (x_btd.requires_grad_(), router.gate.weight.detach().requires_grad_())
     assert torch.autograd.gradcheck(weights, inputs)
-
-
-def test_gradients_of_the_losses():
-    logits_bte = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
-    counts_be = sample_counts(logits_bte.detach().topk(2).indices, 3)
-    assert torch.autograd.gradcheck(lambda x: balance_loss(counts_be, x.softmax(-1), top_k=2), logits_bte)
-    assert torch.autograd.gradcheck(z_loss, logits_bte)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -239,20 +224,14 @@ def test_the_load_is_counted_once_per_micro_batch(name, recomputes):
     assert torch.equal(router.load.value, expected) and not router.load.pending().any()
 
 
-def test_the_bias_moves_once_a_step_against_the_load():
+@pytest.mark.parametrize(("load", "signs"), [([9, 3, 6, 6], [-1, 1, 0, 0]), ([2, 3, 2, 3], [1, -1, 1, -1])])
+def test_the_bias_moves_once_a_step_against_the_load(load, signs):
+    """Also against an uneven mean: 10 choices of 4 experts, and 2.5 is between 2 and 3."""
     router, _ = make(replace(PLAIN, bias_rate=0.1, num_experts=4))
     before = router.load.bias.clone()
-    router.load.commit(torch.tensor([9, 3, 6, 6]))
-    torch.testing.assert_close(router.load.bias - before, torch.tensor([-0.1, 0.1, 0.0, 0.0]).double())
-    assert router.load.value.tolist() == [9, 3, 6, 6]
-
-
-def test_an_uneven_mean_is_compared_exactly():
-    """10 choices of 4 experts: 2.5 is between 2 and 3."""
-    router, _ = make(replace(PLAIN, bias_rate=1.0, num_experts=4))
-    router.load.bias.zero_()
-    router.load.commit(torch.tensor([2, 3, 2, 3]))
-    assert router.load.bias.tolist() == [1.0, -1.0, 1.0, -1.0]
+    router.load.commit(torch.tensor(load))
+    torch.testing.assert_close(router.load.bias - before, 0.1 * torch.tensor(signs).double())
+    assert router.load.value.tolist() == load
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad"])
