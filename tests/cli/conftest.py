@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import typer.main
@@ -62,6 +62,18 @@ def here(monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture
+def refused(here):
+    """Runs a command in this process, which must fail with bad input, and gives the parts of the error."""
+
+    def run(*words, **environment):
+        done = here(*words, **environment)
+        assert done.returncode == 2 and done.stdout == "", done
+        return shown_error(done.stderr)
+
+    return run
+
+
+@pytest.fixture
 def draws(here, request):
     """Runs `meshwright draw WHAT …`, with WHAT the test module's, which must succeed."""
 
@@ -75,12 +87,6 @@ def draws(here, request):
 
 
 @pytest.fixture
-def fails(here, request):
+def fails(refused, request):
     """Runs `meshwright draw WHAT …`, which must fail with bad input, and gives the parts of the error."""
-
-    def run(*words):
-        done = here("draw", request.module.WHAT, *words)
-        assert done.returncode == 2 and done.stdout == "", done
-        return shown_error(done.stderr)
-
-    return run
+    return partial(refused, "draw", request.module.WHAT)

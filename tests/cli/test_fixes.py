@@ -305,6 +305,29 @@ def test_fixes_that_leave_something_open(here: Callable[..., Any], place: Path, 
         assert follow(here, case)[-1].startswith(last)
 
 
+DATASETS = {
+    "no column of Parquet": "data.source=table.parquet",
+    "another column of Parquet": "data.source=table.parquet data.text_field=bdy",
+    "a column of numbers": "data.source=table.parquet data.text_field=number",
+    "no column of a saved dataset": "data.source=stored",
+    "another column of a saved dataset": "data.source=stored data.text_field=bdy",
+    "conversations of a saved dataset": "data.source=stored data.chat_field=body",
+    "several saved datasets": "data.source=several data.text_field=body",
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_fixes_of_datasets_lead_to_a_start(here: Callable[..., Any], place: Path, name: str) -> None:
+    library = pytest.importorskip("datasets")
+    library.disable_progress_bars()
+    records = library.Dataset.from_json("lines.jsonl", cache_dir="json")
+    records.to_parquet("table.parquet")
+    records.save_to_disk("stored")
+    library.DatasetDict({"train": records}).save_to_disk("several")
+    case = Case("llama-tiny", ("data.cache_dir=cache", "train.seq_len=64", *shlex.split(DATASETS[name])))
+    assert follow(here, case)
+
+
 OTHERS = {
     "a preset": ("run", "llama-tinny", "data.source=texts/*.txt data.cache_dir=cache"),
     "pictures without digits": ("run", "dit-digits", "data.source=digit"),
