@@ -37,16 +37,12 @@ DAMAGED = {
     "replicated": (with_used((), work=("dp_shard", "ep")), "moe.experts.down is sharded along no dim"),
     "another dim": (with_used((Shard(1, ("ep",)),)), "moe.experts.down is sharded along dim 1 over ep"),
     "another axis": (with_used((Shard(0, ("dp_shard",)),), work=("ep",)), "sharded along dim 0 over dp_shard"),
-    "sent elsewhere": (
-        with_kind(lambda kind: replace(kind, experts=replace(kind.experts, axes=("dp_shard",)))),
-        "tokens of moe_block are sent over dp_shard, not ep",
-    ),
-    "counted elsewhere": (
-        with_kind(lambda kind: replace(kind, experts=replace(kind.experts, counted=("ep",)))),
-        "in moe_block are summed over ep",
-    ),
+    "sent elsewhere": (with_kind(lambda kind: replace(kind, experts=replace(kind.experts, axes=("dp_shard",)))),
+        "tokens of moe_block are sent over dp_shard, not ep"),
+    "counted elsewhere": (with_kind(lambda kind: replace(kind, experts=replace(kind.experts, counted=("ep",)))),
+        "in moe_block are summed over ep"),
     "secondary shards": (with_unit(freed=2), "keeps secondary shards over 2 ranks"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("plan", "words"), DAMAGED.values(), ids=DAMAGED)

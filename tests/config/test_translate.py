@@ -1,8 +1,11 @@
-"""Names of other frameworks lead to ours: what an error suggests in their place loads, and tables name real keys."""
+"""Names of other frameworks, in words and in whole files, lead to ours: what an error suggests in their place loads,
+and tables name real keys.
+"""
 
 from __future__ import annotations
 
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,7 @@ from meshwright.config.overlay import fields, is_valid
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import preset_names
 from meshwright.config.translate import find_meaning, nearest_preset, normalize, parse_value, value_named
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.contract.family import family_names, find_family
 from meshwright.plan.rules import load
 from tests.helpers import alternatives, assert_every_fix_works, outcome
@@ -21,14 +24,10 @@ WORDS = {
     "fsdp=true": "mesh.dp_shard=2",
     "mesh.dp=2": "mesh.dp_shard=2",
     "mesh.data_parallel_shard_degree=4": "mesh.dp_shard=4",
-    "parallelism.data_parallel_replicate_degree=2": "mesh.dp_replicate=2",
     "parallelism.data_parallel_shard_degree=-1": "mesh.dp_shard=1",
-    "parallelism.tensor_parallel_degree=2": "mesh.tp=2",
     "tensor_model_parallel_size=2": "mesh.tp=2",
     "Tensor-Model-Parallel-Size=2": "mesh.tp=2",
     "--tensor-parallel-size=2": "mesh.tp=2",
-    "pipeline_parallel_size=2": "mesh.pp=2",
-    "context_parallel_size=2": "mesh.cp=2",
     "num_processes=8": "mesh.dp_shard=8",
     "max_steps=10": "train.steps=10",
     "training.steps=10k": "train.steps=10000",
@@ -37,34 +36,19 @@ WORDS = {
     "per_device_train_batch_size=4": "train.num_microbatches=4",
     "micro_batch_size=8": "train.num_microbatches=2",
     "gradient_accumulation_steps=2": "train.num_microbatches=2",
-    "global_batch_size=64": "train.global_batch=64",
     "learning_rate=1e-4": "train.lr=0.0001",
     "lr=1e-4": "train.lr=0.0001",
     "--lr=3": "train.lr=3.0",
     "optimizer.lr=8e-4": "train.lr=0.0008",
     "seq_length=512": "train.seq_len=512",
     "max_position_embeddings=4k": "train.seq_len=4096",
-    "hidden_size=256": "model.dim=256",
-    "num_hidden_layers=8": "model.num_layers=8",
-    "num_attention_heads=8": "model.num_heads=8",
-    "num_key_value_heads=2": "model.num_kv_heads=2",
-    "intermediate_size=512": "model.ffn_dim=512",
-    "ffn_hidden_size=512": "model.ffn_dim=512",
-    "rotary_base=500000": "model.rope_theta=500000.0",
-    "rms_norm_eps=1e-6": "model.norm_eps=1e-06",
-    "tie_word_embeddings=true": "model.tie_embeddings=true",
     "sliding_window=64": "model.window=64",
     "bf16=true": "train.precision=bfloat16",
     "bf16=false": "train.precision=float32",
     "fp16=true": "train.precision=bfloat16",
     "training.dtype=bf16": "train.precision=bfloat16",
     "mixed_precision=no": "train.precision=float32",
-    "weight_decay=0.01": "train.weight_decay=0.01",
-    "adam_beta1=0.8": "train.beta1=0.8",
-    "adam_beta2=0.99": "train.beta2=0.99",
-    "adam_epsilon=1e-6": "train.eps=1e-06",
     "warmup_steps=30": "train.warmup_steps=30",
-    "lr_warmup_iters=30": "train.warmup_steps=30",
     "warmup_ratio=0.1": "train.warmup_steps=80",
     "min_lr=0.0004": "train.min_lr_ratio=0.1",
     "lr_scheduler_type=warmup_stable_decay": "train.lr_schedule=wsd",
@@ -76,15 +60,8 @@ WORDS = {
     "activation_checkpoint.mode=none": "recompute.policy=none",
     "zero_stage=2": "mesh.reshard_after_forward=false",
     "zero_optimization.stage=3": "mesh.reshard_after_forward=true",
-    "save_steps=100": "checkpoint.every=100",
     "checkpoint.interval=500": "checkpoint.every=500",
-    "save_total_limit=3": "checkpoint.keep=3",
-    "logging_steps=5": "train.log_every=5",
-    "metrics.log_freq=5": "train.log_every=5",
-    "eval_interval=50": "train.validate_every=50",
     "seed=3": "train.seed=3",
-    "training.seed=3": "train.seed=3",
-    "torch_compile=true": "train.compile=true",
     "compile.enable=true": "train.compile=true",
     "report_to=tensorboard": "train.trackers=tensorboard",
     "enable_wandb=true": "train.trackers=wandb",
@@ -100,7 +77,8 @@ WORDS = {
     "zero_quantized_weights=true": "comm.weights=int8",
     "fp8_recipe=delayed": "float8.recipe=delayed",
 }
-"""Another framework's word, and the first of the words that the default preset takes in its place."""
+"""Another framework's word, and the first of the words that the default preset takes in its place: those that are more
+than another name, which `test_what_every_name_suggests_loads` has all of."""
 
 VALUE_WORDS = {
     "train.precision=bf16": "train.precision=bfloat16",
@@ -337,3 +315,80 @@ def test_what_every_name_suggests_loads():
         error = outcome([f"{name}={value}"], preset)
         words = suggestion(error)
         assert isinstance(outcome(words, preset), RunConfig), f"{name}={value}: {error}"
+
+
+TORCHTITAN = {
+    "job.dump_folder": "--out", "job.description": None, "model.name": "first word", "model.flavor": "first word",
+    "model.hf_assets_path": "data.tokenizer", "optimizer.name": "train.optimizer", "optimizer.lr": "train.lr",
+    "lr_scheduler.warmup_steps": "train.warmup_steps", "training.local_batch_size": "train.num_microbatches",
+    "training.global_batch_size": "train.global_batch", "training.seq_len": "train.seq_len",
+    "training.max_norm": "train.max_grad_norm", "training.steps": "train.steps", "training.dataset": "data.source",
+    "parallelism.data_parallel_shard_degree": "mesh.dp_shard", "parallelism.tensor_parallel_degree": "mesh.tp",
+    "parallelism.pipeline_parallel_degree": "mesh.pp", "parallelism.context_parallel_degree": "mesh.cp",
+    "parallelism.pipeline_parallel_schedule": "pipeline.schedule", "checkpoint.interval": "checkpoint.every",
+    "checkpoint.keep_latest_k": "checkpoint.keep", "activation_checkpoint.mode": "recompute.policy",
+    "compile.enable": "train.compile", "validation.freq": "train.validate_every", "metrics.log_freq": "train.log_every",
+    "validation.steps": "train.validation_samples", "metrics.enable_wandb": "train.trackers",
+}  # fmt: skip
+"""Keys of a file of torchtitan's, and what of ours the error names."""
+MEGATRON = {
+    "--tensor-model-parallel-size": "mesh.tp", "--pipeline-model-parallel-size": "mesh.pp",
+    "--num-layers-per-virtual-pipeline-stage": "pipeline.chunks", "--context-parallel-size": "mesh.cp",
+    "--cp-comm-type": "mesh.cp_method", "--expert-model-parallel-size": "mesh.ep",
+    "--micro-batch-size": "train.num_microbatches", "--global-batch-size": "train.global_batch",
+    "--recompute-granularity": "recompute.policy", "--bf16": "train.precision", "--data-path": "data.source",
+    "--lr-decay-style": "train.lr_schedule", "--lr-warmup-iters": "train.warmup_steps", "--clip-grad": "max_grad_norm",
+    "--save-interval": "checkpoint.every", "--train-iters": "train.steps", "--eval-iters": "train.validation_samples",
+    "--untie-embeddings-and-output-weights": "model.tie_embeddings", "--min-lr": "train.min_lr_ratio",
+}  # fmt: skip
+"""Options of a command line of Megatron-LM's, likewise."""
+
+
+@pytest.mark.parametrize("name", [*TORCHTITAN, *MEGATRON])
+@pytest.mark.parametrize("value", ["2", "AdamW"])
+def test_names_of_whole_files_and_commands_lead_to_ours(name: str, value: str) -> None:
+    """Whatever their value is, the error is ours."""
+    expected = {**TORCHTITAN, **MEGATRON}[name]
+    error = outcome([f"{name}={value}"])
+    assert isinstance(error, MeshwrightError)
+    said = f"{error.rule} {error.fix}"
+    assert expected is None or expected in said
+
+
+@pytest.mark.parametrize("section", ["model", "optimizer", "validation", "x.y"])
+def test_no_section_of_others_makes_a_name_of_ours_a_crash(section: str) -> None:
+    for key in {key.rpartition(".")[2] for kind in family_names() for key in fields(kind)}:
+        assert isinstance(outcome([f"{section}.{key}=1"]), MeshwrightError | RunConfig)
+
+
+def test_batches_of_a_validation_become_samples() -> None:
+    assert outcome(["validation.steps=5"]).fix.startswith("train.validation_samples=80 ")
+
+
+@pytest.mark.parametrize("name", ["validation.seq_len", "eval.batch_size", "evaluation.steps"])
+def test_what_is_of_a_validation_is_none_of_training(name: str) -> None:
+    error = outcome([f"{name}=4"])
+    assert error.what == f"unknown key {name}" and not any(
+        key in error.fix for key in ("train.seq_len", "train.global_batch", "train.steps")
+    )
+
+
+def test_a_virtual_stage_s_layers_become_chunks() -> None:
+    words = ["model.num_layers=8", "mesh.pp=2", "train.num_microbatches=4"]
+    assert outcome([*words, "--num-layers-per-virtual-pipeline-stage=2"]).fix.startswith("pipeline.chunks=2 ")
+
+
+def test_a_name_without_a_counterpart_hides_no_translation(tmp_path: Path) -> None:
+    """In a whole file of torchtitan's, which has both: the unknown one comes next."""
+    text = "[job]\ndescription = 'x'\n[nonsense]\nenable = true\n[optimizer]\nname = 'AdamW'\n[training]\nsteps = 20\n"
+    (tmp_path / "titan.toml").write_text(text)
+    error = outcome([], str(tmp_path / "titan.toml"))
+    assert error.fix == "train.optimizer=adamw train.steps=20 in place of optimizer.name, training.steps"
+    (tmp_path / "titan.toml").write_text(text.partition("[optimizer]")[0])
+    assert "job.description" in outcome([], str(tmp_path / "titan.toml")).what
+
+
+@pytest.mark.parametrize("name", ["--load-checkpoint-path", "optimizer.betas", "mesh.fsd"])
+def test_a_key_that_only_looks_alike_is_not_suggested(name: str) -> None:
+    error = outcome([f"{name}=2"])
+    assert error.what.startswith("unknown") and "nearest" not in error.fix

@@ -1,4 +1,4 @@
-"""A configuration as TOML is the same configuration when it is read again."""
+"""A configuration as TOML is the same when it is read again, and the presets are the published models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import run_type
 from meshwright.config.source import preset_names, to_toml
 from meshwright.plan.rules import load
@@ -55,3 +56,21 @@ def test_any_values_come_back(values):
     kind = run_type("llama")
     config = kind.model_validate(values)
     assert kind.model_validate(tomllib.loads(to_toml(config))) == config
+
+
+# Counted from the sizes in the models' own config.json on Hugging Face, which round to the published 8.03, 70.6 and
+# 405.85 billion (The Llama 3 herd of models, 2024).
+PUBLISHED = {"llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_parameter_counts_are_the_published_ones(name, count):
+    assert model_facts(load(name)).num_params() == count
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_architecture_of_llama_3(name):
+    spec = load(name).model.spec()
+    assert (spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.rope_theta) == (8, 128, 128256, 500000.0)
+    assert not spec.tie_embeddings and spec.norm_eps == 1e-5
+    assert (spec.rope_scaling is not None) == (name == "llama3-405b")  # scaling came with 3.1, of which 405B is one

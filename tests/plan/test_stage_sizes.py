@@ -1,4 +1,4 @@
-"""Sums of buffer updates, rows of load counters, and the bytes that both send."""
+"""Sums of buffer updates, rows of load counters, the bytes that both send, and counts of parameters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.plan.run_plan import Buffer
-from meshwright.plan.stage_sizes import buffer_sums, experts_per_layer, load_rows
+from meshwright.plan.stage_sizes import buffer_sums, experts_per_layer, load_rows, num_params, replicated_note
 from meshwright.plan.traffic import LinkBytes, Purpose, predict_traffic
-from tests.plan.plans import fake, with_kind
+from tests.plan.plans import fake, plan_of, with_kind
 
 DATA = ("dp_shard",)
 LOAD = Buffer("router.load.value", (6,), "int64", work=DATA, summed=DATA, load=True)
@@ -78,3 +78,18 @@ def test_bytes():
             sent = 2 * 8 * (num_layers * 6 // 2 + (pp - 1) * 4 * 6 // pp)
             found = predict_traffic(plan, rank=rank).of(Purpose.BUFFERS)
             assert found.sent == found.exact == LinkBytes(sent)
+
+
+@pytest.mark.parametrize("layout", ["", " mesh.tp=2", " mesh.pp=2 mesh.dp_shard=2"])
+def test_every_layout_has_as_many_parameters(layout: str) -> None:
+    width, ffn, vocabulary, layers = 128, 384, 256, 4
+    block = 3 * width * width + 3 * width * ffn + 2 * width  # half as many heads of keys and of values
+    assert num_params(plan_of(f"llama-tiny{layout}")) == layers * block + 2 * vocabulary * width + width
+
+
+def test_what_stays_replicated_is_said() -> None:
+    """The example's attention has no style by itself."""
+    [said] = replicated_note(plan_of("module-tiny mesh.tp=2"))
+    assert said.startswith("tp shards 50 % of the parameters")
+    for words in ("module-tiny", "module-tiny mesh.dp_shard=2", "llama-tiny mesh.tp=2"):
+        assert replicated_note(plan_of(words)) == ()
