@@ -12,7 +12,7 @@ from meshwright.comm.compression.catalogue import ERROR_CODEC, Codec
 from meshwright.comm.compression.codecs import BETA, decode, encode
 from meshwright.comm.compression.fsdp_collectives import ErrorLayout, ErrorState, LazyErrorState
 from meshwright.errors import RunError
-from tests.comm.test_error_feedback import gradients
+from tests.comm.test_codecs import gradients
 
 LAYOUT = ErrorLayout(num_blocks=2, num_elements=300)
 

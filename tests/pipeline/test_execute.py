@@ -15,7 +15,6 @@ from meshwright.pipeline.actions import BACKWARDS, ActionKind
 from meshwright.pipeline.execute import Executor
 from meshwright.pipeline.generate import ScheduleKind, generate
 from meshwright.pipeline.lower import LowerOptions, forward_only, lower
-from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.schedule_table import Schedule, single_stage
 from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.pipeline.timeline import ThreadClock, compute_spans
@@ -218,32 +217,3 @@ def test_a_step_that_fails_says_what_it_did_last():
     with pytest.raises(ZeroDivisionError):
         executor.run()
     assert posted[-1] == 4  # F0 B0 F1 B1 F2
-
-
-# ---- buffers
-
-EDGE = TensorSpec((2, 3), torch.float32)
-
-
-def make_buffers(**options):
-    table = lower(generate("1f1b", num_stages=3, num_microbatches=6))
-    return table, ReceiveBuffers(table, rank=1, edges={0: EDGE, 1: EDGE}, device=torch.device("cpu"), **options)
-
-
-def test_poison_shows():
-    table, buffers = make_buffers(poison=True)
-    view = buffers.view(next(part for a in table.actions[1] for part in a.parts() if part.slot is not None))
-    view.zero_()
-    buffers.free(view)
-    assert view.isnan().all()
-
-
-def test_what_lies_in_a_slot_is_copied_before_it_goes_on():
-    table, buffers = make_buffers()
-    view = buffers.view(next(part for a in table.actions[1] for part in a.parts() if part.slot is not None))
-    view.fill_(2.0)
-    for inside in (view, view.detach(), view[1:], view.view(3, 2)):
-        copy = buffers.copy_if_slot(inside)
-        assert copy.untyped_storage().data_ptr() != view.untyped_storage().data_ptr() and torch.equal(copy, inside)
-    other = view.clone()
-    assert buffers.copy_if_slot(other) is other

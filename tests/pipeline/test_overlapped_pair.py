@@ -29,12 +29,12 @@ K = ActionKind
 class SimulatedExchange:
     """An exchange on one rank that takes simulated time, after a computation."""
 
-    def __init__(self, *, compute, all_to_all):
-        self.clock, self.compute, self.all_to_all = VirtualClock(), compute, all_to_all
+    def __init__(self):
+        self.clock = VirtualClock()
 
     def __call__(self, name, x):
-        self.clock.compute(name, self.compute)
-        self.clock.all_to_all(name, self.all_to_all)
+        self.clock.compute(name, 1.0)
+        self.clock.all_to_all(name, 1.0)
         return x.clone()
 
 
@@ -64,7 +64,7 @@ def test_pairs_take_at_most_0_7_of_the_sum_in_simulated_time():
     """Each forward and backward: two computations of 1, each followed by an all-to-all of 1."""
     times = {}
     for overlaps in (False, True):
-        exchange = SimulatedExchange(compute=1.0, all_to_all=1.0)
+        exchange = SimulatedExchange()
         executor, _ = make(one_rank(8), exchange, overlaps=overlaps)
         clock, spent = exchange.clock, 0.0
         for _, actions, operation in executor._steps:
@@ -84,7 +84,7 @@ def _is_of_pair(table, action):
 
 
 def test_a_backward_computes_while_a_forward_s_all_to_all_is_in_flight():
-    exchange = SimulatedExchange(compute=1.0, all_to_all=1.0)
+    exchange = SimulatedExchange()
     executor, _ = make(one_rank(), exchange, overlaps=True)
     for _, _, operation in executor._steps:
         exchange.clock.events.clear()
@@ -105,8 +105,7 @@ def test_a_backward_computes_while_a_forward_s_all_to_all_is_in_flight():
 def test_gradients_are_bitwise_those_without_overlap(recomputes):
     found = []
     for overlaps in (False, True):
-        exchange = SimulatedExchange(compute=1.0, all_to_all=1.0)
-        executor, stages = make(one_rank(), exchange, overlaps=overlaps, recomputes=recomputes)
+        executor, stages = make(one_rank(), SimulatedExchange(), overlaps=overlaps, recomputes=recomputes)
         for _ in range(2):
             executor.run()
         found.append([gradient for stage in stages.values() for gradient in stage.gradients()])
@@ -118,8 +117,7 @@ def test_gradients_are_bitwise_those_without_overlap(recomputes):
 def test_positions_are_posted_as_without_overlap():
     posted = {False: [], True: []}
     for overlaps, positions in posted.items():
-        exchange = SimulatedExchange(compute=1.0, all_to_all=1.0)
-        make(one_rank(), exchange, overlaps=overlaps, post=positions.append)[0].run()
+        make(one_rank(), SimulatedExchange(), overlaps=overlaps, post=positions.append)[0].run()
     assert posted[True] == posted[False] == list(range(len(posted[False])))
 
 
@@ -137,7 +135,7 @@ def test_the_position_posted_last_is_that_of_the_computation_that_failed(part):
             return result
 
     posted = []
-    exchange = Fails(compute=1.0, all_to_all=1.0)
+    exchange = Fails()
     table = one_rank()
     row = [part for action in lower(table).actions[0] for part in action.parts()]
     pair = next(action for action in table.actions[0] if isinstance(action, Overlap))
@@ -149,8 +147,7 @@ def test_the_position_posted_last_is_that_of_the_computation_that_failed(part):
 
 
 def test_a_trace_has_every_computation_in_order_and_no_time_twice():
-    exchange = SimulatedExchange(compute=1.0, all_to_all=1.0)
-    executor, _ = make(one_rank(), exchange, overlaps=True)
+    executor, _ = make(one_rank(), SimulatedExchange(), overlaps=True)
     spans = compute_spans(executor.run_timed(ThreadClock()), rank=0)
     assert [s.action for s in spans] == [part for action in one_rank().actions[0] for part in action.parts()]
     assert all(a.end <= b.start and a.start < a.end for a, b in zip(spans, spans[1:], strict=False))
@@ -166,8 +163,7 @@ def test_which_pairs_take_turns():
 
 
 def test_pairs_of_stages_without_all_to_alls_run_one_after_the_other():
-    exchange = SimulatedExchange(compute=1.0, all_to_all=1.0)
-    executor, _ = make(one_rank(), exchange, overlaps=False)
+    executor, _ = make(one_rank(), SimulatedExchange(), overlaps=False)
     assert not any(isinstance(operation, OverlappedPair) for _, _, operation in executor._steps)
     assert all(len(actions) == 1 for _, actions, _ in executor._steps)
 

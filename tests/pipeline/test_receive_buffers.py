@@ -59,6 +59,19 @@ def test_one_slot_serves_edges_of_different_shapes():
         assert tuple(buffers.view(receive).shape) == edges[stage].shape and buffers.view(receive).is_contiguous()
 
 
+def test_poison_shows_and_what_lies_in_a_slot_is_copied_before_it_goes_on():
+    table = lower(generate("1f1b", num_stages=3, num_microbatches=6))
+    buffers = buffers_of(table, 1, poison=True)
+    view = buffers.view(receives_of(table, 1)[0]).fill_(2.0)
+    for inside in (view, view.detach(), view[1:], view.view(3, 2)):
+        copy = buffers.copy_if_slot(inside)
+        assert copy.untyped_storage().data_ptr() != view.untyped_storage().data_ptr() and torch.equal(copy, inside)
+    other = view.clone()
+    assert buffers.copy_if_slot(other) is other
+    buffers.free(view)
+    assert view.isnan().all()
+
+
 class Scales:
     """A stage on a rank: times its weight; on the last one the sum."""
 
