@@ -39,6 +39,16 @@ from meshwright.errors import CONTINUE, RunError
 SEND, ALL_TO_ALL, EXCHANGE = "send", "all_to_all", "exchange"
 DEBUG_VARIABLE = "MESHWRIGHT_DEBUG_COLLECTIVES"
 """Environment variable; set to 1 on all ranks to compare ranks before each collective. Read once per group."""
+LOST_RANK_PHRASES = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
+"""Lower-case phrases in a backend's error when another rank is late, lost or in a different collective."""
+EXCHANGE_TIMEOUT_S = 1.0
+"""Seconds to wait for reports from other ranks; ranks stuck in the same hang time out at about the same time."""
+MAX_FRAMES = 8
+NO_REPORT = "reported no failed collective: computing, blocked elsewhere, or stopped"
+_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+TENSORS = ("input", "input_tensor", "tensor", "self")
+Sent = tuple[str, tuple[int, ...]]
+"""Operation and its group: `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `all_to_all` or `exchange`."""
 
 
 class GroupRecord:
@@ -146,15 +156,6 @@ def compare_ranks(operation: TrackedOperation, facts: str, extra: Any = None) ->
         fix = "make the same sequence of calls on every rank, even where a rank has nothing to send"
         raise RunError(what, where=f"{record.describe()}, before the collective started", rule=rule, fix=fix)
     return [extra for _, extra in gathered]
-
-
-LOST_RANK_PHRASES = ("connection", "closed by peer", "timed out", "timeout", "gloo", "nccl", "socket", "broken pipe")
-"""Lower-case phrases in a backend's error when another rank is late, lost or in a different collective."""
-EXCHANGE_TIMEOUT_S = 1.0
-"""Seconds to wait for reports from other ranks; ranks stuck in the same hang time out at about the same time."""
-MAX_FRAMES = 8
-NO_REPORT = "reported no failed collective: computing, blocked elsewhere, or stopped"
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 class CollectiveError(RunError):
@@ -270,13 +271,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]} … {ranks[-1]}"
     return "ranks " + ", ".join(map(str, ranks))
-
-
-TENSORS = ("input", "input_tensor", "tensor", "self")
-
-
-Sent = tuple[str, tuple[int, ...]]
-"""Operation and its group: `all_gather`, `reduce_scatter`, `all_reduce`, `send`, `all_to_all` or `exchange`."""
 
 
 class CollectiveBytes(Counter[Sent]):

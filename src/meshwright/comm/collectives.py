@@ -37,19 +37,18 @@ from meshwright.mesh.process_groups import new_group
 from meshwright.units import counted
 
 T = TypeVar("T")
-
 # PyTorch 2.13 renamed these and deprecates the old names.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 LARGE_SHARD_BYTES = 256 * 1024
 """Shard size per rank above which gloo's all-gather is bound by bandwidth rather than latency."""
-
 NATIVE_DTYPES = frozenset({
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 })  # fmt: skip
 """Dtypes that both gloo and NCCL support; others, such as float8, are sent as bytes."""
+COLLECTIVE_TAG = 0x6D65
+"""Tag of messages within a collective, which keeps them apart from other messages between the same ranks."""
 
 
 def is_distributed() -> bool:
@@ -209,10 +208,6 @@ def broadcast_object(value: T, *, src: int = 0, group: ProcessGroup | None = Non
     with track_collective("broadcast_object", None, group):
         dist.broadcast_object_list(box, group=group, group_src=src)
     return box[0]
-
-
-COLLECTIVE_TAG = 0x6D65
-"""Tag of messages within a collective, which keeps them apart from other messages between the same ranks."""
 
 
 class Transfer:

@@ -25,6 +25,84 @@ K = ActionKind
 
 
 @dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage for one micro-batch."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    """Time of the weight gradients; a full backward takes `backward_input + backward_weight`."""
+    recompute: float = 0.0
+    """Time to recompute the forward at the start of the backward."""
+    activation_bytes: int = 0
+    retained_bytes: int | None = None
+    """Activations kept between I and W; None means all of `activation_bytes`."""
+    recompute_bytes: int = 0
+    """Additional bytes live while the backward runs."""
+    buffer_bytes: int = 0
+    """Size of the receive buffer of an input, and of an output gradient."""
+    parameter_bytes: int = 0
+    """Unsharded parameters, held between UNSHARD and RESHARD."""
+
+
+@dataclass(frozen=True)
+class EdgeCosts:
+    """Cost of a transfer between two adjacent stages, in either direction."""
+
+    latency: float = 0.0
+    bytes_sent: int = 0
+    bytes_per_time: float = float("inf")
+
+    def time(self) -> float:
+        """Return the time from the start of a transfer to its arrival."""
+        return self.latency + self.bytes_sent / self.bytes_per_time
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs per stage and per edge; a single entry applies to all."""
+
+    stages: Sequence[StageCosts]
+    edges: Sequence[EdgeCosts] = (EdgeCosts(),)
+    """Edge s connects stages s and s+1. Transfers between stages on the same rank are free."""
+
+    @staticmethod
+    def uniform(
+        *,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        activation_bytes: int = 1,
+        retained_bytes: int | None = None,
+        edge: EdgeCosts = EdgeCosts(),
+    ) -> Costs:
+        stage = StageCosts(
+            forward, backward_input, backward_weight, activation_bytes=activation_bytes, retained_bytes=retained_bytes
+        )
+        return Costs((stage,), (edge,))
+
+    def stage(self, stage: int) -> StageCosts:
+        return self.stages[stage if len(self.stages) > 1 else 0]
+
+    def edge(self, stage: int) -> EdgeCosts:
+        return self.edges[stage if len(self.edges) > 1 else 0]
+
+    def check(self, num_stages: int) -> None:
+        """Check that the number of entries matches the number of stages and edges.
+
+        Raises:
+            ScheduleError: the numbers do not match.
+        """
+        for name, entries, expected in (("stages", self.stages, num_stages), ("edges", self.edges, num_stages - 1)):
+            if len(entries) not in (1, expected):
+                raise ScheduleError(
+                    f"costs of {len(entries)} {name} for a table with {expected}",
+                    rule=f"costs have one entry per {name.removesuffix('s')}, or a single entry for all",
+                    fix=f"pass {expected} entries",
+                )
+
+
+@dataclass(frozen=True)
 class IdleTime:
     """Idle time of a rank under two definitions."""
 
@@ -244,81 +322,3 @@ def _at_end(part: Action, costs: Costs, schedule: Schedule) -> dict[str, int]:
         received = schedule.is_transfer(part.stage - 1 if part.kind is K.FREE_INPUT else part.stage)
         return {"buffers": -stage.buffer_bytes if received else 0}
     return {"unsharded": -stage.parameter_bytes} if part.kind is K.RESHARD else {}
-
-
-@dataclass(frozen=True)
-class StageCosts:
-    """Costs of one stage for one micro-batch."""
-
-    forward: float = 1.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
-    """Time of the weight gradients; a full backward takes `backward_input + backward_weight`."""
-    recompute: float = 0.0
-    """Time to recompute the forward at the start of the backward."""
-    activation_bytes: int = 0
-    retained_bytes: int | None = None
-    """Activations kept between I and W; None means all of `activation_bytes`."""
-    recompute_bytes: int = 0
-    """Additional bytes live while the backward runs."""
-    buffer_bytes: int = 0
-    """Size of the receive buffer of an input, and of an output gradient."""
-    parameter_bytes: int = 0
-    """Unsharded parameters, held between UNSHARD and RESHARD."""
-
-
-@dataclass(frozen=True)
-class EdgeCosts:
-    """Cost of a transfer between two adjacent stages, in either direction."""
-
-    latency: float = 0.0
-    bytes_sent: int = 0
-    bytes_per_time: float = float("inf")
-
-    def time(self) -> float:
-        """Return the time from the start of a transfer to its arrival."""
-        return self.latency + self.bytes_sent / self.bytes_per_time
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Costs per stage and per edge; a single entry applies to all."""
-
-    stages: Sequence[StageCosts]
-    edges: Sequence[EdgeCosts] = (EdgeCosts(),)
-    """Edge s connects stages s and s+1. Transfers between stages on the same rank are free."""
-
-    @staticmethod
-    def uniform(
-        *,
-        forward: float = 1.0,
-        backward_input: float = 1.0,
-        backward_weight: float = 1.0,
-        activation_bytes: int = 1,
-        retained_bytes: int | None = None,
-        edge: EdgeCosts = EdgeCosts(),
-    ) -> Costs:
-        stage = StageCosts(
-            forward, backward_input, backward_weight, activation_bytes=activation_bytes, retained_bytes=retained_bytes
-        )
-        return Costs((stage,), (edge,))
-
-    def stage(self, stage: int) -> StageCosts:
-        return self.stages[stage if len(self.stages) > 1 else 0]
-
-    def edge(self, stage: int) -> EdgeCosts:
-        return self.edges[stage if len(self.edges) > 1 else 0]
-
-    def check(self, num_stages: int) -> None:
-        """Check that the number of entries matches the number of stages and edges.
-
-        Raises:
-            ScheduleError: the numbers do not match.
-        """
-        for name, entries, expected in (("stages", self.stages, num_stages), ("edges", self.edges, num_stages - 1)):
-            if len(entries) not in (1, expected):
-                raise ScheduleError(
-                    f"costs of {len(entries)} {name} for a table with {expected}",
-                    rule=f"costs have one entry per {name.removesuffix('s')}, or a single entry for all",
-                    fix=f"pass {expected} entries",
-                )

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from meshwright.pipeline.actions import COMPUTE, Action
 from meshwright.pipeline.schedule_table import parse_action
 
+SCHEDSTAT = "/proc/thread-self/schedstat"
+
 
 @dataclass(frozen=True)
 class Span:
@@ -100,9 +102,6 @@ def from_values(values: Mapping[str, Any]) -> dict[str, Timeline]:
         spans = (Span(rank, parse_action(text).parts()[0], start, end) for rank, text, start, end in entry["spans"])
         timelines[name] = Timeline(entry["num_ranks"], tuple(spans))
     return timelines
-
-
-SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class Reading(NamedTuple):

@@ -29,13 +29,32 @@ from meshwright.pipeline.schedule_table import Schedule
 K = ActionKind
 Key = tuple[ActionKind, int, int]
 """Key of a live tensor: the kind that frees it, stage and micro-batch."""
-
 NAMES = {K.FREE_INPUT: "an input", K.FREE_GRADIENT: "a gradient", K.FREE_OUTPUT: "an output",
          K.FREE_INPUT_GRADIENT: "the gradient of an input"}  # fmt: skip
 BROUGHT_BY = {K.FREE_INPUT: K.RECV_FORWARD, K.FREE_GRADIENT: K.RECV_BACKWARD, K.FREE_OUTPUT: K.FORWARD,
               K.FREE_INPUT_GRADIENT: K.BACKWARD}  # fmt: skip
 FREED_BY = {kind: free for free, kind in BROUGHT_BY.items()}
 SYNC_BLOCKS = "a sync blocks until all ranks of its group reach it; a transfer after it could deadlock"
+
+
+class ActionLocation(NamedTuple):
+    """Rank and position of an action in a table."""
+
+    rank: int
+    position: int
+    """Zero-based index in the rank's row; messages count from 1."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, position {self.position + 1}"
+
+
+def violation(loc: ActionLocation, action: Action | Overlap, what: str, *, rule: str, fix: str) -> ScheduleError:
+    """Return an error about an action; `what` continues a sentence that starts with the action."""
+    return ScheduleError(f"{action} {what}", where=f"{loc}, {action}", rule=rule, fix=fix)
+
+
+def before(position: int | None) -> str:
+    return "" if position is None else f" before position {position + 1}"
 
 
 def check_buffers(schedule: Schedule, shared: Sequence[Sequence[int]] | None) -> None:
@@ -275,23 +294,3 @@ def _check_partners(schedule: Schedule) -> None:
                 rule="a group syncs once on each rank with one of its stages",
                 fix="put one SYNC_SHARED on each of the group's ranks",
             )  # fmt: skip
-
-
-class ActionLocation(NamedTuple):
-    """Rank and position of an action in a table."""
-
-    rank: int
-    position: int
-    """Zero-based index in the rank's row; messages count from 1."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}, position {self.position + 1}"
-
-
-def violation(loc: ActionLocation, action: Action | Overlap, what: str, *, rule: str, fix: str) -> ScheduleError:
-    """Return an error about an action; `what` continues a sentence that starts with the action."""
-    return ScheduleError(f"{action} {what}", where=f"{loc}, {action}", rule=rule, fix=fix)
-
-
-def before(position: int | None) -> str:
-    return "" if position is None else f" before position {position + 1}"

@@ -34,6 +34,7 @@ K = ActionKind
 NO_GRADIENTS, EVALUATION = "no gradients", "evaluation mode"
 Place = tuple[int, int]
 """Stage, and number of the captured layer in its chunk."""
+Key = tuple[ActionKind, int, int, int]
 
 
 @dataclass
@@ -46,6 +47,125 @@ class CaptureStats:
     """Tensors copied into static memory because they came from elsewhere, or out of it because they leave the chunk."""
     pool_bytes: int = 0
     eager: Counter[str] = field(default_factory=Counter)
+
+
+class Progress:
+    """Computations of a plan in order; both of an overlapped pair count as one position.
+
+    After the last computation comes the first again, of the next step.
+    """
+
+    def __init__(self, plan: CapturePlan) -> None:
+        found = [event for event in plan.events if event.layer is not None]
+        self._groups: list[dict[Key, str]] = [
+            {(e.kind, e.stage, e.microbatch, e.layer): str(e) for e in group if e.layer is not None}
+            for _, group in groupby(found, key=lambda e: (e.begin, e.end))
+        ]
+        self._last = {(e.stage, e.microbatch): (e.kind, e.stage, e.microbatch, e.layer) for e in found}
+        self._all = {key for group in self._groups for key in group}
+        self.num_steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.num_steps += 1
+        self._position = 0
+        self._done: set[Key] = set()
+        self._skipped: set[Key] = set()
+
+    def has(self, key: Key) -> bool:
+        return key in self._all
+
+    def is_skipped(self, key: Key) -> bool:
+        """Return whether a computation runs eagerly, or not at all, in this step."""
+        return key in self._skipped
+
+    def skip(self, key: Key) -> None:
+        """Expect a computation no longer."""
+        if key in self._all:
+            self._skipped.add(key)
+            self._step_on()
+
+    def advance(self, key: Key) -> None:
+        """Note that a computation runs.
+
+        Raises:
+            CaptureError: the plan has another one now.
+        """
+        here = self._groups[self._position]
+        if key not in here or key in self._done:
+            kind, stage, microbatch, layer = key
+            due = " or ".join(text for one, text in here.items() if one not in self._done | self._skipped)
+            what = f"{stage}{kind.value}{microbatch}.{layer} runs where the plan has {due}"
+            rule = "graphs are replayed in the order of the plan's table"
+            fix = "runner.reset() before a step that follows an unfinished one"
+            raise CaptureError(what, where=f"capture, computation {self._position} of the step", rule=rule, fix=fix)
+        self._done.add(key)
+        self._step_on()
+
+    def ends(self, key: Key) -> bool:
+        """Return whether a computation is the last one of its micro-batch in the chunk."""
+        return self._last[key[1], key[2]] == key
+
+    def _step_on(self) -> None:
+        while all(key in self._done or key in self._skipped for key in self._groups[self._position]):
+            self._position += 1
+            if self._position == len(self._groups):
+                self.reset()
+                return
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Static tensors of a layer and a micro-batch; None for gradients that there are none of."""
+
+    inputs: tuple[Static, ...]
+    """The input, or the output of the layer that this one follows, and the arguments."""
+    outputs: tuple[Static, ...]
+    output_gradients: tuple[Static | None, ...]
+    input_gradients: tuple[Static | None, ...]
+    leaving_output: Content | None
+    """Copy of the output for the next stage, if it has one."""
+    leaving_gradient: Content | None
+    """Copy of the input's gradient for the previous stage, if it has one."""
+    inner: tuple[Static, ...]
+    """Those that nothing outside the chunk reads."""
+
+
+def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: StaticTensors) -> Binding:
+    """Return the static tensors of a layer of the chunk `layers` and a micro-batch."""
+
+    def at(content: Content) -> Static:
+        return Static(statics, content)
+
+    observed, number = one.observed, one.number
+    own = Content(Role.INPUT, one.stage, number, m)
+    source = replace(own, role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
+    arguments = [replace(own, layer=first_with(layers, n), number=n) for n in observed.numbers]
+    inputs = [source, *arguments]
+    outputs = [replace(own, role=Role.OUTPUT, number=at) for at in range(len(observed.outputs))]
+    gradients = [replace(content, role=Role.OUTPUT_GRADIENT) for content in outputs]
+    if number + 1 < len(layers) and follows_another(layers, number + 1):
+        gradients[0] = replace(own, role=Role.INPUT_GRADIENT, layer=number + 1)
+    has_gradient = [observed.outputs[at].requires_grad for at in observed.order()]
+    found = [replace(own, role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
+    wanted = [facts.requires_grad for facts in observed.inputs]
+    given = [at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
+    returned = [at(c) if has else None for c, has in zip(found, wanted, strict=True)]
+    is_first, is_last = number == 0, number == len(layers) - 1
+    inner = [at(c) for c in inputs if c.role is Role.INPUT]
+    inner += [at(c) for c in outputs[1 if is_last else 0 :]]
+    inner += [static for static in (*given, *returned[1 if is_first else 0 :]) if static is not None]
+    leaving = [replace(own, role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
+    copies = [content if statics.has(content) else None for content in leaving]
+    return Binding(
+        tuple(map(at, inputs)),
+        tuple(map(at, outputs)),
+        tuple(given),
+        tuple(returned),
+        leaving_output=copies[0],
+        leaving_gradient=copies[1],
+        inner=tuple(inner),
+    )
 
 
 class Runner:
@@ -343,60 +463,6 @@ class Runner:
 
 
 @dataclass(frozen=True)
-class Binding:
-    """Static tensors of a layer and a micro-batch; None for gradients that there are none of."""
-
-    inputs: tuple[Static, ...]
-    """The input, or the output of the layer that this one follows, and the arguments."""
-    outputs: tuple[Static, ...]
-    output_gradients: tuple[Static | None, ...]
-    input_gradients: tuple[Static | None, ...]
-    leaving_output: Content | None
-    """Copy of the output for the next stage, if it has one."""
-    leaving_gradient: Content | None
-    """Copy of the input's gradient for the previous stage, if it has one."""
-    inner: tuple[Static, ...]
-    """Those that nothing outside the chunk reads."""
-
-
-def bind(one: CapturedLayer, m: int, layers: Sequence[LayerSignature], statics: StaticTensors) -> Binding:
-    """Return the static tensors of a layer of the chunk `layers` and a micro-batch."""
-
-    def at(content: Content) -> Static:
-        return Static(statics, content)
-
-    observed, number = one.observed, one.number
-    own = Content(Role.INPUT, one.stage, number, m)
-    source = replace(own, role=Role.OUTPUT, layer=number - 1) if follows_another(layers, number) else own
-    arguments = [replace(own, layer=first_with(layers, n), number=n) for n in observed.numbers]
-    inputs = [source, *arguments]
-    outputs = [replace(own, role=Role.OUTPUT, number=at) for at in range(len(observed.outputs))]
-    gradients = [replace(content, role=Role.OUTPUT_GRADIENT) for content in outputs]
-    if number + 1 < len(layers) and follows_another(layers, number + 1):
-        gradients[0] = replace(own, role=Role.INPUT_GRADIENT, layer=number + 1)
-    has_gradient = [observed.outputs[at].requires_grad for at in observed.order()]
-    found = [replace(own, role=Role.INPUT_GRADIENT, number=n) for n in (0, *observed.numbers)]
-    wanted = [facts.requires_grad for facts in observed.inputs]
-    given = [at(c) if has else None for c, has in zip(gradients, has_gradient, strict=True)]
-    returned = [at(c) if has else None for c, has in zip(found, wanted, strict=True)]
-    is_first, is_last = number == 0, number == len(layers) - 1
-    inner = [at(c) for c in inputs if c.role is Role.INPUT]
-    inner += [at(c) for c in outputs[1 if is_last else 0 :]]
-    inner += [static for static in (*given, *returned[1 if is_first else 0 :]) if static is not None]
-    leaving = [replace(own, role=role) for role in (Role.HANDED_OVER, Role.HANDED_BACK)]
-    copies = [content if statics.has(content) else None for content in leaving]
-    return Binding(
-        tuple(map(at, inputs)),
-        tuple(map(at, outputs)),
-        tuple(given),
-        tuple(returned),
-        leaving_output=copies[0],
-        leaving_gradient=copies[1],
-        inner=tuple(inner),
-    )
-
-
-@dataclass(frozen=True)
 class LayerReplay:
     runner: Runner
     layer: CapturedLayer
@@ -425,71 +491,3 @@ class Replay(torch.autograd.Function):
         result = replay.layer.gradients.result
         weights = (result(at) if at in stored else None for at in range(ctx.num_weights))
         return (None, None, *found, *weights)
-
-
-Key = tuple[ActionKind, int, int, int]
-
-
-class Progress:
-    """Computations of a plan in order; both of an overlapped pair count as one position.
-
-    After the last computation comes the first again, of the next step.
-    """
-
-    def __init__(self, plan: CapturePlan) -> None:
-        found = [event for event in plan.events if event.layer is not None]
-        self._groups: list[dict[Key, str]] = [
-            {(e.kind, e.stage, e.microbatch, e.layer): str(e) for e in group if e.layer is not None}
-            for _, group in groupby(found, key=lambda e: (e.begin, e.end))
-        ]
-        self._last = {(e.stage, e.microbatch): (e.kind, e.stage, e.microbatch, e.layer) for e in found}
-        self._all = {key for group in self._groups for key in group}
-        self.num_steps = 0
-        self.reset()
-
-    def reset(self) -> None:
-        self.num_steps += 1
-        self._position = 0
-        self._done: set[Key] = set()
-        self._skipped: set[Key] = set()
-
-    def has(self, key: Key) -> bool:
-        return key in self._all
-
-    def is_skipped(self, key: Key) -> bool:
-        """Return whether a computation runs eagerly, or not at all, in this step."""
-        return key in self._skipped
-
-    def skip(self, key: Key) -> None:
-        """Expect a computation no longer."""
-        if key in self._all:
-            self._skipped.add(key)
-            self._step_on()
-
-    def advance(self, key: Key) -> None:
-        """Note that a computation runs.
-
-        Raises:
-            CaptureError: the plan has another one now.
-        """
-        here = self._groups[self._position]
-        if key not in here or key in self._done:
-            kind, stage, microbatch, layer = key
-            due = " or ".join(text for one, text in here.items() if one not in self._done | self._skipped)
-            what = f"{stage}{kind.value}{microbatch}.{layer} runs where the plan has {due}"
-            rule = "graphs are replayed in the order of the plan's table"
-            fix = "runner.reset() before a step that follows an unfinished one"
-            raise CaptureError(what, where=f"capture, computation {self._position} of the step", rule=rule, fix=fix)
-        self._done.add(key)
-        self._step_on()
-
-    def ends(self, key: Key) -> bool:
-        """Return whether a computation is the last one of its micro-batch in the chunk."""
-        return self._last[key[1], key[2]] == key
-
-    def _step_on(self) -> None:
-        while all(key in self._done or key in self._skipped for key in self._groups[self._position]):
-            self._position += 1
-            if self._position == len(self._groups):
-                self.reset()
-                return

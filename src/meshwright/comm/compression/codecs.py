@@ -54,7 +54,8 @@ from meshwright.errors import InputError
 ROTATION_SIZE = 32
 QUANTISED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that lossy codecs encode and decode to."""
-
+BETA = 0.8
+"""Decay of the moving average of the error; LoCo's value."""
 _SMALLEST_NORMAL = 2.0**-126
 _NAN_BITS = 0x7FC0
 
@@ -248,10 +249,6 @@ def _hadamard(x_gk: Tensor) -> Tensor:
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         x_gk = torch.stack([first + second, first - second], -2).reshape(shape)
     return x_gk
-
-
-BETA = 0.8
-"""Decay of the moving average of the error; LoCo's value."""
 
 
 def loco_quantise(g: Tensor, error: Tensor, codec: Codec, *, beta: float = BETA) -> tuple[Tensor, Tensor]:

@@ -47,8 +47,10 @@ from meshwright.log import get_logger
 if TYPE_CHECKING:
     from meshwright.comm.kernels.triton_kernels import TritonKernels
 
-
 _log = get_logger(__name__)
+SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
+"""Compiler flags, without contraction: a fused multiply-add rounds once where the reference rounds twice."""
 
 
 def encode(x: Tensor, codec: Codec, *, rotate: bool = False) -> Tensor:
@@ -140,11 +142,6 @@ def _kernels(x: Tensor, codec: Codec) -> CpuKernels | TritonKernels | None:
     if x.is_cuda:
         return find_triton()
     return find_kernels() if x.device.type == "cpu" else None
-
-
-SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-ffp-contract=off")
-"""Compiler flags, without contraction: a fused multiply-add rounds once where the reference rounds twice."""
 
 
 class BuildError(Exception):
