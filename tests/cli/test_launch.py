@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.config.source import to_toml
 from meshwright.errors import MeshwrightError
 from meshwright.plan.rules import load
+from meshwright.train.launch.cluster_job import to_yaml
 from tests.cli.cluster_stand_ins import directives, expand
 from tests.cli.jobset_schema import breaches
 from tests.helpers import alternatives, shown_error
@@ -298,3 +301,22 @@ def test_the_docs_show_what_the_commands_write(here, tmp_path):
     [shown] = [block for block in blocks if block.startswith("error ")]
     wrong = here("launch", "slurm", "llama3-70b", "mesh.dp_shard=8", "mesh.tp=8", "--nodes", 2, "--gpus-per-node", 8)
     assert wrong.stderr == shown
+
+
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+    st.sampled_from(["yes", "No", "null", "~", "1.5", "0x10", "12:30", "2024-01-01", "a\nb\n", "\na", "a \nb", ""]),
+)
+
+
+@given(st.lists(st.dictionaries(TEXTS, st.one_of(TEXTS, st.booleans(), st.integers(), st.lists(TEXTS))), min_size=1))
+def test_manifests_are_read_as_the_values_that_they_were_written_from(documents):
+    assert list(yaml.safe_load_all(to_yaml(documents))) == documents
+
+
+def test_scripts_are_blocks_and_nothing_is_an_alias():
+    words = ["--out", "mesh.tp=2"]
+    value = {"script": "if x; then\n\n    y\nfi\n", "a": words, "b": words}
+    assert to_yaml([value, {"c": "yes"}]) == (
+        "script: |\n  if x; then\n\n      y\n  fi\na:\n- --out\n- mesh.tp=2\nb:\n- --out\n- mesh.tp=2\n---\nc: 'yes'\n"
+    )

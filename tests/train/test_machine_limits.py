@@ -1,7 +1,8 @@
-"""Runs that can't fit this machine are refused before anything is started, with a way out that works."""
+"""Runs that can't fit this machine are refused with a way out that works; threads are chosen, or fit the cores."""
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -11,7 +12,16 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import SHARED, predict_memory, predict_process_memory
 from meshwright.plan.rules import load
 from meshwright.train.launch import launcher, machine_limits
-from meshwright.train.launch.machine_limits import check_machine, check_memory, check_ranks, needed_bytes
+from meshwright.train.launch.launcher import NO_THREAD_CACHE, TUNABLES, rank_environment
+from meshwright.train.launch.machine_limits import (
+    BusyCores,
+    advice,
+    check_machine,
+    check_memory,
+    check_ranks,
+    needed_bytes,
+    threads_per_rank,
+)
 from meshwright.units import GIB
 from tests.helpers import meshwright, shown_error
 
@@ -71,7 +81,6 @@ def test_memory_is_that_of_all_ranks_here(on_cpu, words, excess):
 
 @pytest.mark.parametrize(("words", "num_bytes"), [
     (["train.global_batch=512", "train.seq_len=1024"], 2 * GIB),
-    (["train.global_batch=128", "train.seq_len=4096", "mesh.dp_shard=2"], 2 * GIB),
     (["model.dim=2048", "model.num_layers=32", "model.num_heads=16", "model.ffn_dim=8192"], 4 * GIB),
     (["train.global_batch=64", "train.seq_len=8192", "recompute.policy=full"], 2 * GIB),
 ])  # fmt: skip
@@ -102,3 +111,94 @@ def test_the_command_says_it_before_it_makes_a_folder(tmp_path):
     done = meshwright("run", "model.dim=100000000", CPU, "--out", tmp_path / "run")
     assert done.returncode == 2 and "would need" in shown_error(done.stderr)["error"]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def eight_cores(monkeypatch):
+    monkeypatch.setattr(machine_limits, "num_cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "variable", "num_ranks", "expected"),
+    [
+        (None, None, 1, 8), (None, None, 3, 2), (None, None, 100, 1), (5, "3", 4, 5),
+        (None, "3,2", 4, 3), (None, "many", 4, 2), (None, "0", 4, 2), (None, "", 4, 2),
+    ],
+)  # fmt: skip
+def test_the_configuration_comes_before_the_environment_and_that_before_the_cores(
+    monkeypatch, eight_cores, chosen, variable, num_ranks, expected
+):
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    assert threads_per_rank(chosen, num_ranks=num_ranks) == expected
+
+
+def test_the_environment_is_as_before_once_ranks_have_started(monkeypatch, eight_cores):
+    monkeypatch.delenv(TUNABLES, raising=False)
+    with rank_environment(3):
+        assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ[TUNABLES] == NO_THREAD_CACHE
+    assert "OMP_NUM_THREADS" not in os.environ and TUNABLES not in os.environ
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    with pytest.raises(KeyError), rank_environment(3):
+        raise KeyError
+    assert os.environ["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [
+    ("glibc.malloc.arena_max=1", f"glibc.malloc.arena_max=1:{NO_THREAD_CACHE}"),
+    ("glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"), ("", NO_THREAD_CACHE),
+])  # fmt: skip
+def test_a_thread_cache_that_a_user_chose_stays(monkeypatch, chosen, expected):
+    monkeypatch.setenv(TUNABLES, chosen)
+    with rank_environment(3):
+        assert os.environ[TUNABLES] == expected
+    assert os.environ[TUNABLES] == chosen
+
+
+def stat(path, *rows):
+    path.write_text("".join(f"{name} {' '.join(map(str, ticks))}\n" for name, ticks in rows))
+
+
+def test_business_is_that_of_other_programs_on_our_cores(monkeypatch, tmp_path):
+    """A second in which one of our two cores was busy, half of that with this process."""
+    monkeypatch.setattr(machine_limits, "STAT", path := tmp_path / "stat")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
+    tick, now, own = os.sysconf("SC_CLK_TCK"), [10.0], [4.0]
+    monkeypatch.setattr(machine_limits.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(os, "times", lambda: os.times_result((own[0], 0, 0, 0, 0)))
+    idle = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+    stat(path, ("cpu", [99 * tick] * 10), *((f"cpu{core}", idle) for core in range(4)))
+    others = BusyCores()
+    busy = [tick // 4, 0, tick // 4, 7, 7, 0, tick // 4, tick // 4, 99, 99]
+    stat(path, ("cpu", idle), ("cpu0", [99 * tick] * 10), ("cpu1", busy), ("cpu2", idle), ("cpu3", [tick] * 10))
+    now[0], own[0] = 11.0, 4.5
+    assert others.count() == pytest.approx(0.5)
+
+
+class Busy(BusyCores):
+    def __init__(self, cores):
+        self.cores = cores
+
+    def count(self):
+        return self.cores
+
+
+def test_a_warning_names_a_number_that_fits(eight_cores):
+    assert "other programs use 6.2 of 8 cores: 4 threads per rank may be slow; train.threads=1 may" in advice(
+        None, num_ranks=2, others=Busy(6.2)
+    )
+    assert "train.threads=5 may be faster" in advice(None, num_ranks=1, others=Busy(2.9))
+
+
+def test_no_warning_on_an_idle_machine_or_where_a_person_has_chosen(monkeypatch, eight_cores):
+    assert advice(None, num_ranks=1, others=Busy(0.4)) is None
+    assert advice(8, num_ranks=1, others=Busy(8.0)) is None
+    assert advice(None, num_ranks=8, others=Busy(8.0)) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert advice(None, num_ranks=1, others=Busy(8.0)) is None
+
+
+def test_a_kernel_that_does_not_tell_is_taken_as_idle(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine_limits, "STAT", tmp_path / "none")
+    assert BusyCores().count() == 0.0

@@ -21,7 +21,7 @@ from meshwright.models.tasks.next_token import text_unit
 from meshwright.train.record import trackers
 from meshwright.train.record.metrics import tracked_values
 from meshwright.train.record.record_files import in_unit
-from meshwright.train.record.sink import RunInfo
+from meshwright.train.record.sink import RunInfo, TensorBoardSink, TrackioSink, WandbSink, continue_run
 from meshwright.train.record.trackers import Trackers, check_trackers
 from tests.helpers import clean_environment
 from tests.train.runs import Fault, metrics, train
@@ -172,8 +172,6 @@ def scalars(folder, name):
 
 def test_tensorboard_shows_the_last_values_images_and_texts(run, tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from meshwright.train.record.sink import TensorBoardSink
-
     record(TensorBoardSink(), run, range(1, 7))
     record(TensorBoardSink(), resumed(run), range(4, 9))
     expected = {1: 1, 2: 2, 3: 3, 4: 304, 5: 305, 6: 306, 7: 307, 8: 308}
@@ -198,8 +196,6 @@ def image(folder):
 @pytest.mark.slow
 def test_wandb_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    from meshwright.train.record.sink import WandbSink
-
     for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true"), ("WANDB_DISABLE_GIT", "true")):
         monkeypatch.setenv(name, value)
     try:
@@ -239,8 +235,6 @@ def Image(value, caption=None): return value
 
 
 def test_trackio_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
-    from meshwright.train.record.sink import TrackioSink
-
     trackio = ModuleType("trackio")
     exec(STAND_IN, vars(trackio))
     monkeypatch.setitem(sys.modules, "trackio", trackio)
@@ -255,8 +249,6 @@ def test_trackio_goes_on_with_the_same_run(run, tmp_path, monkeypatch):
 def test_trackio_itself_keeps_each_step_once(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    from meshwright.train.record.sink import TrackioSink
-
     record(TrackioSink(), run, range(1, 7))
     record(TrackioSink(), resumed(run), range(4, 9))
     [path] = (tmp_path / "trackio").glob("*.db")
@@ -265,23 +257,14 @@ def test_trackio_itself_keeps_each_step_once(run, tmp_path, monkeypatch):
 
 
 def test_a_third_attempt_repeats_nothing_either(run):
-    """The second one ended before the steps that the first had recorded."""
-    from meshwright.train.record.sink import continue_run
-
+    """The second one ended before the steps that the first had recorded; one that did not start has recorded none."""
     steps = []
+    with pytest.raises(OSError), continue_run(run, "run.json", "none"):
+        raise OSError
     for recorded in (0, 10, 8):
         with continue_run(replace(run, recorded_step=recorded), "run.json", f"name-{recorded}") as (name, step):
             steps.append((name, step))
     assert steps == [("name-0", 0), ("name-0", 10), ("name-0", 10)]
-
-
-def test_a_tracker_that_did_not_start_has_recorded_nothing(run):
-    from meshwright.train.record.sink import continue_run
-
-    with pytest.raises(OSError), continue_run(run, "run.json", "first"):
-        raise OSError
-    with continue_run(resumed(run), "run.json", "second") as found:
-        assert found == ("second", 0)
 
 
 @pytest.mark.parametrize(
@@ -349,20 +332,14 @@ def test_what_is_no_sink_is_said_before_the_run(own, name, what, fix):
     assert what in error.what and error.where == "train.trackers" and error.rule and fix in error.fix
 
 
-def test_other_kinds_of_methods_are_a_sink_s(own):
-    check_trackers(["own_sinks:Plain"])
-
-
-def test_what_a_function_returns_is_tried_too(own, run):
-    check_trackers(["own_sinks:losses"])
-    with pytest.raises(ConfigError, match="losses.log can't be called with step and values: too many"):
-        Trackers(["own_sinks:losses"], run)
-
-
-def test_a_function_that_returns_no_sink_is_said_before_the_first_step(own, run):
-    check_trackers(["own_sinks:nothing"])
-    with pytest.raises(ConfigError, match="returned None"):
-        Trackers(["own_sinks:nothing"], run)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("losses", "losses.log can't be called with step and values: too many"), ("nothing", "returned None")],
+)
+def test_what_a_function_returns_is_tried_before_the_first_step(own, run, name, what):
+    check_trackers([f"own_sinks:{name}", "own_sinks:Plain"])
+    with pytest.raises(ConfigError, match=what):
+        Trackers([f"own_sinks:{name}"], run)
 
 
 @pytest.mark.parametrize("name", trackers.SINKS)
