@@ -113,12 +113,7 @@ def commit(
 ) -> Path:
     """Turn the directory from `begin` into the checkpoint of `step` atomically, and return its final path.
 
-    Args:
-        temporary: contains every file of `files`, flushed to disk by its writer (`DurableFile`).
-        step: completed optimizer steps.
-        model: the model's identity.
-        run: state that the trainer needs to resume.
-        files: the manifest entry of every file.
+    It contains every file of `files`, flushed to disk by its writer (`DurableFile`).
 
     Raises:
         RunError: a file is missing or has the wrong size.

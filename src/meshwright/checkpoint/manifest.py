@@ -1,18 +1,14 @@
-"""Checkpoint manifest, integrity checks, and selection of a run's valid checkpoints.
+"""Checkpoint manifest, integrity checks, and selection of a run's valid checkpoints. Does not import torch.
 
-Does not import torch. `manifest.json` lists the size and hash of every other file; `atomic_directory` describes how it
-is written. The last line of the manifest is a hash of all bytes before it, so damage to the manifest itself is detected
-as well. The hashes do not protect against tampering: an attacker who can write files can also write hashes.
+`manifest.json` lists the size and hash of every other file; `atomic_directory` describes how it is written. The last
+line of the manifest is a hash of all bytes before it, so damage to the manifest itself is detected as well. The hashes
+do not protect against tampering: an attacker who can write files can also write hashes.
 
-Sidecar files: small files that a checkpoint carries for its export, such as the tokenizer's.
+Files are hashed from memory while they are written, to detect corruption by a failing disk or controller, by plain
+`write` calls rather than a memory map: a full disk raises an `OSError` instead of killing the process with a bus error.
 
-They are in a folder of the checkpoint and in its manifest, and every later checkpoint of the run has them too: a path
-to them could be gone by the time of the export, and earlier checkpoints are removed.
-
-Files that are hashed while they are written, and flushed to disk.
-
-They use plain `write` calls rather than a memory map, so a full disk raises an `OSError` instead of killing the process
-with a bus error. The hash is computed from the bytes in memory, to detect corruption by a failing disk or controller.
+Sidecar files, such as the tokenizer's, are what a checkpoint carries for its export. Every later checkpoint of the run
+has them too: a path to them could be gone by the time of the export, and earlier checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -31,21 +27,6 @@ from typing import Any
 from meshwright.errors import CheckpointError, continue_command
 from meshwright.settings.violation import format_fix
 from meshwright.units import counted
-
-__all__ = [
-    "FileEntry",
-    "Manifest",
-    "check_model",
-    "encode",
-    "hash_file",
-    "list_checkpoints",
-    "model_arguments",
-    "newest_complete",
-    "newest_valid",
-    "read_manifest",
-    "size_problem",
-    "verify",
-]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -211,8 +192,9 @@ def check_model(
         fix = f"use a preset of a {there}, with {format_fix(own) or model_arguments(saved)}"
     else:
         fix = f"set {arguments}" if arguments else f"omit {name}, or restore the file that has it"
+    shown = ["not set" if value is None else json.dumps(value) for value in (here, there)]
     raise CheckpointError(
-        f"{name} is {_format_value(here)} here and {_format_value(there)} in the checkpoint",
+        f"{name} is {shown[0]} here and {shown[1]} in the checkpoint",
         where=str(manifest.path),
         rule="a checkpoint loads into the model it was saved from, on any layout",
         fix=f"{fix}, or start without this checkpoint",
@@ -264,14 +246,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _format_value(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value)
-
-
 def _check_sizes(manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
-        problem = size_problem(manifest.path / name, entry)
-        if problem:
+        if problem := size_problem(manifest.path / name, entry):
             raise _damaged(manifest.path, name, problem)
 
 
@@ -314,7 +291,6 @@ def _damaged(path: Path, name: str, state: str) -> CheckpointError:
 
 
 SIDECARS = "sidecars"
-"""Their folder in a checkpoint."""
 
 
 def sidecar_path(name: str) -> str:
@@ -323,11 +299,7 @@ def sidecar_path(name: str) -> str:
 
 
 def read_sidecars(manifest: Manifest) -> dict[str, bytes]:
-    """Read a checkpoint's sidecar files, by name; without checking their hashes.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Read a checkpoint's sidecar files, by name; without checking their hashes."""
     names = [name for name in manifest.files if name.startswith(sidecar_path(""))]
     try:
         return {name.removeprefix(sidecar_path("")): (manifest.path / name).read_bytes() for name in names}
@@ -391,33 +363,21 @@ class DurableFile:
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:
-    """Write a new file, and flush it to disk.
-
-    Raises:
-        OSError: as in `DurableFile`.
-    """
+    """Write a new file, and flush it to disk."""
     with DurableFile(path) as file:
         file.write(data)
         return file.finish()
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Return the size and hash of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the size and hash of a file."""
     with path.open("rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileEntry(file.tell(), digest)
 
 
 def sync_directory(path: Path) -> None:
-    """Flush a directory to disk, so that names created, renamed or removed in it are durable.
-
-    Raises:
-        OSError: the directory cannot be opened or flushed.
-    """
+    """Flush a directory to disk, so that names created, renamed or removed in it are durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

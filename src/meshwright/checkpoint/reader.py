@@ -100,7 +100,7 @@ def read_tensor(layout: CheckpointLayout, name: str) -> Tensor:
     value = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     for shard in entry.shards:
         with open_tensors(layout.path / shard.file) as file:
-            part = read_slices(file, shard.key, _slices((0,) * len(shard.shape), shard.shape))
+            part = read_slices(file, shard.key, tuple(slice(size) for size in shard.shape))
             value[_slices(shard.offset, shard.shape)] = part
     return value
 

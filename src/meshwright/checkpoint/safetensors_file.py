@@ -1,13 +1,11 @@
-"""Writer and reader of safetensors files, with one tensor in memory at a time.
+"""Safetensors files, written and read with one tensor in memory at a time, and the layout that lists a checkpoint's.
 
-The format (https://github.com/huggingface/safetensors#format): 8 bytes of header length, little-endian; a
-JSON header of name → dtype, shape and byte range; the tensors' bytes. The library's own `save_file` needs all tensors
-on the CPU at once, and neither hashes nor flushes, so files are written here and only read with the library.
+The format (https://github.com/huggingface/safetensors#format): 8 bytes of header length, little-endian; a JSON header
+of name → dtype, shape and byte range; the tensors' bytes. The library's own `save_file` needs all tensors on the CPU at
+once, and neither hashes nor flushes, so files are written here and only read with the library.
 
-Checkpoint layout, stored in `layout.json`: the tensors and the file of each shard.
-
-Does not import torch. The layout corresponds to the metadata of `torch.distributed.checkpoint`, which PyTorch's own
-writer pickles. Loading a pickle can run code, so this file uses JSON.
+`layout.json` holds the tensors and the file of each shard. It corresponds to the metadata of
+`torch.distributed.checkpoint`, which PyTorch's own writer pickles: loading a pickle can run code.
 """
 
 from __future__ import annotations
@@ -28,23 +26,11 @@ from meshwright.checkpoint.manifest import DurableFile, FileEntry
 from meshwright.errors import CheckpointError
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 """Dtypes by their names in safetensors."""
 
 METADATA = "__metadata__"
@@ -63,7 +49,6 @@ class TensorToWrite:
     """Returns the tensor, on any device and with any strides."""
 
     def num_bytes(self) -> int:
-        """Return the tensor's size in bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -144,12 +129,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 def read_slices(file: Any, key: str, index: tuple[slice, ...]) -> Tensor:
     """Read a slice of one tensor in an open file, without reading the rest from disk."""
-    if not index:  # safetensors cannot slice a 0-dim tensor
-        return _tensor(file.get_tensor(key))
-    return _tensor(file.get_slice(key)[index])
-
-
-def _tensor(value: Any) -> Tensor:
+    value = file.get_slice(key)[index] if index else file.get_tensor(key)  # a 0-dim tensor cannot be sliced
     assert isinstance(value, Tensor)
     return value
 
@@ -161,11 +141,8 @@ def _header(tensors: Iterable[TensorToWrite], metadata: Mapping[str, str] | None
         start, end = end, end + tensor.num_bytes()
         if tensor.key in header:  # a shard of w, and a tensor with the name of that shard
             raise _name_error(tensor.key, "is the name of two tensors in a file")
-        header[tensor.key] = {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype = dtype_name(tensor.dtype)
+        header[tensor.key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -206,7 +183,6 @@ class TensorEntry:
     shards: tuple[StoredShard, ...]
 
     def numel(self) -> int:
-        """Return the number of elements of the full tensor."""
         return math.prod(self.shape)
 
 
@@ -271,12 +247,8 @@ def _encode_tensor(entry: TensorEntry) -> str:
 
 
 def _decode_tensor(entry: Any) -> TensorEntry:
-    return TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(_decode_shards(entry["pieces"])))
-
-
-def _decode_shards(shards: Any) -> Iterator[StoredShard]:
-    for offset, shape, file, key in shards:
-        yield StoredShard(tuple(offset), tuple(shape), file, key)
+    shards = [StoredShard(tuple(offset), tuple(shape), file, key) for offset, shape, file, key in entry["pieces"]]
+    return TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(shards))
 
 
 def _unreadable(file: Path, state: str) -> CheckpointError:

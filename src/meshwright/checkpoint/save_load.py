@@ -235,7 +235,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """Arguments of `save_load.save`."""
+    """Arguments of `save`."""
 
     root: Path
     step: int
