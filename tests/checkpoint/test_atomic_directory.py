@@ -23,17 +23,14 @@ def names(root):
 
 def test_nothing_is_a_checkpoint_before_its_commit(tmp_path):
     root = tmp_path / "runs" / "checkpoints"
+    write_file(atomic_directory.begin(root, 5) / "left", b"by an interrupted save")
     temporary = atomic_directory.begin(root, 5)
+    assert list(temporary.iterdir()) == []
     entry = write_file(temporary / "data", b"data")
     assert manifest.list_checkpoints(root) == []
     path = atomic_directory.commit(temporary, step=5, model={}, run={}, files={"data": entry})
     assert manifest.newest_valid(root) == (path, [])
     assert names(root) == ["00000005"]
-
-
-def test_beginning_again_starts_empty(tmp_path):
-    write_file(atomic_directory.begin(tmp_path, 5) / "data", b"left by an interrupted save")
-    assert list(atomic_directory.begin(tmp_path, 5).iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [None, b"da", b"longer than it was"])
@@ -96,18 +93,12 @@ def test_clean_removes_leftovers_and_nothing_else(tmp_path):
     assert manifest.newest_valid(tmp_path)[0] == path
 
 
-def test_prune_keeps_the_newest(tmp_path):
+def test_prune_keeps_the_newest_and_neither_counts_nor_removes_what_is_no_checkpoint(tmp_path):
     paths = [make(tmp_path, step) for step in (1, 2, 3, 4)]
-    assert atomic_directory.prune(tmp_path, 2) == paths[:2]
+    (paths[3] / "manifest.json").unlink()
+    assert atomic_directory.prune(tmp_path, 2) == paths[:1]
     assert atomic_directory.prune(tmp_path, 5) == []
-    assert names(tmp_path) == ["00000003", "00000004"]
-
-
-def test_prune_neither_counts_nor_removes_what_is_no_checkpoint(tmp_path):
-    paths = [make(tmp_path, step) for step in (1, 2, 3)]
-    (paths[2] / "manifest.json").unlink()
-    assert atomic_directory.prune(tmp_path, 1) == paths[:1]
-    assert names(tmp_path) == ["00000002", "00000003"]
+    assert names(tmp_path) == ["00000002", "00000003", "00000004"]
 
 
 def test_prune_leaves_the_one_just_saved_even_if_it_is_not_the_newest(tmp_path):
@@ -124,13 +115,8 @@ def test_everything_is_flushed_before_its_name_and_names_before_the_return(tmp_p
     monkeypatch.setattr(os, "rename", _recording(os.rename, lambda _, source, to: calls.append(f"{source}>{to}")))
     make(tmp_path, 5)
     temporary, final = str(tmp_path / ".tmp-00000005"), str(tmp_path / "00000005")
-    assert calls == [
-        f"{temporary}/data",
-        f"{temporary}/manifest.json",
-        temporary,
-        f"{temporary}>{final}",
-        str(tmp_path),
-    ]
+    data = [f"{temporary}/data", f"{temporary}/manifest.json", temporary]
+    assert calls == [*data, f"{temporary}>{final}", str(tmp_path)]
 
 
 def _recording(function, record):

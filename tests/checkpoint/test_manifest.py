@@ -1,7 +1,9 @@
-"""A manifest notices every change to every file, and names the file."""
+"""A manifest notices every change to every file, and names it; files are written whole, whatever the system does."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import shutil
 import subprocess
@@ -9,11 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.checkpoint import atomic_directory, manifest
-from meshwright.checkpoint.manifest import write_file
+from meshwright.checkpoint import atomic_directory, manifest, save_load
+from meshwright.checkpoint.manifest import DurableFile, FileEntry, hash_file, read_sidecars, write_file
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.llama.family import LlamaSpec
@@ -116,21 +119,12 @@ def test_a_truncated_manifest_is_noticed(shared, left):
 
 
 @pytest.mark.parametrize("name", EVERY_FILE)
-def test_a_missing_file_is_named(checkpoint, name):
+def test_missing_files_appended_bytes_and_directories_are_noticed(checkpoint, name):
+    content = (checkpoint / name).read_bytes()
+    (checkpoint / name).write_bytes(content + b"\n")
+    assert name in damage_of(checkpoint).what
     (checkpoint / name).unlink()
     assert damage_of(checkpoint).what.startswith(f"{name} is missing")
-
-
-@pytest.mark.parametrize("name", EVERY_FILE)
-def test_appended_bytes_are_noticed(checkpoint, name):
-    with (checkpoint / name).open("ab") as file:
-        file.write(b"\n")
-    assert name in damage_of(checkpoint).what
-
-
-@pytest.mark.parametrize("name", EVERY_FILE)
-def test_a_directory_in_place_of_a_file_is_noticed(checkpoint, name):
-    (checkpoint / name).unlink()
     (checkpoint / name).mkdir()
     assert name in damage_of(checkpoint).what
 
@@ -160,12 +154,7 @@ def test_checkpoints_are_listed_by_step_and_nothing_else_is(tmp_path):
         make(tmp_path, step)
     for other in (".tmp-00000004", ".del-00000005", "best", "12", "00000006.bak"):
         (tmp_path / other).mkdir()
-    assert [path.name for path in manifest.list_checkpoints(tmp_path)] == [
-        "00000003",
-        "00000020",
-        "00000100",
-        "123456789",
-    ]
+    assert [path.name for path in manifest.list_checkpoints(tmp_path)] == [f"{step:08d}" for step in steps]
 
 
 def test_the_newest_valid_one_is_taken_and_the_reasons_for_the_others_told(tmp_path):
@@ -249,3 +238,65 @@ def test_reading_checkpoints_needs_no_torch():
     rooms = "manifest, atomic_directory"
     code = f"import sys\nfrom meshwright.checkpoint import {rooms}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+
+
+@given(parts=st.lists(st.binary(max_size=40)), chunk=st.integers(1, 16), most=st.integers(1, 16))
+def test_what_was_written_is_there_and_was_hashed(tmp_path_factory, parts, chunk, most):
+    path = tmp_path_factory.mktemp("durable") / "file"
+    real = os.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "CHUNK_BYTES", chunk)
+        patch.setattr(os, "write", lambda fd, data: real(fd, data[:most]))  # as a system may: not all at once
+        with DurableFile(path) as file:
+            for part in parts:
+                file.write(memoryview(part))
+            entry = file.finish()
+    content = b"".join(parts)
+    assert path.read_bytes() == content
+    assert entry == FileEntry(len(content), hashlib.sha256(content).hexdigest()) == hash_file(path)
+
+
+def test_a_file_is_never_written_over(tmp_path):
+    write_file(tmp_path / "file", b"first")
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "file", b"second")
+    assert (tmp_path / "file").read_bytes() == b"first"
+
+
+def test_a_file_is_closed_when_its_write_fails(tmp_path, monkeypatch):
+    def fail(fd, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space"):
+        write_file(tmp_path / "file", b"data")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+SIDECARS = {"tokenizer.json": b"{}\n", "empty": b"", "templates/tool.jinja": b"{{ \xff }}"}
+
+
+@pytest.fixture
+def with_sidecars(tmp_path):
+    return save_load.save(tmp_path, 1, {"w": torch.ones(2)}, model={}, run={}, keep=1, sidecars=SIDECARS)
+
+
+def test_sidecars_are_read_as_they_were_given(with_sidecars, tmp_path):
+    assert read_sidecars(manifest.verify(with_sidecars)) == SIDECARS
+    assert torch.equal(save_load.read_tensors(with_sidecars, ["w"])["w"], torch.ones(2))
+    without = save_load.save(tmp_path, 2, {"w": torch.ones(2)}, model={}, run={}, keep=1)
+    assert read_sidecars(manifest.verify(without)) == {} and not with_sidecars.exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "templates/tool.jinja"])
+def test_a_changed_or_missing_sidecar_is_named(with_sidecars, name):
+    path = with_sidecars / "sidecars" / name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=f"sidecars/{name} has changed"):
+        manifest.verify(with_sidecars)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"sidecars/{name} is missing"):
+        manifest.verify(with_sidecars)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_sidecars(manifest.read_manifest(with_sidecars))
