@@ -18,7 +18,7 @@ from meshwright.reshard.run.shard_exchange import (
     contiguous_strides,
     split_flat,
 )
-from tests.reshard.staging import staging_elements
+from tests.reshard.by_hand import staging_elements
 from tests.reshard.test_shard_exchange import exchanges, local, whole
 
 

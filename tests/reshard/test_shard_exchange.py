@@ -20,7 +20,7 @@ from meshwright.reshard.run.shard_exchange import (
     messages_sent,
     split_into_rounds,
 )
-from tests.reshard.staging import staging_elements
+from tests.reshard.by_hand import staging_elements
 
 
 @st.composite

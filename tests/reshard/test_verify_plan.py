@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
-from meshwright.mesh.layout import Layout
 from meshwright.reshard import plan
-from meshwright.reshard.planner.steps import ReshardPlan, Step
+from meshwright.reshard.planner.steps import ReshardPlan
+from meshwright.reshard.run.shard_exchange import messages_received
 from meshwright.reshard.verify_plan import check_values, count_exchange, verify
 from tests.reshard.by_hand import plan_of
 from tests.reshard.plan_faults import EXCHANGE, FAULTS, GATHER_SLICE_SWAP, MADE, MAKE, MIXED, REDUCE, ROUNDS
+from tests.reshard.test_plan import small_pairs
 
 RIGHT = [
     GATHER_SLICE_SWAP, EXCHANGE, MIXED, REDUCE, MAKE, ROUNDS,
@@ -112,75 +113,18 @@ def test_small_plans_are_carried_out_on_paper(monkeypatch):
     assert asked == [EXCHANGE]
 
 
-def random_layout(draw: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...], reductions: list[str]) -> Layout:
-    words = []
-    for _ in mesh:
-        dim, kind = draw.randrange(len(shape)), draw.random()
-        words.append("R" if kind < 0.3 else f"P({draw.choice(reductions)})" if kind < 0.45 else f"S{dim}")
-        if kind > 0.92:
-            words[-1] = f"SS{dim}/{draw.choice([2, 3])}"
-    order = {}
-    for dim in range(len(shape)):
-        axes = [axis for axis, word in enumerate(words) if word.startswith((f"S{dim}", f"SS{dim}"))]
-        if len(axes) > 1 and draw.random() < 0.4:
-            order[dim] = draw.sample(axes, len(axes))
-    return Layout.parse(" ".join(words), mesh, shape, order)
-
-
-def random_pair(seed: int, *, num_axes: int = 3) -> tuple[Layout, Layout, str]:
-    draw = random.Random(seed)
-    mesh = tuple(draw.choice([1, 2, 2, 3, 4]) for _ in range(draw.randint(1, num_axes)))
-    shape = tuple(draw.choice([0, 1, 2, 5, 8, 12, 24]) for _ in range(draw.randint(1, 3)))
-    src = random_layout(draw, mesh, shape, ["sum", "sum", "avg", "max"])
-    # What becomes partial does so for one reduction: a maximum around sums has no neutral element in all formats.
-    dst = random_layout(draw, mesh, shape, [draw.choice(["sum", "avg", "max", "product"])])
-    return src, dst, draw.choice(["bf16", "fp32"])
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32))
-def test_plans_of_the_planner_are_accepted(seed):
-    src, dst, dtype = random_pair(seed)
-    planned = plan(src, dst, dtype=dtype)
-    verify(planned)
-    verify(ReshardPlan.from_json(planned.to_json()))
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32))
-def test_plans_under_a_memory_cap_are_accepted(seed):
-    src, dst, dtype = random_pair(seed)
-    free = plan(src, dst, dtype=dtype)
-    try:
-        tight = plan(src, dst, dtype=dtype, memory_cap_bytes=max(1, free.peak_bytes * 3 // 4))
-    except LayoutError as error:
-        assert "memory_cap_bytes" in error.fix
-    else:
-        verify(tight)
-        assert not tight.steps or tight.peak_bytes <= free.peak_bytes * 3 // 4
-
-
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32))
-def test_many_plans_of_the_planner_are_accepted(seed):
-    src, dst, dtype = random_pair(seed, num_axes=4)
-    verify(plan(src, dst, dtype=dtype))
+@given(small_pairs(), st.sampled_from(["bf16", "fp32"]))
+def test_many_plans_of_the_planner_are_accepted(pair, dtype):
+    verify(plan(*pair, dtype=dtype))
 
 
 def test_traffic_is_what_the_pieces_say():
     """The brute count of every pair of ranks, beside the pieces that are sent."""
-    from meshwright.reshard.run.shard_exchange import messages_received
-
-    for one in (GATHER_SLICE_SWAP, EXCHANGE, MIXED, REDUCE):
-        for step in one.steps:
-            assert matrix_of_pieces(step, messages_received) == count_exchange(step).matrix().tolist()
-
-
-def matrix_of_pieces(step: Step, messages_received) -> list[list[float]]:
-    num_ranks = step.src.num_ranks()
-    matrix = [[0.0] * num_ranks for _ in range(num_ranks)]
-    for rank in range(num_ranks):
-        for piece in messages_received(step, rank):
-            matrix[rank][piece.sender] += piece.numel() * (piece.sender != rank)
-    return matrix
+    for step in (step for one in (GATHER_SLICE_SWAP, EXCHANGE, MIXED, REDUCE) for step in one.steps):
+        matrix = np.zeros((step.src.num_ranks(),) * 2)
+        for rank in range(step.src.num_ranks()):
+            for piece in messages_received(step, rank):
+                matrix[rank, piece.sender] += piece.numel() * (piece.sender != rank)
+        assert (matrix == count_exchange(step).matrix()).all()
