@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
 from meshwright.dtensor_ops.fallback import replicate_fallback
+from meshwright.dtensor_ops.sharding_rules import constant_pad_rule, mean_rule, select_rule, slice_rule
+from meshwright.reshard.dtensor.placements import layout_of_placements
 from tests.helpers import covering_pairs
 from tests.reshard.placing import numbers, place
 
@@ -261,3 +266,77 @@ def test_gradients_are_those_of_plain_tensors(gang, num_cuts):
     for found in gang(4).run(gradients, num_cuts, timeout_s=120.0):
         assert {key: outcome for key, outcome in found.items() if not outcome[0]} == {}
         assert {key: outcome for key, outcome in found.items() if outcome[1]} == {}
+
+
+AXES = (2, 3)
+
+
+def pieces(whole, placements):
+    """Yield the local shard of each rank of the mesh."""
+    placements = tuple(Replicate() if p.is_partial() else p for p in placements)
+    layout = layout_of_placements(placements, None, tuple(whole.shape), AXES)
+    for rank in range(math.prod(AXES)):
+        piece = whole
+        for dim, slices in enumerate(layout.local_slices(rank)):
+            piece = torch.cat([piece.narrow(dim, s.start, s.stop - s.start) for s in slices], dim)
+        yield piece
+
+
+def is_right(operator, x, before, after):
+    """Check that the operator on the shards of `x` gives the shards of its result, with partial averages reduced."""
+    found = torch.stack([operator(piece) for piece in pieces(x, before)])
+    found = found.unflatten(0, AXES)
+    for axis, placement in enumerate(after):
+        if placement == Partial("avg"):
+            found = found.mean(axis, keepdim=True).expand(*AXES, *found.shape[2:])
+    expected = torch.stack(list(pieces(operator(x), after))).unflatten(0, AXES)
+    return torch.allclose(found, expected, atol=1e-6)
+
+
+def combinations(rule, x, now, *args, **options):
+    """Yield the placements before and after that the rule allows on both axes."""
+    spec = SimpleNamespace(
+        shape=x.shape, ndim=x.ndim, placements=now, mesh=SimpleNamespace(size=lambda: math.prod(AXES))
+    )
+    for ways in itertools.product(rule(spec, *args, **options), repeat=len(AXES)):
+        before, after = [way[1][0] for way in ways], [way[0][0] for way in ways]
+        if not any(p.is_partial() for p in before):
+            yield before, after
+
+
+OLDER_LAYOUTS = [(Shard(0), Shard(1)), (_StridedShard(0, split_factor=3), Shard(0)), (Shard(1), Replicate())]
+OLDER = [
+    *((mean_rule, torch.mean, (), options) for options in ({"dim": 0}, {"dim": [-1]}, {"dim": 1, "keepdim": True})),
+    (mean_rule, torch.mean, (), {}), (mean_rule, torch.mean, (), {"dim": [0, 1]}),
+    *((constant_pad_rule, torch.constant_pad_nd, (padding, 2.0), {})
+      for padding in ([1, 2], [0, 0, 3, 0], [1, 0, 0, 2])),
+    *((slice_rule, torch.ops.aten.slice.Tensor, words, {}) for words in
+      ((0, 3, 20, 1), (1, 2, 15, 3), (-1, 0, 18, 1), (0, None, None, 1), (0, 0, 36, 2))),
+    *((select_rule, torch.select, (dim, 2), {}) for dim in (0, 1, -1)),
+]  # fmt: skip
+"""Rules for older releases, and calls of their operators."""
+
+
+@pytest.mark.parametrize("now", OLDER_LAYOUTS, ids=str)
+@pytest.mark.parametrize(("rule", "operator", "words", "options"), OLDER, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_all_that_an_older_rule_lists_is_right(now, rule, operator, words, options):
+    x = numbers(36, 18)
+    rights = [
+        is_right(lambda piece: operator(piece, *words, **options), x, before, after)
+        for before, after in combinations(rule, x, now, *words, **options)
+    ]
+    assert len(rights) > (4 if rule is mean_rule else 0) and all(rights)
+
+
+def test_pieces_of_different_sizes_are_not_averaged():
+    x = numbers(9, 12)
+    now = (_StridedShard(0, split_factor=3), Shard(0))
+    assert all(not p.is_partial() for _, after in combinations(mean_rule, x, now, 0) for p in after)
+
+
+@pytest.mark.parametrize(("value", "count"), [(0, 1), (2.0, 0)])
+def test_only_zeros_are_added_to_parts_of_a_sum(value, count):
+    spec = SimpleNamespace(shape=(4, 4), ndim=2, placements=(Partial(), Partial("max")))
+    ways = constant_pad_rule(spec, [1, 1], value)
+    assert sum(way == ([Partial()], [Partial()]) for way in ways) == count
+    assert all(way[0][0] != Partial("max") for way in ways)
