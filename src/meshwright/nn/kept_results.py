@@ -17,11 +17,10 @@ update of a bias, and receiving again would repeat a collective.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import Enum
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -59,7 +58,7 @@ forwards: an input that was pending in the first one no longer is.
 """
 
 
-@functools.cache
+@cache
 def is_kept(operator: Any) -> bool:
     """Return whether the results of an operator are kept."""
     name: str = operator.name()
@@ -141,60 +140,46 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Let compiled functions in the block stay compiled: FlexAttention otherwise computes all scores."""
         return True
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator: one whose results are kept as the mode does, if its arguments are plain tensors."""
+        subclasses = [one for one in types if one.__torch_dispatch__ is not Tensor.__torch_dispatch__]
+        if any(hasattr(one, "__tensor_flatten__") for one in subclasses):
+            return NotImplemented  # until one such as DTensor or a pending collective runs operators on plain tensors
+        # Other subclasses are such as the fake tensors with which DTensor propagates shardings, once per shape.
+        run = func if subclasses or not is_kept(func) else partial(self.run_kept, func)
+        return run(*args, **(kwargs or {}))
+
+    def run_kept(self, func: Any, *args: Any, **named: Any) -> Any:
+        """Run an operator whose results are kept."""
+        raise NotImplementedError
+
 
 class KeepingMode(_Mode):  # type: ignore[no-untyped-call]
     """Mode of a forward whose results are kept."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run_kept(self, func: Any, *args: Any, **named: Any) -> Any:
         """Run an operator, and keep its result."""
-        arguments = _arguments(types)
-        if arguments is _Arguments.WRAPPED:
-            return NotImplemented  # until the subclass runs its operators on plain tensors
-        result = func(*args, **(kwargs or {}))
-        if arguments is _Arguments.PLAIN and is_kept(func):
-            self._kept.put(func, result)
+        result = func(*args, **named)
+        self._kept.put(func, result)
         return result
 
 
 class RecallingMode(_Mode):  # type: ignore[no-untyped-call]
-    """Mode of a recomputed forward, which returns kept results; starts from the first whenever it is entered."""
+    """Mode of a recomputed forward, which returns kept results."""
 
     def __init__(self, kept: KeptResults) -> None:
         super().__init__(kept)
         self._num_calls: defaultdict[Any, int] = defaultdict(int)
 
     def __enter__(self) -> RecallingMode:
-        self._num_calls.clear()
+        self._num_calls.clear()  # a second backward over the same graph starts from the first result again
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return an operator's kept result, or run it."""
-        arguments = _arguments(types)
-        if arguments is _Arguments.WRAPPED:
-            return NotImplemented
-        if arguments is _Arguments.OTHER or not is_kept(func):
-            return func(*args, **(kwargs or {}))
-        number = self._num_calls[func]
+    def run_kept(self, func: Any, *args: Any, **named: Any) -> Any:
+        """Return an operator's kept result."""
         self._num_calls[func] += 1
-        return self._kept.get(func, number)
-
-
-class _Arguments(Enum):
-    """What an operator is called with."""
-
-    PLAIN = "plain"
-    WRAPPED = "wrapped"
-    """Subclasses that run operators on the tensors inside them, such as DTensor and pending collectives."""
-    OTHER = "other"
-    """Other subclasses, such as the fake tensors with which DTensor propagates shardings, once per shape."""
-
-
-def _arguments(types: tuple[type, ...]) -> _Arguments:
-    own = [one for one in types if one.__torch_dispatch__ is not Tensor.__torch_dispatch__]  # type: ignore[attr-defined]
-    if any(hasattr(one, "__tensor_flatten__") for one in own):
-        return _Arguments.WRAPPED
-    return _Arguments.OTHER if own else _Arguments.PLAIN
+        return self._kept.get(func, self._num_calls[func] - 1)
 
 
 def _tensors(result: Any) -> list[Tensor]:

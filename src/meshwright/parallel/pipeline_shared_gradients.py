@@ -49,14 +49,10 @@ class SharedGradients:
     """Gradient sync of the shared parameters in one rank's stages."""
 
     def __init__(
-        self,
-        shared: Sequence[SharedParameter],
-        stages: Mapping[int, nn.Module],
-        *,
-        pipelines: Sequence[Sequence[int]] | None = None,
-        stage_ranks: Sequence[int] | None = None,
+        self, shared: Sequence[SharedParameter], stages: Mapping[int, nn.Module], *,
+        pipelines: Sequence[Sequence[int]] | None = None, stage_ranks: Sequence[int] | None = None,
         timeout_s: float = 600.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Check consistency across ranks, create the process groups, and broadcast the first copy's weights.
 
         All ranks of the default process group must call this, including those without a shared parameter.
@@ -171,12 +167,9 @@ Properties = dict[str, str]
 
 
 def check_consistency(
-    shared: Sequence[SharedParameter],
-    stages: Mapping[int, nn.Module],
-    *,
-    pipelines: Sequence[Sequence[int]],
+    shared: Sequence[SharedParameter], stages: Mapping[int, nn.Module], *, pipelines: Sequence[Sequence[int]],
     stage_ranks: Sequence[int],
-) -> None:
+) -> None:  # fmt: skip
     """Check that all ranks make the same declarations, and that all copies have the same properties.
 
     Ranks exchange their declarations before any check, so all of them raise the same error and none hangs.
@@ -191,7 +184,13 @@ def check_consistency(
     for rank, (theirs, _, aliases) in enumerate(all_ranks):
         _check_declarations(all_ranks[0][0], theirs, rank)
         if aliases is not None:
-            raise _alias_error(*aliases, rank)
+            raise LayoutError(
+                f"{aliases[0]} and {aliases[1]} are the same tensor",
+                where=f"{aliases[1].split(' at ')[0]} on rank {rank}",
+                rule="each declared copy is a separate tensor: autograd accumulates the gradients of a tensor used "
+                "twice",
+                fix="use a separate parameter at each site, or declare a single site",
+            )
     held = [set(stages) for _, stages, _ in all_ranks]
     _check_stage_ranks(shared, held, pipelines=pipelines, stage_ranks=stage_ranks)
     for pipeline in pipelines:
@@ -207,23 +206,12 @@ def _find_aliases(shared: Sequence[SharedParameter], stages: Mapping[int, nn.Mod
     """Describe the first two sites on this rank that share a tensor; return None if all are distinct."""
     seen: dict[nn.Parameter, str] = {}
     for key, stage, name in ((p.key, stage, name) for p in shared for stage, name in p.sites if stage in stages):
-        parameter = _parameter(stages[stage], name)
-        if parameter is None:
-            continue
-        site = f"{key} at {stage}: {name}"
+        parameter, site = _parameter(stages[stage], name), f"{key} at {stage}: {name}"
         if parameter in seen:
             return seen[parameter], site
-        seen[parameter] = site
+        if parameter is not None:
+            seen[parameter] = site
     return None
-
-
-def _alias_error(site: str, alias: str, rank: int) -> LayoutError:
-    return LayoutError(
-        f"{site} and {alias} are the same tensor",
-        where=f"{alias.split(' at ')[0]} on rank {rank}",
-        rule="each declared copy is a separate tensor: autograd accumulates the gradients of a tensor used twice",
-        fix="use a separate parameter at each site, or declare a single site",
-    )
 
 
 def _check_declarations(first: list[Any], other: list[Any], rank: int) -> None:
@@ -263,12 +251,9 @@ def _check_declarations(first: list[Any], other: list[Any], rank: int) -> None:
 
 
 def _check_stage_ranks(
-    shared: Sequence[SharedParameter],
-    held: Sequence[set[int]],
-    *,
-    pipelines: Sequence[Sequence[int]],
+    shared: Sequence[SharedParameter], held: Sequence[set[int]], *, pipelines: Sequence[Sequence[int]],
     stage_ranks: Sequence[int],
-) -> None:
+) -> None:  # fmt: skip
     """Check that each rank is in exactly one pipeline, and holds the stages that `stage_ranks` assigns to it."""
     if sorted(rank for pipeline in pipelines for rank in pipeline) != list(range(len(held))):
         raise LayoutError(

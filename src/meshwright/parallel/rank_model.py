@@ -6,10 +6,11 @@ Shapes: b batch, t tokens of a full sample, s tokens on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.attention.positions import shard_indices
 from meshwright.parallel.private import joined_mesh
 from meshwright.plan.run_plan import RunPlan, Stage
+
+T = TypeVar("T")
 
 
 class StagePart:
@@ -79,20 +82,12 @@ class RankModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters with their names in the full model; shared parameters only once, from the first stage."""
-        seen = set()
-        for part in self.parts.values():
-            for name, parameter in part.named_parameters():
-                if name not in seen:
-                    seen.add(name)
-                    yield name, parameter
+        return _first_of_each(chain.from_iterable(part.named_parameters() for part in self.parts.values()))
 
     def named_buffers(self, *, saved_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield buffers with their names in the full model, each name once."""
-        buffers: dict[str, Tensor] = {}
-        for part in self.parts.values():
-            for name, buffer in part.named_buffers(saved_only=saved_only):
-                buffers.setdefault(name, buffer)
-        return iter(buffers.items())
+        parts = self.parts.values()
+        return _first_of_each(chain.from_iterable(part.named_buffers(saved_only=saved_only) for part in parts))
 
     def get_parameter(self, name: str) -> nn.Parameter:
         """Return the parameter with this name in the full model."""
@@ -111,6 +106,13 @@ class RankModel:
         """Set training or evaluation mode."""
         for part in self.parts.values():
             part.module.train(mode)
+
+
+def _first_of_each(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    found: dict[str, T] = {}
+    for name, value in named:
+        found.setdefault(name, value)
+    return iter(found.items())
 
 
 def part_of(plan: RunPlan, number: int) -> Part:
