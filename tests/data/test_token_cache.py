@@ -1,7 +1,8 @@
-"""Loss masks: a bit per token, whatever the chunks that it is written in and the ranges that are asked for."""
+"""What cache files of corpora hold: loss masks, ends of documents, and fingerprints that are pinned."""
 
 from __future__ import annotations
 
+import hashlib
 import io
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data import token_cache
-from meshwright.data.token_cache import LossMask, MaskWriter, check_written
+from meshwright.data.token_cache import Fingerprint, LossMask, MaskWriter, check_written
 from meshwright.errors import DataError
 
 
@@ -48,3 +49,36 @@ def test_a_damaged_mask_is_found(tmp_path):
     with pytest.raises(DataError, match="is damaged") as caught:
         check_written(mask.bits ^ 128, digest, "{} is damaged", tmp_path / "x")
     assert caught.value.fix.startswith("rm ")
+
+
+IDS = [0, 1, 258, 65535]
+
+
+def fingerprint(*chunks, dtype="<u2", num_train=3):
+    whole = Fingerprint(np.dtype(dtype))
+    for chunk in chunks:
+        whole.update(np.array(chunk, dtype=dtype))
+    return whole.hexdigest(num_train=num_train)
+
+
+def test_it_is_the_hash_that_checkpoints_have_stored():
+    """SHA-256 of the little-endian tokens, their type and where validation begins."""
+    data = bytes([0, 0, 1, 0, 2, 1, 255, 255]) + b"<u2 3"
+    assert fingerprint(IDS) == hashlib.sha256(data).hexdigest()
+    assert fingerprint(IDS) == fingerprint(IDS, dtype=">u2")
+
+
+@given(cut=st.integers(0, 4))
+def test_chunks_do_not_matter(cut):
+    assert fingerprint(IDS[:cut], IDS[cut:]) == fingerprint(IDS)
+
+
+def test_tokens_type_and_division_matter():
+    variants = [fingerprint(IDS), fingerprint(IDS, num_train=2), fingerprint(IDS, dtype="<u4"), fingerprint(IDS[::-1])]
+    assert len(set(variants)) == len(variants)
+
+
+def test_a_view_with_strides_is_read_in_order():
+    strided = Fingerprint(np.dtype("<u2"))
+    strided.update(np.array([0, 9, 1, 9, 258, 9, 65535, 9], dtype="<u2")[::2])
+    assert strided.hexdigest(num_train=3) == fingerprint(IDS)
