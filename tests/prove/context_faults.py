@@ -33,6 +33,7 @@ from tests.prove.seeded_faults import (
     drop_all_reduce_of_replicas,
     keep_only_last_microbatch,
     leave_out_of_norm,
+    on,
     serve_share_0_everywhere,
 )
 
@@ -44,7 +45,7 @@ def position(job: Job) -> int:
 
 def on_rank(rank: int, tamper: Tamper) -> Tamper:
     """Damage one cp rank only."""
-    return lambda job, step: tamper(job, step) if position(job) == rank else None
+    return on(lambda job: position(job) == rank, tamper)
 
 
 # ---- sums of gradients
@@ -138,60 +139,50 @@ def layers(job: Job) -> Iterator[Attention]:
     return (m for part in job.parts().values() for m in part.module.modules() if isinstance(m, Attention))
 
 
-def preparing(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Tamper:
-    """Replace `prepare` of all attention cores, with a dense mask."""
+def preparing(change: Callable[..., Any]) -> Tamper:
+    """Change what all attention cores prepare for their masks and layouts, with a dense mask."""
 
     def tamper(job: Job, step: TrainStep) -> None:
         for layer in layers(job):
+            real = layer.core.prepare
             layer.core.backend = "reference"
-            layer.core.prepare = change(layer.core.prepare)  # type: ignore[method-assign]
+            layer.core.prepare = lambda mask, layout, *rest, real=real: change(  # type: ignore[method-assign, misc]
+                real(mask, layout, *rest), layout
+            )
 
     return tamper
 
 
-def own_keys_only(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *inputs: replace(real(*inputs), hops=())
+def own_keys_only(prepared: Any, layout: TokenLayout) -> Any:
+    return replace(prepared, hops=())
 
 
-def all_keys_of_hops(real: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(*inputs: Any) -> Any:
-        prepared = real(*inputs)
-        for hop in prepared.hops:
-            for mask in hop.masks:
-                mask.visible_bst.fill_(True)
-        return prepared
-
-    return prepare
+def all_keys_of_hops(prepared: Any, layout: TokenLayout) -> Any:
+    for mask in (mask for hop in prepared.hops for mask in hop.masks):
+        mask.visible_bst.fill_(True)
+    return prepared
 
 
-def local_mask(real: Callable[..., Any]) -> Callable[..., Any]:
+def local_mask(prepared: Any, layout: TokenLayout) -> Any:
     """Each query sees keys whose place in their rank's shard is not after its own; by heads, so all are there."""
-
-    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
-        prepared = real(mask, layout, *rest)
-        place_t = prepared.received_t % layout.num_tokens
-        prepared.mask.visible_bst = (place_t[:, None] >= place_t[None, :])[None]
-        return prepared
-
-    return prepare
+    place_t = prepared.received_t % layout.num_tokens
+    prepared.mask.visible_bst = (place_t[:, None] >= place_t[None, :])[None]
+    return prepared
 
 
-def received_order(real: Callable[..., Any]) -> Callable[..., Any]:
+def received_order(prepared: Any, layout: TokenLayout) -> Any:
     """By heads: the mask is that of tokens in their order, but they stay in the order in which they were received."""
-
-    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
-        prepared = real(mask, layout, *rest)
-        in_place = torch.arange(layout.seq_len)
-        return replace(prepared, received_t=in_place, token_t=in_place)
-
-    return prepare
+    in_place = torch.arange(layout.seq_len)
+    return replace(prepared, received_t=in_place, token_t=in_place)
 
 
-def without_documents(real: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare(mask: Any, layout: TokenLayout, *rest: Any) -> Any:
-        return real(replace(mask, documents=None), replace(layout, documents=None), *rest)
-
-    return prepare
+def without_documents(job: Job, step: TrainStep) -> None:
+    for layer in layers(job):
+        real = layer.core.prepare
+        layer.core.backend = "reference"
+        layer.core.prepare = lambda mask, layout, *rest, real=real: real(  # type: ignore[method-assign, misc]
+            replace(mask, documents=None), replace(layout, documents=None), *rest
+        )
 
 
 def merge_nothing(job: Job, step: TrainStep) -> None:
@@ -399,7 +390,7 @@ CONTEXT_FAULTS: dict[str, Fault] = {
         WQ),
     "tokens stay in the order received": Fault(preparing(received_order), HEADS,
         ("takes the tokens of each cp rank for consecutive ones",), WQ),
-    "documents are ignored": Fault(preparing(without_documents), DOCUMENTS,
+    "documents are ignored": Fault(without_documents, DOCUMENTS,
         ("documents are ignored under cp", "attend across documents"), WQ),
     # Gradients of keys and values.
     "gradients of keys and values are not returned": Fault(received_gradient_times(0.0), RING,

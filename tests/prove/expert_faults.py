@@ -226,6 +226,19 @@ def stale_choices(job: Job, router: Router) -> None:
     router.chosen.recall = recall  # type: ignore
 
 
+def without_bias(router: Router, best: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Choose experts by scores alone."""
+
+    def chosen(found: Tensor) -> Tensor:
+        bias, router.load.bias = router.load.bias, None
+        try:
+            return best(found)
+        finally:
+            router.load.bias = bias
+
+    return chosen
+
+
 def bias_in_weights(job: Job, router: Router) -> None:
     scores, best = router._scores, router.best
 
@@ -233,27 +246,11 @@ def bias_in_weights(job: Job, router: Router) -> None:
         found, probabilities = scores(logits)
         return found + router.load.bias, probabilities  # type: ignore
 
-    def chosen(found: Tensor) -> Tensor:
-        bias, router.load.bias = router.load.bias, None
-        try:
-            return best(found)
-        finally:
-            router.load.bias = bias
-
-    router._scores, router.best = biased, chosen  # type: ignore
+    router._scores, router.best = biased, without_bias(router, best)  # type: ignore
 
 
 def bias_not_used(job: Job, router: Router) -> None:
-    best = router.best
-
-    def chosen(found: Tensor) -> Tensor:
-        bias, router.load.bias = router.load.bias, None
-        try:
-            return best(found)
-        finally:
-            router.load.bias = bias
-
-    router.best = chosen  # type: ignore
+    router.best = without_bias(router, router.best)  # type: ignore
 
 
 def bias_moved_twice(job: Job, router: Router) -> None:

@@ -21,7 +21,7 @@ from meshwright.pipeline.actions import RECVS, Action, ActionKind
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job, initialize
 from meshwright.train.train_step import TrainStep
-from tests.prove.seeded_faults import Fault, drop_reduce_scatter
+from tests.prove.seeded_faults import Fault, after_backward, drop_reduce_scatter, on
 
 K = ActionKind
 Row = list[Action]
@@ -224,29 +224,10 @@ def norm_with_copies(job: Job, step: TrainStep) -> None:
     step._counted = list(job.model.parameters())
 
 
-@torch.no_grad()
-def no_gradient_on_stage_0(job: Job, step: TrainStep) -> None:
+def no_gradients(job: Job) -> None:
     """All of a stage's gradients are zero: its backward is cut off."""
-    real = step.accumulate
-
-    def accumulate(number: int) -> Tensor:
-        loss = real(number)
-        if job.pipeline_rank == 0:
-            for parameter in job.model.parameters():
-                to_local(parameter.grad).zero_()  # type: ignore[arg-type]
-        return loss
-
-    step.accumulate = accumulate  # type: ignore[method-assign]
-
-
-def on_ranks(ranks: Iterable[int], change: Tamper) -> Tamper:
-    """Only these ranks of a stage's are damaged."""
-
-    def tamper(job: Job, step: TrainStep) -> None:
-        if job.context.rank in ranks:
-            change(job, step)
-
-    return tamper
+    for parameter in job.model.parameters():
+        to_local(parameter.grad).zero_()  # type: ignore[arg-type]
 
 
 def free_input_early(row: Row) -> Row:
@@ -265,8 +246,6 @@ SPLIT = "pipeline.schedule=zb-h1"
 SHARDED = (*PIPE, "mesh.dp_shard=2")
 GPIPE = (*PIPE, "pipeline.schedule=f-then-b")
 VEE = (*PIPE, "pipeline.schedule=zb-v", "model.num_layers=4")
-STAGE_1 = (2, 3)
-"""Its ranks in `SHARDED`."""
 UP = "blocks.1.ffn.up.weight"
 """Of stage 1 in `PIPE`."""
 UP_0 = "blocks.0.ffn.up.weight"
@@ -304,11 +283,13 @@ PIPELINE_FAULTS: dict[str, Fault] = {
         ("no gradient", "stage 1 (pp rank 1)"), UP),
     "a stage is reduced before its last W": Fault(rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT),
         ("micro-batch 3 is missing on stage 1",), UP),
-    "one rank of a stage loses a W": Fault(on_ranks([3], rows(without("1W2"), pp=1)), (*SHARDED, SPLIT),
+    "one rank of a stage loses a W": Fault(on(lambda job: job.context.rank == 3, rows(without("1W2"), pp=1)),
+                                           (*SHARDED, SPLIT),
         ("for data-parallel rank 1 (ranks 1 and 3), micro-batch 2 is missing on stage 1 (pp rank 1)",), UP),
-    "one stage is not summed over its ranks": Fault(on_ranks(STAGE_1, drop_reduce_scatter), SHARDED,
+    "one stage is not summed over its ranks": Fault(on(lambda job: job.pipeline_rank == 1, drop_reduce_scatter),
+                                                    SHARDED,
         ("the sum over dp_shard is missing", "on stage 1 (pp rank 1)"), UP),
-    "a stage's backward is cut off": Fault(no_gradient_on_stage_0, PIPE,
+    "a stage's backward is cut off": Fault(on(lambda job: job.pipeline_rank == 0, after_backward(no_gradients)), PIPE,
         ("zero on stage 0 (pp rank 0)", "no gradient reached"), UP_0),
     "every rank counts the loss": Fault(loss_on_every_rank, PIPE,
         ("2.000 × the reference", "summed over pp (2 ranks)")),

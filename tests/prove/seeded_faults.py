@@ -39,6 +39,11 @@ class Fault:
     """A parameter that must be found wrong; empty where the fault is not in a parameter."""
 
 
+def on(where: Callable[[Job], bool], tamper: Tamper) -> Tamper:
+    """Damage some ranks only."""
+    return lambda job, step: tamper(job, step) if where(job) else None
+
+
 # ---- gradient reduction
 
 

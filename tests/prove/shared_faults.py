@@ -17,7 +17,7 @@ from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.prove.pipeline_faults import norm_with_copies
-from tests.prove.seeded_faults import Fault
+from tests.prove.seeded_faults import Fault, on
 
 Sync = Callable[[int], None]
 
@@ -74,12 +74,8 @@ def change_copies(shared: SharedGradients, key: str, *, before: bool, factor: fl
     shared.sync = sync  # type: ignore[method-assign]
 
 
-def on_pp_rank(pp: int, change: Tamper) -> Tamper:
-    def tamper(job: Job, step: TrainStep) -> None:
-        if job.pipeline_rank == pp:
-            change(job, step)
-
-    return tamper
+def on_rank_1(change: Tamper) -> Tamper:
+    return on(lambda job: job.pipeline_rank == 1, change)
 
 
 def adds_zeros(key: str) -> Tamper:
@@ -154,14 +150,14 @@ SHARED_FAULTS: dict[str, Fault] = {
         ("0.250 × the reference", "averaged over its 4 copies instead of summed"), LABELS),
     "averaged, pp 4": Fault(average_over_ranks, DIT_4,
         ("0.250 × the reference", "averaged over pp (4 ranks) instead of summed"), LABELS),
-    "a key is missing on rank 1": Fault(on_pp_rank(1, adds_zeros(LABELS)), DIT,
+    "a key is missing on rank 1": Fault(on_rank_1(adds_zeros(LABELS)), DIT,
         ("label_embed.weight", "the contributions of stages 1 and 3 (pp rank 1) are missing",
          "do not enter the sum over pp"), LABELS),
-    "rank 1 does not get a key's sum": Fault(on_pp_rank(1, keeps_its_own(LABELS)), DIT,
+    "rank 1 does not get a key's sum": Fault(on_rank_1(keeps_its_own(LABELS)), DIT,
         ("rank 1 holds only the contribution of stage 1 (pp rank 1)",), LABELS),
-    "rank 1 does not get a key's sum, sharded": Fault(on_pp_rank(1, keeps_its_own(LABELS)), SHARDED,
+    "rank 1 does not get a key's sum, sharded": Fault(on_rank_1(keeps_its_own(LABELS)), SHARDED,
         ("ranks 2 and 3 hold only the contribution of stage 1 (pp rank 1)", "the sum over pp"), LABELS),
-    "two keys are exchanged on rank 1": Fault(on_pp_rank(1, exchange(BIAS_1, BIAS_2)), DIT,
+    "two keys are exchanged on rank 1": Fault(on_rank_1(exchange(BIAS_1, BIAS_2)), DIT,
         ("contributions of time_embed.fc2.bias replace its own", "pp ranks 0 and 1 reduce", "in different orders"),
         BIAS_1),
     "chunks are not added up": Fault(leave_out_chunks, DIT,
