@@ -32,13 +32,11 @@ def total(rank, world_size):
 
 
 def draw(rank, world_size):
+    """Random numbers, and what an earlier body has changed."""
+    before = torch.get_default_dtype(), "GANG_LEFTOVER" in os.environ
     torch.set_default_dtype(torch.float64)
     os.environ["GANG_LEFTOVER"] = "1"
-    return torch.rand(2), random.random(), numpy.random.rand()
-
-
-def default_dtype(rank, world_size):
-    return torch.get_default_dtype(), "GANG_LEFTOVER" in os.environ
+    return torch.rand(2).tolist(), random.random(), numpy.random.rand(), before
 
 
 def raise_everywhere(rank, world_size):
@@ -62,9 +60,9 @@ def die_on(rank, world_size, doomed_rank, signal_number):
     dist.barrier()
 
 
-def exit_on(rank, world_size, doomed_rank):
+def exit_on(rank, world_size, doomed_rank, status):
     if rank == doomed_rank:
-        os._exit(7)
+        os._exit(status)
 
 
 def leave_a_message(rank, world_size):
@@ -93,23 +91,19 @@ def large_tensor(rank, world_size):
     return torch.full((1_000_000,), float(rank)), torch.zeros(3, requires_grad=True) + rank
 
 
-def threads(rank, world_size):
-    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]
-
-
 def directory(rank, world_size):
     return os.getcwd()
 
 
 def listening_addresses(rank, world_size):
-    """Local addresses of this process's listening TCP sockets, as /proc writes them."""
+    """Threads, gloo's interface, and this process's listening TCP sockets, as /proc writes them."""
     sockets = {_target(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
     addresses = []
     for table in ("tcp", "tcp6"):
         with open(f"/proc/self/net/{table}") as lines:
             rows = [line.split() for line in lines][1:]
         addresses += [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-    return addresses
+    return (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"]), addresses
 
 
 def _target(link):
@@ -126,18 +120,12 @@ def works(one) -> bool:
 
 def test_results_come_by_rank(gang):
     assert gang(2).run(add, 1, right=2) == [(0, 2, 3), (1, 2, 3)]
-
-
-def test_all_reduce(gang):
     assert [value.item() for value in gang(4).run(total)] == [10.0] * 4
 
 
 def test_bodies_start_from_the_same_state(gang):
     first, second = gang(2).run(draw), gang(2).run(draw)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one[0], other[0])
-        assert one[1:] == other[1:]
-    assert gang(2).run(default_dtype) == [(torch.float32, False)] * 2
+    assert first == second and first[0][-1] == (torch.float32, False)
 
 
 def test_tensors_survive_after_the_worker_moved_on(gang):
@@ -155,8 +143,8 @@ def test_a_body_runs_in_the_directory_of_its_caller(gang, tmp_path, monkeypatch)
 
 
 def test_one_thread_and_loopback_only(gang):
-    assert gang(2).run(threads) == [(1, "1", "lo")] * 2
-    for addresses in gang(2).run(listening_addresses):
+    for settings, addresses in gang(2).run(listening_addresses):
+        assert settings == (1, "1", "lo")
         assert addresses, "gloo listens somewhere, or this test looks in the wrong place"
         assert all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1, little endian
 
@@ -194,24 +182,23 @@ def test_a_hang_shows_the_stacks(gang):
     assert works(gang(2))
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_killed_worker_is_reported_with_rank_and_signal(gang, signal_number):
-    with pytest.raises(GangError, match=f"rank 1 died with signal {signal_number.name}") as caught:
-        gang(2).run(die_on, 1, signal_number)
-    assert caught.value.ranks == (1,)
-    assert works(gang(2))
+SLOW = pytest.mark.slow
 
 
-def test_a_crash_leaves_its_stack(gang):
-    with pytest.raises(GangError, match="rank 1 died with signal SIGSEGV") as caught:
-        gang(2).run(die_on, 1, signal.SIGSEGV)
-    assert "in die_on" in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_worker_that_exits_is_reported_with_its_status(gang):
-    with pytest.raises(GangError, match="rank 0 died with exit status 7"):
-        gang(2).run(exit_on, 0)
+@pytest.mark.parametrize(
+    ("body", "rank", "how", "said"),
+    [
+        (die_on, 1, signal.SIGKILL, "rank 1 died with signal SIGKILL"),
+        (die_on, 1, signal.SIGSEGV, "rank 1 died with signal SIGSEGV"),
+        pytest.param(die_on, 1, signal.SIGTERM, "rank 1 died with signal SIGTERM", marks=SLOW),
+        pytest.param(exit_on, 0, 7, "rank 0 died with exit status 7", marks=SLOW),
+    ],
+)
+def test_a_worker_that_died_is_reported_with_rank_cause_and_stack(gang, body, rank, how, said):
+    with pytest.raises(GangError, match=said) as caught:
+        gang(2).run(body, rank, how)
+    assert caught.value.ranks[0] == rank
+    assert "in die_on" in str(caught.value) or how is not signal.SIGSEGV
     assert works(gang(2))
 
 
@@ -224,9 +211,11 @@ def test_a_worker_that_died_between_bodies_is_replaced(gang):
     assert works(gang(2))
 
 
-def test_a_body_does_not_meet_what_the_last_one_left(gang):
+def test_what_bodies_leave_is_closed_and_not_met(gang):
+    before = gang(2).run(open_files_once_closed)
     gang(2).run(leave_a_message)
     assert gang(2).run(pass_on) == [0.0, 0.0]
+    assert gang(2).run(open_files_once_closed) == before
 
 
 def plan_on_a_mesh_of_its_own(rank, world_size, number):
@@ -245,13 +234,6 @@ def test_groups_that_dtensor_keeps_are_closed_when_there_are_many(gang):
     """Three threads a group: as many bodies as this would leave 120."""
     assert all(gang(2).run(plan_on_a_mesh_of_its_own, number) == [8.0, 8.0] for number in range(40))
     assert all(threads <= MANY_THREADS + 20 for threads in gang(2).run(threads_once_closed))
-
-
-def test_groups_that_bodies_leave_are_closed(gang):
-    before = gang(2).run(open_files_once_closed)
-    gang(2).run(leave_a_message)
-    gang(2).run(total)
-    assert gang(2).run(open_files_once_closed) == before
 
 
 def test_a_body_that_cannot_travel_is_refused(gang):
