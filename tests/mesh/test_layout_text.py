@@ -1,15 +1,20 @@
-"""Invalid layout texts: every fix that is a layout can be parsed and is what the text evidently meant."""
+"""Texts, sizes and shard orders of layouts, in any valid form, or rejected with a fix: one that is a layout can be
+parsed and is what the text evidently meant.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
+from meshwright.mesh.layout_text import normalize_shard_order, normalize_sizes, suggest_layouts
 from meshwright.mesh.shard_intervals import Reduction
 from tests.mesh.test_layout import layouts
 
@@ -81,21 +86,9 @@ def test_a_choice_is_one_for_the_tensor(shape: tuple[int, ...], choice: str) -> 
 def mistyped(text: str, draw: st.DataObject) -> str:
     """Return the text of a layout with a few typos."""
     wrongs = [
-        ("S", "s"),
-        ("S", "Shard"),
-        ("P", "Partial"),
-        ("R", "replicate"),
-        (" ", ""),
-        (" ", ", "),
-        ("0", "9"),
-        ("max", "mean"),
-        ("@0", ""),
-        ("@1", "@0"),
-        ("/", ""),
-        ("SS", "_StridedShard"),
-        ("S", "S "),
-        ("(", ""),
-    ]
+        ("S", "s"), ("S", "Shard"), ("P", "Partial"), ("R", "replicate"), (" ", ""), (" ", ", "), ("0", "9"),
+        ("max", "mean"), ("@0", ""), ("@1", "@0"), ("/", ""), ("SS", "_StridedShard"), ("S", "S "), ("(", ""),
+    ]  # fmt: skip
     for old, new in draw.draw(st.lists(st.sampled_from(wrongs), max_size=3)):
         text = text.replace(old, new, draw.draw(st.integers(1, 2)))
     return text
@@ -162,6 +155,71 @@ def test_an_order_that_does_not_fit_keeps_what_it_says(order: dict[int, list[int
     Layout.parse("S0 S0", (2, 2), (4, 4), fix)
 
 
-def test_dims_of_an_order_may_count_from_the_end() -> None:
-    for order in ({-2: [1, 0]}, {0: (1, 0)}, [(-2, [1, 0])]):
-        assert str(Layout.parse("S-2 S0", (2, 2), (4, 4), order)) == "S0@1 S0@0"  # type: ignore[arg-type]
+@given(layouts())
+def test_a_layout_means_itself(layout: Layout) -> None:
+    assert next(suggest_layouts(str(layout), len(layout.axis_sizes))) == str(layout)
+
+
+@given(layouts())
+def test_case_spaces_and_long_names_change_no_meaning(layout: Layout) -> None:
+    text, num_axes = str(layout), len(layout.axis_sizes)
+    longer = text.replace("R", "Replicate()").replace("P", "Partial").replace("SS", "s_").replace("S", "Shard ")
+    longer = longer.replace("s_", "_StridedShard ")
+    for other in (text.lower(), text.replace(" ", ""), text.replace(" ", " , "), longer):
+        assert next(suggest_layouts(other, num_axes)) == text, other
+
+
+def test_copies_fill_up_and_nothing_else_is_left_out() -> None:
+    assert next(suggest_layouts("S0", 3)) == "S0 R R"
+    assert next(suggest_layouts("S0 R R R", 2)) == "S0 R"
+    assert not [*suggest_layouts("S0 R S1", 2)] and not [*suggest_layouts("", 2)] and not [*suggest_layouts("S0 !", 2)]
+
+
+def test_sizes_in_any_form_become_plain_ints() -> None:
+    for value in ((4, 8), [4, 8], range(4, 12, 4), np.array([4, 8]), iter((4, 8))):
+        found = normalize_sizes(value, "shape")
+        assert found == (4, 8) and all(type(size) is int for size in found)
+    assert normalize_sizes((), "shape") == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (4, (4,)), (4.0, (4,)), ("4", (4,)), ("4,8", (4, 8)), ("4, 8", (4, 8)), (("4",), (4,)), ((4.0, 8), (4, 8)),
+        (["4", "8"], (4, 8)), ((4.5,), (4, 8)), (None, (4, 8)), ({4, 8}, (4, 8)), ({4: 8}, (4, 8)), (True, (4, 8)),
+        ((True,), (4, 8)), ("S0", (4, 8)), ([[4]], (4, 8)), ((-1.0,), (4, 8)), (object(), (4, 8)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["axis_sizes", "shape"])
+def test_anything_but_a_sequence_of_ints_is_rejected(value: Any, fix: tuple[int, ...], name: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse("R", **{"axis_sizes": (4,), "shape": (8,), name: value})
+    error = caught.value
+    assert error.what.startswith(f"{name} = ") and error.where == name and "sequence of ints" in error.rule
+    assert error.fix == f"{name}={fix}"
+    assert normalize_sizes(fix, name) == fix
+
+
+def test_an_order_in_any_form_has_dims_from_0() -> None:
+    mappings = {0: [1, 0]}, {-2: (1, 0)}, {0: np.array([1, 0])}
+    for order in (*mappings, [(0, (1, 0))], ((-2, [1, 0]),), iter([(0, [1, 0])])):
+        assert normalize_shard_order(order, 2) == {0: (1, 0)}
+    assert normalize_shard_order({}, 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("order", "what", "fix"),
+    [
+        *((order, "shard_order", "no shard_order") for order in (
+            {0: 1}, 5, "01", [0], ["01"], {"0": [0, 1]}, {0: "10"}, {0: [1.0, 0]}, {0: [True, 0]}, {0: {0, 1}},
+        )),
+        ({2: [0, 1]}, "names dim 2 of a tensor with 2 dims", "without dim 2"),
+        ({-3: [0, 1]}, "names dim -3 of a tensor with 2 dims", "without dim -3"),
+        ({0: [0, 1], -2: [0, 1]}, "names dim 0 twice", "dim 0 once"),
+    ],
+)  # fmt: skip
+def test_invalid_orders_are_rejected(order: Any, what: str, fix: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse("S0 S0", (2, 2), (4, 4), order)
+    error = caught.value
+    assert what in error.what and fix in error.fix and error.where == "shard_order" and error.rule

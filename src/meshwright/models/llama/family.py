@@ -13,6 +13,8 @@ from meshwright.models.decoder.description import DecoderConfig, DecoderSpec
 
 
 class LlamaConfig(DecoderConfig):
+    """Dimensions of a Llama model."""
+
     kind: Literal["llama"] = Field("llama", description="family: a built-in one, or package.module:Family for your own")
 
     def spec(self) -> LlamaSpec:
