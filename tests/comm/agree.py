@@ -66,3 +66,30 @@ def assert_requantising_agrees(kernels, x, inner, error, codec, *, rotate, beta=
     found = kernels.requantise(there[0], inner, error=there[1], new_error=into, **options)
     assert same(found[0], payload) and same(found[1], new_error)
     assert found[1] is into if rotate else same(there[1], error)
+
+
+def assert_smallest_scale_agrees(kernels):
+    for codec in QUANTISED:
+        smallest = torch.tensor([2.0 ** (codec.bits - 127)])
+        x = torch.stack([smallest, -smallest, smallest * (1 - 2**-20), smallest * 1.5])
+        payload = codecs.encode(x, codec)
+        assert payload[0].any() and not payload[2].any()
+        assert same(kernels.encode(x, codec), payload)
+
+
+def assert_any_layout_is_taken(kernels):
+    """Strided gradients, blocks at odd addresses, and nothing at all."""
+    x = torch.randn(2, 130)
+    payload, strided = codecs.encode(x, Codec.INT4), x.t().contiguous().t()
+    assert same(kernels.encode(strided, Codec.INT4), payload)
+    error = torch.zeros(2, Codec.INT8.encoded_bytes(130), dtype=torch.uint8)
+    assert same(kernels.loco_quantise(strided, error, Codec.INT4)[0], codecs.loco_quantise(x, error, Codec.INT4)[0])
+    shifted = torch.empty(payload.numel() + 1, dtype=torch.uint8)[1:].view_as(payload).copy_(payload)
+    expected = codecs.decode(payload, Codec.INT4, num_elements=130, dtype=torch.float32)
+    assert same(kernels.decode(shifted, Codec.INT4, out=torch.empty(2, 130)), expected)
+    assert same(kernels.decode(payload.flip(0)[:1], Codec.INT4, out=torch.empty(1, 130)), expected[1:])
+    for rows in (0, 2):
+        nothing = torch.zeros(rows, 0)
+        none = kernels.encode(nothing, Codec.INT4)
+        assert none.shape == (rows, 0) and kernels.decode(none, Codec.INT4, out=nothing).shape == (rows, 0)
+        assert [one.shape for one in kernels.loco_quantise(nothing, none, Codec.INT4)] == [(rows, 0)] * 2

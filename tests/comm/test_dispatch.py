@@ -19,7 +19,14 @@ from meshwright.comm.compression.codecs import QUANTISED_DTYPES
 from meshwright.comm.kernels import dispatch
 from meshwright.comm.kernels.dispatch import CpuKernels, Isa
 from meshwright.errors import RunError
-from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, same
+from tests.comm.agree import (
+    QUANTISED,
+    assert_any_layout_is_taken,
+    assert_codecs_agree,
+    assert_feedback_agrees,
+    assert_smallest_scale_agrees,
+    same,
+)  # fmt: skip
 from tests.comm.data import KINDS, fresh
 
 
@@ -127,22 +134,11 @@ def test_rounding_to_halves_is_that_of_torch(compiled):
         assert torch.equal(found, expected), multiplier
 
 
-def test_nothing_is_nothing(compiled):
-    for rows in (0, 2):
-        payload = compiled.encode(torch.zeros(rows, 0), Codec.INT4)
-        assert payload.shape == (rows, 0)
-        assert compiled.decode(payload, Codec.INT4, out=torch.empty(rows, 0)).shape == (rows, 0)
-        error = torch.zeros(rows, 0, dtype=torch.uint8)
-        assert [x.shape for x in compiled.loco_quantise(torch.zeros(rows, 0), error, Codec.INT4)] == [(rows, 0)] * 2
-    assert compiled.decode_sum(payload, Codec.INT4, out=torch.empty(0)).shape == (0,)
-
-
-def test_strided_gradients(compiled):
-    x = torch.randn(300, 2).t()
-    error = torch.zeros(2, Codec.INT8.encoded_bytes(300), dtype=torch.uint8)
-    assert torch.equal(compiled.encode(x, Codec.INT4), codecs.encode(x, Codec.INT4))
-    expected = codecs.loco_quantise(x, error, Codec.INT4)[0]
-    assert torch.equal(compiled.loco_quantise(x, error, Codec.INT4)[0], expected)
+def test_the_smallest_scale_and_any_layout_agree(compiled):
+    assert_smallest_scale_agrees(compiled)
+    assert_any_layout_is_taken(compiled)
+    nothing = torch.zeros(2, 0, dtype=torch.uint8)
+    assert compiled.decode_sum(nothing, Codec.INT4, out=torch.empty(0)).shape == (0,)
 
 
 def test_the_best_instruction_set_is_chosen(library):

@@ -19,7 +19,15 @@ from meshwright.comm.compression.catalogue import Codec
 from meshwright.comm.compression.codecs import QUANTISED_DTYPES
 from meshwright.comm.kernels import dispatch
 from meshwright.errors import InputError
-from tests.comm.agree import QUANTISED, assert_codecs_agree, assert_feedback_agrees, assert_requantising_agrees, same
+from tests.comm.agree import (
+    QUANTISED,
+    assert_any_layout_is_taken,
+    assert_codecs_agree,
+    assert_feedback_agrees,
+    assert_requantising_agrees,
+    assert_smallest_scale_agrees,
+    same,
+)  # fmt: skip
 from tests.comm.data import assorted
 from tests.gangs.gang import Gang
 from tests.helpers import covering_pairs, quick_and_slow
@@ -141,36 +149,9 @@ def test_compiled_programs_round_as_pinned_and_move_16_bytes_at_a_time(tmp_path)
             assert f"{'st' if name == 'decode' else 'ld'}.global.v4.b32" in ptx
 
 
-def check_smallest_scale(kernels):
-    for codec in QUANTISED:
-        smallest = torch.tensor([2.0 ** (codec.bits - 127)])
-        x = torch.stack([smallest, -smallest, smallest * (1 - 2**-20), smallest * 1.5])
-        payload = codecs.encode(x, codec)
-        assert payload[0].any() and not payload[2].any()
-        assert same(kernels.encode(x, codec), payload)
-
-
-def test_interpreted_the_smallest_scale_is_that_of_the_reference(interpreter):
-    interpreter.run(interpreted, check_smallest_scale)
-
-
-def check_layouts(kernels):
-    x = torch.randn(2, 130)
-    payload = codecs.encode(x, Codec.INT4)
-    assert same(kernels.encode(x.t().contiguous().t(), Codec.INT4), payload)
-    shifted = torch.empty(payload.numel() + 1, dtype=torch.uint8)[1:].view_as(payload).copy_(payload)
-    expected = codecs.decode(payload, Codec.INT4, num_elements=130, dtype=torch.float32)
-    assert same(kernels.decode(shifted, Codec.INT4, out=torch.empty(2, 130)), expected)
-    assert same(kernels.decode(payload.flip(0)[:1], Codec.INT4, out=torch.empty(1, 130)), expected[1:])
-    for rows in (0, 2):
-        nothing = torch.zeros(rows, 0)
-        none = kernels.encode(nothing, Codec.INT4)
-        assert none.shape == (rows, 0) and kernels.decode(none, Codec.INT4, out=nothing).shape == (rows, 0)
-        assert [one.shape for one in kernels.loco_quantise(nothing, none, Codec.INT4)] == [(rows, 0)] * 2
-
-
-def test_interpreted_any_layout_of_memory_is_taken(interpreter):
-    interpreter.run(interpreted, check_layouts)
+@pytest.mark.parametrize("check", [assert_smallest_scale_agrees, assert_any_layout_is_taken])
+def test_interpreted_the_smallest_scale_and_any_layout_agree(interpreter, check):
+    interpreter.run(interpreted, check)
 
 
 def check_refusals(kernels):
@@ -192,7 +173,6 @@ def test_interpreted_what_does_not_fit_is_refused(interpreter):
 
 def test_without_triton_a_gpu_has_the_reference_and_the_log_says_so_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_kernels", raising=False)
     monkeypatch.delitem(sys.modules, "meshwright.comm.kernels.triton_kernels", raising=False)
     dispatch.find_triton.cache_clear()
     try:
