@@ -108,10 +108,6 @@ class Method:
     def is_lossy(self) -> bool:
         return self.codec is not Codec.EXACT
 
-    @property
-    def codec_of_sum(self) -> Codec:
-        return codec_of_sum(self.codec, feedback=self.feedback)
-
     def codec_inside_node(self, configured: Codec) -> Codec:
         """Return the first stage's codec, given the codec of `comm.inside_node`; exact methods stay exact."""
         return configured if self.is_lossy else Codec.EXACT
