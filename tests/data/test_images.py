@@ -88,12 +88,6 @@ def test_the_whole_data_set_is_in_one_part_or_the_other(stills, videos):
     assert not train & validation
 
 
-def test_images_have_no_frame_rate_and_videos_have_three(stills, videos):
-    assert not stills.train_fps.any() and not stills.validation_fps.any()
-    assert {*videos.train_fps} == {*videos.validation_fps} == {4, 8, 16}
-    assert (np.bincount(videos.validation_fps)[[4, 8, 16]] == 179).all()
-
-
 def test_a_video_of_a_higher_frame_rate_changes_less_from_frame_to_frame(videos):
     for part, fps in ((videos.train, videos.train_fps), (videos.validation, videos.validation_fps)):
         change = abs(np.diff(part.astype(int), axis=2)).mean(axis=(1, 2, 3, 4))
@@ -205,11 +199,6 @@ def moving():
     return videos.reshape(-1, len(VIDEO_FPS), 9, 16, 16)
 
 
-def test_all_levels_of_grey_are_scaled_to_a_byte(digits):
-    assert digits[0].shape == (1797, 1, 1, 8, 8) and digits[0].dtype == np.uint8
-    assert np.unique(digits[0]).tolist() == [round(level * 255 / 16) for level in range(17)]
-
-
 def test_a_tenth_of_each_class_is_held_out(digits):
     _, labels, is_held_out = digits
     shares = np.bincount(labels[is_held_out]) / np.bincount(labels)
@@ -260,12 +249,6 @@ def test_half_the_frame_rate_is_every_other_frame(room, fps, num_frames):
     assert (fast[:, ::2] == slow).all()
 
 
-def test_positions_depend_on_the_index_alone():
-    few, many = (digit_positions(number, room=8, num_frames=3, fps=4) for number in (5, 50))
-    assert (many[:5] == few).all()
-    assert len({place.tobytes() for place in many}) == 50
-
-
 def test_the_displacement_a_frame_is_twice_at_half_the_rate(moving):
     """Measured by the centre of mass, where the digit does not bounce in between."""
     grey = moving.astype(float)
@@ -308,15 +291,6 @@ def test_a_digit_is_drawn_as_the_plain_sum_over_its_pixels(down, right):
     found = render_digits(digit, np.array([[down, right]]), size=12)
     assert found.shape == (1, 12, 12) and found.dtype == np.uint8
     assert abs(found[0] - expected).max() <= 0.5 + 1e-6
-
-
-def test_a_whole_pixel_moves_the_digit_unchanged():
-    digit = np.random.default_rng(1).integers(0, 256, (1, 8, 8), dtype=np.uint8)
-    for place in ((0, 0), (4, 4), (1, 3)):
-        canvas = render_digits(digit, np.array([place], dtype=float), size=12)
-        down, right = place
-        assert (canvas[0, down : down + 8, right : right + 8] == digit[0]).all()
-        assert canvas.sum(dtype=int) == digit.sum(dtype=int)
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):

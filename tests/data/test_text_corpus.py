@@ -20,7 +20,6 @@ from meshwright.data import cache_file, tokenise
 from meshwright.data.text_corpus import Corpus, check_vocab, check_windows, open_corpus
 from meshwright.data.token_cache import CorpusMetadata, map_tokens
 from meshwright.data.tokenizer import ByteTokenizer, open_tokenizer
-from meshwright.data.windows import num_windows
 from meshwright.errors import DataError
 
 
@@ -190,13 +189,6 @@ def test_a_token_file_is_a_corpus(tmp_path, opened):
     assert corpus.description == "t.npy, 900 tokens train / 100 tokens validation"
 
 
-@pytest.mark.parametrize("missing", ["nothing/*.txt", "nothing.npy", "nothing.bin", "nothing.txt"])
-def test_a_missing_source_is_an_error(tmp_path, opened, missing):
-    with pytest.raises(DataError, match=re.escape(f"nearest existing directory is {tmp_path}")) as caught:
-        opened(str(tmp_path / missing))
-    assert caught.value.fix
-
-
 def test_a_missing_tokenizer_is_an_error_even_when_the_text_is_cached(tmp_path, opened, tokenizer_path):
     write_documents(tmp_path / "texts", 3)
     opened(tokenizer=tokenizer_path)
@@ -266,18 +258,6 @@ def test_a_cache_of_an_earlier_version_serves_until_documents_are_needed(tmp_pat
     assert opened().fingerprint == plain.fingerprint != packed.fingerprint, "documents are part of packed corpora only"
 
 
-@pytest.mark.parametrize("cut", [1, 8, 40])
-def test_a_truncated_cache_with_documents_is_built_again(tmp_path, opened, cut):
-    write_documents(tmp_path / "texts", 100)
-    opened(with_documents=True)
-    (path,) = (tmp_path / "cache").iterdir()
-    whole = path.read_bytes()
-    for damaged in (whole[:-cut], whole[cut:]):
-        path.write_bytes(damaged)
-        opened(with_documents=True)
-        assert path.read_bytes() == whole
-
-
 def test_damaged_documents_are_an_error(tmp_path, opened):
     write_documents(tmp_path / "texts", 100)
     corpus = opened(with_documents=True)
@@ -295,14 +275,6 @@ def test_the_fingerprint_sees_the_documents(tmp_path, opened):
     np.save(tmp_path / "t.npy", np.tile([5, 0, 1, 5], 10))
     fingerprints = {opened(str(tmp_path / "t.npy"), with_documents=True, separator=i).fingerprint for i in (0, 1, 5)}
     assert len(fingerprints | {opened(str(tmp_path / "t.npy")).fingerprint}) == 4
-
-
-@given(length=st.integers(0, 500), seq_len=st.integers(1, 60))
-def test_windows_tile_the_inputs(length, seq_len):
-    count = num_windows(np.zeros(length, dtype=np.uint8), seq_len)
-    assert count >= 0
-    assert count == 0 or (count - 1) * seq_len + seq_len + 1 <= length
-    assert count * seq_len + seq_len + 1 > length, "another window would fit"
 
 
 @given(num_train=st.integers(0, 50), num_validation=st.integers(0, 50), tp=st.integers(1, 9))

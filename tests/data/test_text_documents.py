@@ -101,13 +101,6 @@ def test_head_and_tail_make_the_whole(tmp_path_factory, text):
     assert len(tail) == len(text) // 10
 
 
-@pytest.mark.parametrize("contents", [b"caf\xe9", b"zero\0byte"])
-def test_what_is_no_text_reads_as_none(tmp_path, contents):
-    write(tmp_path, {"a.txt": contents})
-    (document,) = list_documents(str(tmp_path / "a.txt"))
-    assert all(read_pieces(TextSlice(document, extent), source="*") is None for extent in Extent)
-
-
 def test_a_glob_lists_matching_files_once_sorted_by_relative_name(tmp_path, monkeypatch):
     write(tmp_path, {"data/b.txt": "1", "data/a/z.txt": "22", "data/a.txt": "3", "data/no.md": "4", "data/x.txt/y": ""})
     found = list_documents(str(tmp_path / "data" / "**" / "**" / "*.txt"))

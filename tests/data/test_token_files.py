@@ -109,6 +109,24 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("contents", [b"", b"not an array", b"\x93NUMPY\x01\x00", b"PK\x03\x04zip", "cut", "archive"])
+def test_a_file_that_is_no_npy_is_refused(tmp_path, opened, contents):
+    path = tmp_path / "t.npy"
+    if contents == "archive":
+        np.savez(tmp_path / "t.npz", np.arange(10))
+        (tmp_path / "t.npz").rename(path)
+    elif contents == "cut":
+        np.save(path, np.arange(1000))
+        path.write_bytes(path.read_bytes()[:-8])
+    else:
+        path.write_bytes(contents)
+    with pytest.raises(DataError, match="is not a valid token file"):
+        opened(path)
+    (tmp_path / "t.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="0 tokens"):
+        opened(tmp_path / "t.bin")
+
+
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_npy_is_refused(tmp_path, opened, kind):
     np.save(tmp_path / "t.npy", BAD[kind], allow_pickle=True)
@@ -116,23 +134,6 @@ def test_a_bad_npy_is_refused(tmp_path, opened, kind):
         opened(tmp_path / "t.npy")
     assert "data.source" in caught.value.where and str(tmp_path / "t.npy") in caught.value.where
     assert caught.value.rule and "np.save" in caught.value.fix
-
-
-@pytest.mark.parametrize("contents", [b"", b"not an array", b"\x93NUMPY\x01\x00", b"PK\x03\x04zip"])
-def test_a_file_that_is_no_npy_is_refused(tmp_path, opened, contents):
-    (tmp_path / "t.npy").write_bytes(contents)
-    with pytest.raises(DataError, match="is not a valid token file"):
-        opened(tmp_path / "t.npy")
-
-
-def test_a_truncated_npy_and_an_archive_are_refused(tmp_path, opened):
-    np.save(tmp_path / "t.npy", np.arange(1000))
-    (tmp_path / "t.npy").write_bytes((tmp_path / "t.npy").read_bytes()[:-8])
-    np.savez(tmp_path / "archive.npz", np.arange(10))
-    (tmp_path / "archive.npz").rename(tmp_path / "archive.npy")
-    for name in ("t.npy", "archive.npy"):
-        with pytest.raises(DataError, match="is not a valid token file"):
-            opened(tmp_path / name)
 
 
 @settings(max_examples=40)
@@ -164,12 +165,6 @@ def test_a_missing_file_names_what_is_near(tmp_path, opened, name):
         with pytest.raises(DataError) as caught:
             opened(tmp_path / name)
         assert caught.value.fix == f"data.source={tmp_path / 'tt.npy'}"
-
-
-def test_an_empty_bin_is_refused(tmp_path, opened):
-    (tmp_path / "t.bin").write_bytes(b"")
-    with pytest.raises(DataError, match="0 tokens"):
-        opened(tmp_path / "t.bin")
 
 
 def documents_of(path, separator, folder):
@@ -215,10 +210,3 @@ def test_a_separator_beyond_the_element_type_does_not_occur(tmp_path):
     with pytest.raises(DataError, match="separator 300 does not occur .* ids are up to 0"):
         documents_of(tmp_path / "t.npy", 300, tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_documents_are_found_once(tmp_path, monkeypatch):
-    np.save(tmp_path / "t.npy", np.array([1, 0, 1, 0, 1], dtype=np.uint16))
-    found = documents_of(tmp_path / "t.npy", 0, tmp_path / "cache")
-    monkeypatch.setattr(token_files, "_scan", lambda *_: pytest.fail("scanned again"))
-    assert documents_of(tmp_path / "t.npy", 0, tmp_path / "cache") == found
