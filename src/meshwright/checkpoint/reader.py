@@ -51,7 +51,12 @@ class SafetensorsReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Convert the layout to PyTorch's metadata."""
-        return Metadata({name: _tensor_metadata(entry) for name, entry in self._layout.tensors.items()})
+        found: dict[str, Any] = {}
+        for name, entry in self._layout.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in entry.shards]
+            properties = TensorProperties(dtype=DTYPES[entry.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        return Metadata(found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the layout is known."""
@@ -138,14 +143,3 @@ def _covered_entry(layout: CheckpointLayout, name: str) -> TensorEntry:
 
 def _slices(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=DTYPES[entry.dtype]),
-        size=torch.Size(entry.shape),
-        chunks=[
-            ChunkStorageMetadata(offsets=torch.Size(shard.offset), sizes=torch.Size(shard.shape))
-            for shard in entry.shards
-        ],
-    )

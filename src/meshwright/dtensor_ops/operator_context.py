@@ -447,19 +447,15 @@ def depends_on_context(
     """Return True if a context may treat the call in another way than DTensor by itself."""
     if torch.Tag.nondeterministic_seeded in operator.tags and draws_per_rank(operator):
         return True
-    if any(_is_special(spec) for spec in specs) or has_empty_list(args):
+    if any(not spec_has_default_order(spec) or 0 in spec.shape or has_empty_shards(spec) for spec in specs):
         return True
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    return any(not isinstance(x, DTensor) and x.numel() != 1 for x in tensors)
+    return has_empty_list(args) or any(not isinstance(x, DTensor) and x.numel() != 1 for x in tensors)
 
 
 def has_empty_list(args: tuple[Any, ...]) -> bool:
     """Return True if an argument is an empty list, which may mean that an operator reduces over all dims."""
     return any(type(value) is list and not value for value in args)
-
-
-def _is_special(spec: DTensorSpec) -> bool:
-    return not spec_has_default_order(spec) or 0 in spec.shape or has_empty_shards(spec)
 
 
 def has_empty_shards(spec: DTensorSpec) -> bool:

@@ -113,7 +113,6 @@ def wrap_local(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def is_alias(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors share memory."""
     return bool(cast(Any, torch._C)._is_alias_of(a, b))
 
 
@@ -162,7 +161,6 @@ def packet_name(packet: Any) -> str:
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return True if autograd tracks the tensor as a view."""
     return tensor._is_view()
 
 
@@ -244,7 +242,8 @@ def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | Non
     """
     register_sharding(operator)(rule)
     keywords = [argument.name for argument in operator._schema.arguments if argument.kwarg_only]
-    first_static = next((i for i, argument in enumerate(operator._schema.arguments) if not _is_tensor(argument)), 100)
+    arguments = enumerate(operator._schema.arguments)
+    first_static = next((i for i, argument in arguments if "Tensor" not in str(argument.type)), 100)
     info = RuntimeSchemaInfo(first_static, keywords or None, needs_pytree=True)
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.op_to_schema_info[operator] = info
@@ -255,7 +254,3 @@ def register_rule(operator: OpOverload, rule: Rule, *, shape_argument: int | Non
 def clear_sharding_cache() -> None:
     """Clear DTensor's sharding cache on this thread so that new rules take effect."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-
-
-def _is_tensor(argument: Any) -> bool:
-    return "Tensor" in str(argument.type)

@@ -26,8 +26,7 @@ EinsumTerms = tuple[list[str], str]
 
 
 def _refuse_pointer(*args: Any) -> Any:
-    """Refuse `data_ptr`, which returns 0 for a DTensor."""
-    raise storage_error("Tensor.data_ptr")
+    raise storage_error("Tensor.data_ptr")  # it returns 0 for a DTensor
 
 
 def _read_full(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

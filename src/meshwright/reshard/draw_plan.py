@@ -85,7 +85,6 @@ class _FigureSpec:
         return SIDE if self.dims.down else SIDE * 0.85
 
     def subtitle(self) -> str:
-        """Return a line that describes the tensor and a line with the plan's cost."""
         plan = self.plan
         if not plan.steps:
             return f"{describe_tensor(plan)}\nevery rank has its shard already, nothing has to move"
@@ -304,7 +303,6 @@ class Dims:
 
 
 def shown_dims(layouts: Sequence[Layout]) -> Dims:
-    """Choose the dims to show for all layouts of a plan."""
     num_dims = len(layouts[0].shape)
     if num_dims <= 2:
         return Dims(tuple(range(num_dims - 1)), tuple(range(num_dims))[-1:])

@@ -75,7 +75,6 @@ def make_dtensor(
     *,
     requires_grad: bool,
 ) -> DTensor:
-    """Construct a DTensor from its local tensor, placements, shard order and tensor metadata."""
     strided = any(isinstance(placement, _StridedShard) for placement in placements)
     spec = DTensorSpec(
         mesh,

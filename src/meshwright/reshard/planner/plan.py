@@ -62,9 +62,9 @@ def plan(
     of the steps are in canonical form (`Layout.canonical`).
 
     Args:
-        src: the source layout.
-        dst: the destination layout, on the same mesh.
-        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        src: the source layout, on the same mesh as `dst`.
+        dst: the destination layout.
+        dtype: a key of `DTYPE_BYTES`.
         topology: the link along each mesh axis; the same fast link along all axes by default.
         memory_cap_bytes: limit on the bytes live on a rank: source, staging buffers and result.
         one_axis: use one mesh axis per step, for meshes without groups over several axes (see `prepare`).

@@ -124,14 +124,8 @@ Messages = Sequence[ShardMessage]
 
 @lru_cache(maxsize=4096)
 def compile_step(step: Step, rank: int, slots: tuple[int, ...], strides: Strides) -> StepProgram:
-    """Compile a step to the program that `rank` runs.
-
-    Args:
-        step: the step to compile.
-        rank: rank within the mesh.
-        slots: mesh rank of each rank in the process group, or `OUTSIDE`.
-        strides: strides of the rank's tensor before the step.
-    """
+    """Compile a step to the program that `rank` of the mesh runs, given the mesh rank (or `OUTSIDE`) of each rank in
+    the process group, `slots`, and the strides of the rank's tensor before it."""
     return _Compiler(step, rank, slots, strides).program()
 
 

@@ -46,11 +46,9 @@ class ShardMessage:
     runs: tuple[tuple[IndexRun, ...], ...]
 
     def shape(self) -> tuple[int, ...]:
-        """Return the message's extents."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape())
 
 
@@ -211,7 +209,6 @@ class MessageWindows:
 
 
 def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -249,26 +246,18 @@ def _group_runs(runs: Sequence[IndexRun], *, by_source: bool, by_target: bool) -
     groups: list[_RunGroup] = []
     at = 0
     for run in runs:
-        joined = _extended_group(groups[-1], run, by_source=by_source, by_target=by_target) if groups else None
-        if joined is None:
-            groups.append(_RunGroup(run, at))
+        group = groups[-1] if groups else _RunGroup(run, at, 0)
+        first, count, steps = group.first, group.count, (group.source_step, group.target_step)
+        if count == 1:
+            steps = run.source - first.source, run.target - first.target
+        fits_source = not by_source or run.source == first.source + count * steps[0]
+        fits_target = not by_target or run.target == first.target + count * steps[1]
+        if count and run.length == first.length and fits_source and fits_target:
+            groups[-1] = _RunGroup(first, group.at, count + 1, *steps)
         else:
-            groups[-1] = joined
+            groups.append(_RunGroup(run, at))
         at += run.length
     return groups
-
-
-def _extended_group(group: _RunGroup, run: IndexRun, *, by_source: bool, by_target: bool) -> _RunGroup | None:
-    first, count = group.first, group.count
-    source_step, target_step = group.source_step, group.target_step
-    if count == 1:
-        source_step, target_step = run.source - first.source, run.target - first.target
-    fits = (
-        run.length == first.length
-        and (not by_source or run.source == first.source + count * source_step)
-        and (not by_target or run.target == first.target + count * target_step)
-    )
-    return _RunGroup(first, group.at, count + 1, source_step, target_step) if fits else None
 
 
 def split_flat(message: ShardMessage, start: int, stop: int) -> list[ShardMessage]:
@@ -301,7 +290,6 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[in
 
 
 def shift_window(window: Window, offset: int) -> Window:
-    """Shift a window by `offset` elements."""
     return Window(window.strides, window.offset + offset)
 
 
