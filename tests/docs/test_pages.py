@@ -283,3 +283,10 @@ def test_no_line_with_a_command_is_left_out_unseen():
 def test_the_page_shows_the_example():
     shown = next(text for language, text in fences(ROOT / "docs/own_module.md") if language == "python")
     assert shown == Path(str(example.__file__)).read_text("utf-8")
+
+
+def test_the_files_of_walks_through_the_code_exist() -> None:
+    rows = [row for row in (PAGES / "walks.md").read_text("utf-8").splitlines() if row.startswith("|")]
+    paths = [path for row in rows for path in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / "src/meshwright" / path).is_file()] == []
