@@ -1,4 +1,4 @@
-"""Presets are complete and consistent, and are found by name and by CUDA's name; links of a group, and message times."""
+"""Presets are complete and consistent, found by name and by CUDA's name; links of a group, and message times."""
 
 from __future__ import annotations
 

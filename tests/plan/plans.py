@@ -17,16 +17,8 @@ ALL = {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "pp": 2}
 """The mesh of a `fake` plan with every axis."""
 NORM, QUERY = "block/attention_norm.weight", "block/attention.wq.weight"
 
-PRESETS = (
-    "dit-digits",
-    "dit-digits-video",
-    "dit-xl-2",
-    "llama-tiny",
-    "llama3-405b",
-    "llama3-70b",
-    "llama3-8b",
-    "video-dit-xl",
-)
+PRESETS = ("dit-digits", "dit-digits-video", "dit-xl-2", "llama-tiny", "llama3-405b", "llama3-70b", "llama3-8b",
+           "video-dit-xl")  # fmt: skip
 LARGEST = "llama3-405b mesh.pp=16 mesh.dp_shard=128 mesh.tp=8 train.global_batch=2048 train.num_microbatches=16"
 TIED = (
     "llama-tiny mesh.pp=2 mesh.dp_replicate=2 mesh.dp_shard=2 mesh.tp=2 model.tie_embeddings=true "

@@ -67,17 +67,10 @@ REFUSED = {
     "a format of another type": (put("format", value=True), "a plan of format true", "format"),
     "no format": (drop("format"), "not a plan", "plan.json"),
     "unknown field": (put("capture", value={}), "unknown field capture", "capture"),
-    "unknown field inside": (
-        put("kinds", 1, "units", 0, "offloaded", value=True),
-        "unknown field offloaded",
-        "kinds[1].units[0].offloaded",
-    ),
+    "unknown field inside": (put("kinds", 1, "units", 0, "offloaded", value=True), "unknown field offloaded",
+        "kinds[1].units[0].offloaded"),
     "missing field": (drop("kinds", 1, "units", 0, "freed"), "missing field freed", "kinds[1].units[0].freed"),
-    "an int as a word": (
-        put("batch", "samples", value="1"),
-        'samples = "1"',
-        "batch.samples",
-    ),
+    "an int as a word": (put("batch", "samples", value="1"), 'samples = "1"', "batch.samples"),
     "a float": (put("batch", "samples", value=1.0), "samples = 1.0", "batch.samples"),
     "a bool as an int": (put("stages", 0, "pp_rank", value=True), "pp_rank = true", "stages[0].pp_rank"),
     "an int as a bool": (put("sequence_parallel", value=1), "sequence_parallel = 1", "sequence_parallel"),
@@ -89,7 +82,7 @@ REFUSED = {
     "a word that is none of them": (put("sums", 0, "by", value="nccl"), 'by = "nccl"', "sums[0].by"),
     "a schedule's field": (drop("schedule", "kind"), "missing field kind", "schedule.kind"),
     "a schedule's rows": (put("schedule", "actions", value="0F0"), 'actions = "0F0"', "schedule.actions"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change, what, where", REFUSED.values(), ids=REFUSED)
