@@ -286,7 +286,7 @@ def test_the_page_shows_the_example():
 
 
 def test_the_files_of_walks_through_the_code_exist() -> None:
-    rows = [row for row in (PAGES / "walks.md").read_text("utf-8").splitlines() if row.startswith("|")]
+    rows = [row for row in (ROOT / "docs/walks.md").read_text("utf-8").splitlines() if row.startswith("|")]
     paths = [path for row in rows for path in re.findall(r"`([\w/]+\.py)`", row)]
     assert len(paths) > 30
     assert [path for path in paths if not (ROOT / "src/meshwright" / path).is_file()] == []
