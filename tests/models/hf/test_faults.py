@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 
 from meshwright.config.schema import RunConfig
+from meshwright.errors import LayoutError
+from meshwright.prove.as_run.configuration import as_configured
+from meshwright.prove.as_run.driver import render as render_as_run
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.report import render, reported_findings
 from meshwright.prove.spec import as_proof
 from tests.gangs.gang import GangPool
 from tests.models.hf.faults import FAULTS, proof_of
 from tests.models.hf.runs import hf_config
+from tests.prove.as_run.proofs import proof
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+
 
 CASES = {
     "adapters are averaged over tp": ("qwen3", "mesh.tp=2 lora.rank=4", (".lora_A.default.weight",)),
@@ -85,3 +90,30 @@ def test_a_fault_makes_the_proof_fail_and_without_it_it_passes(gang: GangPool, f
     assert all(words in text for words in says), text
     named = [words for words in NAMED if words in text]
     assert named == [words for words in NAMED if words in " ".join(says)]
+
+
+@pytest.mark.slow
+def test_experts_in_bfloat16_are_proved_as_they_run(gang):
+    config = as_configured(hf_config("mixtral", "mesh.tp=2", "train.precision=bfloat16"))
+    result = proof(gang, config)
+    assert result.passed, "\n".join(render_as_run(result))
+
+
+SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("model", "matrix"), [("gpt2", "transformer.h.0.attn.c_attn.weight"), ("mixtral", "model.layers.0.mlp.gate.weight")]
+)
+def test_a_matrix_that_cannot_be_deferred_is_refused(model, matrix):
+    with pytest.raises(LayoutError, match=f"(?s){matrix} can't be deferred.*fix *pipeline.schedule=1f1b"):
+        hf_config(model, *SPLIT)
+    hf_config(model, *SPLIT[:2], "pipeline.schedule=1f1b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_linear_layers_are_proved(gang, schedule):
+    config = as_proof(hf_config("qwen3", *SPLIT[:2], f"pipeline.schedule={schedule}"))
+    proof = proof_of(gang, config)
+    assert proof.passed, "\n".join(render(proof))

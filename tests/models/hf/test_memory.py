@@ -27,6 +27,7 @@ from tests.train.jobs import load_words, make_job, run_on
 
 pytest.importorskip("transformers")
 
+
 CASES = [
     ("olmo2", "mesh.tp=2", "recompute.policy=full"),
     ("mixtral", "mesh.tp=2", "train.precision=bfloat16"),

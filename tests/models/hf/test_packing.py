@@ -12,7 +12,7 @@ import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError
-from meshwright.models.foreign.packing import why_not_packed
+from meshwright.models.foreign.packing import Float64Mode, why_not_packed
 from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.prove.record.reference_run import build_reference
@@ -22,6 +22,8 @@ from tests.models.hf.folders import open_folder, write_model
 from tests.models.hf.runs import hf_config
 
 pytest.importorskip("transformers")
+
+
 APART, TOGETHER = "", "a document's logits depend on the documents packed beside it"
 
 
@@ -120,3 +122,18 @@ def test_transformers_own_packed_logits_depend_on_a_longer_neighbour(longrope: P
         beside = theirs(input_ids=ids, position_ids=positions, use_cache=False).logits[0, 40:]
         alone = theirs(input_ids=ids[:, 40:], use_cache=False).logits[0]
     assert (beside - alone).abs().max() > 1e-3
+
+
+def test_casts_and_defaults_are_float64() -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    with Float64Mode():
+        found = [x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), torch.softmax(x, 0, dtype=torch.float32)]
+        found += [torch.ones(2), torch.full((), torch.finfo(x.dtype).min), torch.tensor(0.1)]
+    assert {tensor.dtype for tensor in found} == {torch.float64}
+    assert found[-1].item() == 0.1
+
+
+def test_the_default_comes_back_also_after_an_error() -> None:
+    with pytest.raises(ValueError, match="inside"), Float64Mode(), Float64Mode():
+        raise ValueError("inside")
+    assert torch.get_default_dtype() is torch.float32 and torch.ones(1).dtype is torch.float32

@@ -29,6 +29,7 @@ from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
 
 pytest.importorskip("transformers")
 
+
 TYPES = ("qwen3", "gpt2", "mixtral", "deepseek_v3", "gemma4_text")
 
 

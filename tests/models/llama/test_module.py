@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.errors import ConfigError
 from meshwright.models.decoder.decoder_family import INIT_STD
 from meshwright.models.decoder.module import Decoder
 from meshwright.models.llama.family import LlamaSpec
+from tests.helpers import assert_every_fix_works, outcome
 from tests.models.specs import build as build_on_meta
 from tests.models.specs import initialized
 
@@ -79,3 +81,21 @@ def test_forward_on_one_token_and_on_long_sequences():
     model = Decoder(SPEC)
     for length in (1, 2, 300):
         assert model(torch.zeros(1, length, dtype=torch.int64)).shape == (1, length, 50)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["model.global_every=2"], "model.global_every = 2 without model.window"),
+        (["model.window=8", "model.global_every=9"], "no layer of 4 then attends to all earlier tokens"),
+        (["model.window=8", "model.global_every=1"], "every layer of 4 then attends to all earlier tokens"),
+    ],
+)
+def test_keys_without_effect_are_refused(words, what):
+    error = outcome(words)
+    assert isinstance(error, ConfigError) and what in error.what
+    assert_every_fix_works(error, words)
+
+
+def test_windows_are_accepted():
+    assert not isinstance(outcome(["model.window=8", "model.global_every=4"]), Exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import tomllib
 from pathlib import Path
@@ -9,18 +10,31 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from meshwright.cli.plan_page import page
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.config.source import to_toml
 from meshwright.data.loader import IGNORED_TARGET
-from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.contract.model_facts import Computed, Constant, Normal, Uniform
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError
+from meshwright.models.contract.build_module import build_part
+from meshwright.models.contract.model_facts import Computed, Constant, Normal, Part, Uniform
+from meshwright.models.contract.task import SimpleBatch
+from meshwright.models.foreign import stage as stage_module
+from meshwright.models.foreign.origin import COMPUTED, build_recorded
+from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.module import example
+from meshwright.models.module.family import FAMILY
 from meshwright.models.module.origin import own_loss
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
-from tests.helpers import alternatives
+from meshwright.prove.record.reference_run import build_reference, fill_tensors
+from meshwright.prove.report import render
+from meshwright.prove.spec import as_proof
+from tests.gangs.gang import GangPool
+from tests.helpers import alternatives, quick_and_slow
+from tests.models.hf.faults import proof_of
 from tests.models.module import modules
 from tests.prove.proofs import SOURCE
 
@@ -171,3 +185,104 @@ def test_tables_are_written_and_read(tmp_path: Path) -> None:
 def test_a_plan_says_which_share_tp_shards(words: tuple[str, ...], shown: list[str]) -> None:
     config = load(words[0], words[1:])
     assert [line for line in page(config.name, make_plan(config)) if "tp shards" in line] == shown
+
+
+SMALL = ("train.seq_len=16", "train.global_batch=8", "train.num_microbatches=2", f"data.source={SOURCE}")
+HEADS = ("model.styles.blocks.*.[qkv]=column", "model.styles.blocks.*.out=row")
+FEED_FORWARD = ("model.styles.blocks.*.up=column", "model.styles.blocks.*.down=row")
+ENDS = ("model.styles.tokens=vocabulary", "model.styles.head.1=head")
+
+
+def test_the_example_is_short() -> None:
+    assert len(Path(str(example.__file__)).read_text("utf-8").splitlines()) <= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [("mesh.tp=2", *HEADS, *FEED_FORWARD, *ENDS), ("mesh.tp=2",)],
+    ids=["tp by glob", "tp by shapes"],
+)
+def test_the_example_is_proved(gang: GangPool, layout: tuple[str, ...]) -> None:
+    config = as_proof(load("module-tiny", [*SMALL, *layout]))
+    result = proof_of(gang, config)
+    assert result.passed, "\n".join(render(result))
+
+
+@pytest.mark.slow
+def test_a_loss_of_ones_own_and_packed_documents_are_proved(gang: GangPool) -> None:
+    importlib.import_module(modules.__name__)
+    words = [f"model.builder={modules.__name__}:ApartModel", f"model.loss={modules.__name__}:token_losses"]
+    config = as_proof(load("module-tiny", [*SMALL, *words, "data.packing=documents", "mesh.pp=2", "mesh.dp_shard=2"]))
+    result = proof_of(gang, config)
+    assert result.passed, "\n".join(render(result))
+
+
+KINDS = ("Model", "TimeFirst", "Scaled", "FixedTable", "Chunked", "ReadsDevice")
+
+
+def two_stages(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits that two stages compute one after the other, and those of the plain module."""
+    config = as_proof(module_config(kind, "mesh.pp=2"))
+    f, tokens = run_facts(config), torch.arange(64).view(2, 32)
+    weights = dict(build_reference(config).named_parameters(remove_duplicate=False))
+    stream = tokens
+    for number in range(2):
+        part = Part(range(2 * number, 2 * number + 2), number, 2)
+        module = build_part(FAMILY, f, dtype=torch.float64, part=part).to_empty(device="cpu")
+        module.load_state_dict({name: weights[name].detach() for name, _ in module.named_parameters()}, strict=False)
+        fill_tensors(module.named_buffers(), FAMILY, f)
+        stream = FAMILY.run(module, stream, SimpleBatch(tokens, ()))
+    plain = getattr(modules, kind)().double()
+    plain.load_state_dict({name: weights[name].detach() for name, _ in plain.named_parameters()}, strict=False)
+    return stream, plain(tokens)
+
+
+@pytest.mark.parametrize("kind", quick_and_slow(zip(KINDS), [("Model",), ("TimeFirst",), ("Chunked",)]))
+def test_two_stages_compute_what_the_module_does(kind: str) -> None:
+    found, expected = two_stages(kind)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_computed_between_layers_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seeded fault: the stage that receives the stream applies it again."""
+    monkeypatch.setattr(stage_module, "_receive", lambda *_: lambda module, args, kwargs: None)
+    found, expected = two_stages("Scaled")
+    assert (found - expected).abs().max() > 1e-3
+
+
+def test_a_layer_that_reads_an_earlier_one_is_refused_for_pp() -> None:
+    with pytest.raises(LayoutError, match="depends on more than the stream"):
+        module_config("Skipping", "mesh.pp=2")
+    module_config("Skipping")
+
+
+@pytest.mark.parametrize("kind", ["Averaged", "OutsideResiduals"])
+def test_an_output_that_depends_on_more_than_the_last_layer_is_refused_for_pp(kind: str) -> None:
+    with pytest.raises(LayoutError, match="the output depends on layer 0 by more than the stream"):
+        module_config(kind, "mesh.pp=2")
+    module_config(kind)
+
+
+def test_the_last_operator_that_writes_a_whole_tensor_says_what_its_values_are() -> None:
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.normal = nn.Parameter(nn.init.normal_(torch.empty(4, 4), std=0.5))
+        model.shifted = nn.Parameter(nn.init.normal_(torch.empty(4, 4), mean=1.0))
+        model.drawn, model.halved = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4) / 2)
+        model.uniform = nn.Parameter(nn.init.uniform_(torch.empty(4), -0.25, 0.25))
+        model.one_sided = nn.Parameter(torch.empty(4).uniform_())
+        model.full, model.ones = nn.Parameter(torch.full((4,), 3.0)), nn.Parameter(torch.ones(4))
+        model.in_part = nn.Parameter(torch.zeros(4, 4))
+        model.in_part.data[1].fill_(2.0)
+        model.over = nn.Parameter(nn.init.constant_(nn.init.normal_(torch.empty(4)), 7.0))
+        model.register_buffer("count", torch.zeros(3, dtype=torch.long))
+        return model
+
+    found = build_recorded(build)[1]
+    assert found == {
+        "normal": FillFacts("normal", 0.5), "shifted": COMPUTED, "drawn": FillFacts("normal", 1.0),
+        "halved": COMPUTED, "uniform": FillFacts("uniform", 0.25), "one_sided": COMPUTED,
+        "full": FillFacts("constant", 3.0), "ones": FillFacts("constant", 1.0), "in_part": COMPUTED,
+        "over": FillFacts("constant", 7.0), "count": COMPUTED,
+    }  # fmt: skip
