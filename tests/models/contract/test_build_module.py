@@ -1,4 +1,4 @@
-"""Modules that don't match their family's description are rejected, and the difference is named."""
+"""Modules agree with their family's description, or the difference is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Diffusion: noising is invertible given the target, and sampling with an ideal denoiser recovers the data."""
+"""Diffusion: noising is invertible, sampling with an ideal denoiser recovers the data, and draws are pinned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The image task: files and recognition rates after validation, byte conversion and padding."""
+"""The image task: files and recognition rates after validation, padding, and sampling that is alike on all layouts."""
 
 from __future__ import annotations
 

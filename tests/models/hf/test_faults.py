@@ -1,4 +1,6 @@
-"""Proofs of models of transformers pass, and fail where tensor parallelism, experts or the dtype are wrong."""
+"""Proofs of models of transformers pass, as run and with a split backward too, and fail where tensor parallelism,
+experts or the dtype are wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory of transformers models, compared with all tensors that a step of a rank has at once."""
+"""Predicted memory and traffic of transformers models, compared with what a step of a rank has at once and sends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.models.foreign import derive, probe
 from meshwright.models.hf import origin
 from meshwright.models.hf.config import Source
+from meshwright.models.hf.family import _structure
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
+from meshwright.plan.traffic import predict_traffic
 from tests.gangs.gang import GangPool
 from tests.plan.test_memory import MOMENTS
 from tests.prove.proofs import SOURCE
 from tests.train.jobs import load_words, make_job, run_on
+from tests.train.test_traffic import all_leaving
 
 pytest.importorskip("transformers")
 
@@ -120,3 +123,37 @@ def test_what_is_counted_otherwise_is_more_than_a_tenth_off(monkeypatch, model_t
     right = saved_per_layer(model_type, tp)
     monkeypatch.setattr(module, name, fault)
     assert saved_per_layer(model_type, tp) > 1.25 * right
+
+
+RECOMPUTE, MICROBATCHES = "recompute.policy=full", "train.num_microbatches=2"
+TRAFFIC = [
+    ("qwen3", "mesh.pp=2", "mesh.tp=2", MICROBATCHES, "train.precision=bfloat16"),
+    ("mixtral", "mesh.dp_shard=2", "mesh.tp=2", RECOMPUTE, MICROBATCHES),
+]
+
+
+def traffic_words(case: tuple[str, ...], cache: object) -> list[str]:
+    model, *more = case
+    return ["hf-tiny", f"model.config={model}", *more, f"data.source={SOURCE}", f"data.cache_dir={cache}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", TRAFFIC, ids=" ".join)
+def test_everything_that_is_sent_is_predicted_exactly(gang: GangPool, tmp_path, case: tuple[str, ...]) -> None:
+    words = traffic_words(case, tmp_path)
+    plan = make_plan(load_words(words))
+    for rank, found in enumerate(gang(4).run(all_leaving, words, timeout_s=300)):
+        assert predict_traffic(plan, rank=rank).sent().total() == found
+
+
+@pytest.mark.slow
+def test_recomputation_ends_before_the_last_reduction(monkeypatch, tmp_path):
+    """A seeded fault that the test above catches: every reduction is repeated."""
+    right = traffic_of(tmp_path / "right")
+    monkeypatch.setattr(derive, "final_modules", lambda *_: set())
+    assert traffic_of(tmp_path / "wrong") > right
+
+
+def traffic_of(cache: object) -> int:
+    _structure.cache_clear()
+    return predict_traffic(make_plan(load_words(traffic_words(("gpt2", "mesh.tp=2", RECOMPUTE), cache)))).sent().total()

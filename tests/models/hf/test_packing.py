@@ -1,5 +1,6 @@
 """A configuration keeps packed documents apart at every length up to a sample's, or is refused: built small, with its
-rotary embeddings, windows and limits, it shows."""
+rotary embeddings, windows and limits, it shows, in the mode of proofs in which nothing becomes float32.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Weights of folders whose tensors have other names or forms than the model's."""
+"""Weights of folders whose tensors have other names, forms or number formats than the model's.
+
+In a folder with one tensor removed, added, renamed, retyped or rescaled, each tensor is used as it is, or named: what
+is used is compared with the stored tensors themselves, placed by a plain loop. A fault that drops, or makes up, a
+tensor is found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Runs that can't train are refused by the command before processes start, with a fix that works."""
+"""Runs that can't train are refused by the command before processes start, with a fix that works; within a process, a
+model is what `model.config` names from here and now.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from meshwright.checkpoint import save_load
 
 KEPT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 TEXT = "def step(x):\n    return x * 3  # <|endoftext|> 😀"
@@ -67,3 +70,31 @@ def lost(source: Path, back: Path, *, context: int) -> list[str]:
     before |= {"max_position_embeddings": context}
     wrong += [f"config.json: {key}" for key in before if after.get(key, "missing") != before[key]]
     return wrong + [f"config.json: {key} is new" for key in after.keys() - before.keys()]
+
+
+def save(root, model, tensors):
+    """A checkpoint of a described model, with optimizer state beside the weights."""
+    state = {f"optimizer.exp_avg.{name}": torch.ones_like(tensor) for name, tensor in tensors.items()}
+    return save_load.save(root, 5, {**tensors, **state}, model=model, run={}, keep=9)
+
+
+def read(path):
+    """Every tensor of a checkpoint."""
+    return save_load.read_tensors(path, save_load.tensor_names(path))
+
+
+def their_files(out):
+    """Every tensor of a Hugging Face directory."""
+    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(left, right):
+    return set(left) == set(right) and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def edit_config(out, **changes):
+    """Change keys of a config.json, or leave them out."""
+    config = json.loads((out / "config.json").read_text()) | changes
+    (out / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "remove"}))

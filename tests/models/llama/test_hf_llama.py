@@ -1,4 +1,4 @@
-"""Hugging Face conversion: exact round trips and equal outputs."""
+"""Hugging Face conversion: exact round trips, equal outputs, and values of `config.json` read or rejected by key."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 
 import pytest
@@ -26,7 +24,8 @@ from meshwright.models.huggingface.weights import export_safetensors, import_saf
 from meshwright.models.llama import hf_llama
 from meshwright.models.llama.family import LlamaSpec
 from meshwright.models.llama.hf_llama import LLAMA, config_from_model, model_from_config
-from tests.helpers import clean_environment
+from tests.models.huggingface import round_trip
+from tests.models.huggingface.round_trip import edit_config, read, same, their_files
 
 PLAIN = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_theta=500000.0, norm_eps=1e-6)
 SPECS = {
@@ -54,27 +53,7 @@ def weights(spec, dtype=torch.float32):
 
 def save(root, spec, tensors=None, dtype=torch.float32):
     """A checkpoint with optimizer state beside the weights."""
-    tensors = weights(spec, dtype) if tensors is None else tensors
-    state = {f"optimizer.exp_avg.{name}": torch.ones_like(tensor) for name, tensor in tensors.items()}
-    return save_load.save(root, 5, {**tensors, **state}, model=spec.identity(), run={}, keep=9)
-
-
-def their_files(out):
-    """Every tensor of a Hugging Face directory."""
-    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def same(left, right):
-    return set(left) == set(right) and all(
-        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
-    )
-
-
-def edit_config(out, **changes):
-    path = out / "config.json"
-    config = json.loads(path.read_text())
-    config.update(changes)
-    path.write_text(json.dumps({key: value for key, value in config.items() if value != "remove"}))
+    return round_trip.save(root, spec.identity(), weights(spec, dtype) if tensors is None else tensors)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +74,7 @@ def test_there_and_back_changes_no_bit(tmp_path, spec, dtype):
     path = save(tmp_path / "run", spec, dtype=dtype)
     out = export_safetensors(LLAMA, path, tmp_path / "out")
     back = import_safetensors(LLAMA, out, tmp_path / "imported")
-    assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(spec, dtype))
+    assert same(read(back), weights(spec, dtype))
     checked = manifest.verify(back)
     assert (checked.step, checked.run) == (0, {"imported_from": "out"})
     manifest.check_model(checked, spec.identity())
@@ -135,7 +114,7 @@ def test_shards_are_as_large_as_allowed(tmp_path, max_shard_bytes):
             tensors = load_file(out / file)
             assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= max_shard_bytes
     back = import_safetensors(LLAMA, out, tmp_path / "imported")
-    assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(PLAIN))
+    assert same(read(back), weights(PLAIN))
 
 
 @pytest.mark.slow
@@ -148,7 +127,7 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path, spec):
     # What transformers itself writes comes back too.
     model.save_pretrained(tmp_path / "theirs")
     back = import_safetensors(LLAMA, tmp_path / "theirs", tmp_path / "imported")
-    assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(spec))
+    assert same(read(back), weights(spec))
     manifest.check_model(manifest.read_manifest(back), spec.identity())
     tokens_bt = torch.randint(0, spec.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -224,7 +203,6 @@ def test_the_context_length_is_what_was_asked_for(tmp_path):
     [
         ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "not a Llama: model_type mistral"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a Llama"),
-        ({"hidden_size": "remove"}, "config.json has no hidden_size"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -232,7 +210,6 @@ def test_the_context_length_is_what_was_asked_for(tmp_path):
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "config.json has no rope_scaling.low_freq_factor"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight and 8 more are missing"),
         ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight and 8 more are unexpected"),
         ({"tie_word_embeddings": True}, "lm_head.weight is unexpected"),
@@ -311,7 +288,7 @@ def test_what_other_writers_add_is_understood(tmp_path):
     theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"].clone()
     save_file(theirs, out / "model.safetensors")
     back = import_safetensors(LLAMA, out, tmp_path / "imported")
-    assert same(save_load.read_tensors(back, save_load.tensor_names(back)), weights(spec))
+    assert same(read(back), weights(spec))
     theirs["lm_head.weight"] += 1
     save_file(theirs, out / "model.safetensors")
     with pytest.raises(CheckpointError, match="lm_head.weight is unexpected"):
@@ -352,34 +329,24 @@ def refused(config):
     [
         ({"rms_norm_eps": None}, "rms_norm_eps = None"),
         ({"rms_norm_eps": -1}, "rms_norm_eps = -1"),
-        ({"rms_norm_eps": 0.0}, "rms_norm_eps = 0.0"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5'"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps = 1000"),
         ({"rope_theta": -1.0}, "rope_theta = -1.0"),
         ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3'"),
         ({"rope_parameters": [1], "rope_scaling": None}, r"rope_parameters = [1]"),
         (scaled(factor="x"), "rope_scaling.factor = 'x'"),
-        (scaled(factor=None), "rope_scaling.factor = None"),
         (scaled(rope_type=3), "rope_scaling.rope_type = 3"),
-        (scaled(rope_theta="x"), "rope_scaling.rope_theta = 'x'"),
-        (scaled(low_freq_factor=0), "rope_scaling.low_freq_factor = 0"),
         (scaled(low_freq_factor=4.0), "rope_scaling.high_freq_factor = 4.0"),
         (scaled(original_max_position_embeddings=-5), "rope_scaling.original_max_position_embeddings = -5"),
         (scaled(original_max_position_embeddings=None) | {"max_position_embeddings": None}, "no max_position_embedd"),
-        ({"architectures": 3}, "architectures = 3"),
         ({"architectures": [3]}, "architectures.0 = 3"),
         ({"model_type": LEFT_OUT}, "no model_type"),
-        ({"model_type": ["llama"]}, "model_type = ['llama']"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
         ({"num_hidden_layers": True}, "num_hidden_layers = True"),
         ({"hidden_size": LEFT_OUT}, "no hidden_size"),
-        ({"hidden_size": None}, "hidden_size = None"),
-        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
         ({"head_dim": 7}, "head_dim = 7"),
         ({"head_dim": None, "hidden_size": 3}, "head_dim = 0"),
-        ({"vocab_size": {}}, "vocab_size = {}"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings = 'no'"),
         ({"quantization_config": {"a": "x" * 500}}, "quantization_config = "),
     ],
@@ -437,8 +404,3 @@ def test_files_that_hold_no_object(tmp_path, content):
     with pytest.raises(CheckpointError, match="config.json is not") as caught:
         read_object(tmp_path / "config.json")
     assert len(caught.value.what) < 300
-
-
-def test_reading_them_needs_no_torch():
-    code = "import sys\nfrom meshwright.models.llama import hf_llama\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, env=clean_environment(PYTHONDONTWRITEBYTECODE="1"))

@@ -1,4 +1,4 @@
-"""The Llama module: causality, tied embeddings and initial values."""
+"""The Llama module: causality, tied embeddings, initial values and rules of sliding windows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.models.decoder.decoder_family import INIT_STD
-from meshwright.models.decoder.module import Decoder
 from meshwright.models.llama.family import LlamaSpec
 from tests.helpers import assert_every_fix_works, outcome
-from tests.models.specs import build as build_on_meta
 from tests.models.specs import initialized
 
 SPEC = LlamaSpec(num_layers=3, dim=32, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=50, head_dim=8)
@@ -46,11 +44,6 @@ def test_a_tied_head_is_the_embedding():
     assert untied.head.weight is not untied.embed.weight
 
 
-def test_building_takes_no_memory():
-    model = build_on_meta(LlamaSpec(126, 16384, 128, 8, 53248, 128256, 128), dtype=torch.bfloat16)
-    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
-
-
 def test_initial_deviations():
     model = build(replace(SPEC, num_layers=8, dim=128, ffn_dim=256, vocab_size=256))
     for name, parameter in model.named_parameters():
@@ -75,12 +68,6 @@ def test_seeds_differ_and_repeat(spec):
     for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert "norm" in name or not torch.equal(a, c)
-
-
-def test_forward_on_one_token_and_on_long_sequences():
-    model = Decoder(SPEC)
-    for length in (1, 2, 300):
-        assert model(torch.zeros(1, length, dtype=torch.int64)).shape == (1, length, 50)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the stream after the layer."""
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None))
 
@@ -38,7 +37,6 @@ class Model(nn.Module):
         nn.init.normal_(self.table.weight, std=0.05)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = self.table(ids) * self.scale + self.angles
         for layer in self.layers:
             x = layer(x)
@@ -49,7 +47,6 @@ class ApartModel(Model):
     """A model that keeps packed documents apart, given positions that restart."""
 
     def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map token ids [b, t] and positions [b, t] to logits [b, t, v]."""
         mask = None
         if position_ids is not None:
             document = (position_ids == 0).cumsum(1)
@@ -74,7 +71,6 @@ class RescaledModel(ApartModel):
     """A model that keeps documents apart, but scales all tokens by whether any document is longer than 40."""
 
     def forward(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Map token ids [b, t] and positions [b, t] to logits [b, t, v]."""
         longest = ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
         return super().forward(ids, position_ids) * (2 if longest > 40 else 1)
 
@@ -93,7 +89,6 @@ class ManyTablesLayer(Layer):
         self.query = nn.Parameter(torch.randn(4, width // 4) * 0.1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the stream after the layer."""
         x = super().forward(x, mask)
         x = x + self.conv(x.mT)[..., : x.shape[1]].mT
         by_head = x.unflatten(-1, (4, -1)) * torch.exp(-self.decay.exp())
@@ -115,7 +110,6 @@ class ManyTables(Model):
         self.positions = nn.Parameter(torch.randn(1024, width) * 0.05)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = self.rows[ids] + self.table(ids) * self.scale + self.positions[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
@@ -126,7 +120,6 @@ class TimeFirstLayer(Layer):
     """A layer whose stream is [t, b, d]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream after the layer."""
         return super().forward(x.transpose(0, 1)).transpose(0, 1)
 
 
@@ -136,7 +129,6 @@ class TimeFirst(Model):
     layer = TimeFirstLayer
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = self.table(ids).transpose(0, 1) * self.scale
         for layer in self.layers:
             x = layer(x)
@@ -147,7 +139,6 @@ class Scaled(Model):
     """A model that scales and shifts the stream between its layers, by a parameter around them."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x) * self.scale + 0.1
@@ -158,7 +149,6 @@ class AddingLayer(Layer):
     """A layer that takes a table, too."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """Return the stream after the layer."""
         return super().forward(x + table)
 
 
@@ -172,7 +162,6 @@ class FixedTable(Model):
         self.fixed = nn.Embedding(64, 32)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = self.table(ids) * self.scale
         with torch.no_grad():
             fixed = self.fixed(torch.arange(ids.shape[1], device=ids.device))
@@ -185,7 +174,6 @@ class ChunkedLayer(Layer):
     """A layer that takes chunks of 8 tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream after the layer."""
         chunks = x.view(x.shape[0], -1, 8, x.shape[2])
         return super().forward(chunks.flatten(0, 1)).view_as(x)
 
@@ -200,7 +188,6 @@ class ReadsDevice(Model):
     """A model that reads what its table is like."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         return super().forward(ids.to(self.table.weight.device))
 
 
@@ -208,7 +195,6 @@ class Skipping(Model):
     """A model that adds the first layer's output before the last layer."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = first = self.layers[0](self.table(ids) * self.scale)
         for layer in self.layers[1:3]:
             x = layer(x)
@@ -219,7 +205,6 @@ class Averaged(Model):
     """A model whose logits are those of the mean of what all layers return."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x, outputs = self.table(ids) * self.scale, []
         for layer in self.layers:
             x = layer(x)
@@ -234,7 +219,6 @@ class OutsideResiduals(Model):
         super().__init__(depth=2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x = self.table(ids) * self.scale
         for layer in self.layers:
             x = x + layer(x)

@@ -13,11 +13,9 @@ class Odd(Model):
     """A base whose stream a subclass changes."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         return self.head(self.norm(self.stream(self.table(ids))))
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         for layer in self.layers:
             x = layer(x)
         return x
@@ -27,7 +25,6 @@ class LastToken(Odd):
     """Returns logits of the last token, as nanoGPT does without targets."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, 1, v]."""
         return super().forward(ids)[:, [-1]]
 
 
@@ -35,7 +32,6 @@ class Dropped(Odd):
     """Drops elements of the stream."""
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         return F.dropout(super().stream(x), 0.1, self.training)
 
 
@@ -49,7 +45,6 @@ class SetsAside(Odd):
             layer.drop = nn.Dropout(0.1)
 
     def forward(self, ids: Tensor) -> dict[str, Tensor | None]:  # type: ignore[override]
-        """Return the logits among others."""
         logits = super().forward(ids)
         return {"logits": logits, "loss": logits.mean(), "cache": None}
 
@@ -64,7 +59,6 @@ class Positions(Odd):
         self.positions = nn.Embedding(64 + self.first, 32)
 
     def stream(self, x: Tensor) -> Tensor:
-        """Add the positions."""
         return super().stream(x + self.positions(torch.arange(x.shape[1], device=x.device) + self.first))
 
 
@@ -82,7 +76,6 @@ class Counting(Odd):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         self.steps += 1
         return super().stream(x)
 
@@ -104,7 +97,6 @@ class BatchCentred(Odd):
         nn.init.zeros_(self.head.weight)
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         return super().stream(x - x.mean(0, keepdim=True))
 
 
@@ -132,7 +124,6 @@ class AddsInPlace(nn.Module):
         self.matrix = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream after the layer."""
         x += self.matrix(x)
         return x
 
@@ -153,7 +144,6 @@ class InSequence(Odd):
         self.layers = nn.Sequential(*self.layers)
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         return self.layers(x)
 
 
@@ -161,7 +151,6 @@ class Reversed(Odd):
     """Calls its layers from the last to the first."""
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         for layer in reversed(self.layers):
             x = layer(x)
         return x
@@ -171,7 +160,6 @@ class Float32Constant(Odd):
     """Adds a float32 constant of the CPU to its stream, which bfloat16 layers don't take."""
 
     def stream(self, x: Tensor) -> Tensor:
-        """Return the stream after the layers."""
         return super().stream(x + torch.zeros(32, dtype=torch.float32, device="cpu"))
 
 
@@ -184,7 +172,6 @@ class Router(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(48))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stream after the layer, and a share."""
         tokens = x.flatten(0, 1)
         weights, chosen = self.gate(tokens).softmax(-1).max(-1)
         out = torch.zeros_like(tokens)
@@ -208,7 +195,6 @@ class Experts(Odd):
         self.attention = nn.MultiheadAttention(32, 2, dropout=0.1, batch_first=True)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x, time = self.table(ids) + self.positions[: ids.shape[1]] + self.angles[: ids.shape[1]], ids.shape[1]
         mask = torch.ones(time, time, dtype=torch.bool, device=ids.device).triu(1)
         x = x + self.attention(x, x, x, attn_mask=mask, need_weights=False)[0]
@@ -221,7 +207,6 @@ class Shares(Experts):
     """Computes with what layers return besides the stream."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map token ids [b, t] to logits [b, t, v]."""
         x, shares = self.table(ids), 0.0
         for layer in self.layers:
             x, share = layer(x)
@@ -237,7 +222,6 @@ class SeldomLayer(nn.Module):
         self.often, self.seldom = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream after the layer."""
         x = x + self.often(x).tanh()
         chosen = x[:, :1, 9:10] > 0  # by the first token
         return x + chosen * self.seldom(x).tanh() if bool(chosen.any()) else x

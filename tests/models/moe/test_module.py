@@ -169,10 +169,12 @@ COUNTS = {
 
 
 @pytest.mark.parametrize(("name", "count"), COUNTS.items())
-def test_presets_have_the_parameters_of_the_formulas(name, count):
+def test_presets_have_the_parameters_of_the_formulas_and_a_plan(name, count):
     config = load(name)
-    assert model_facts(config).num_params() == count
-    assert sum(p.numel() for p in build(config).parameters()) == count
+    facts, model = model_facts(config), build(config)
+    assert facts.num_params() == count == sum(p.numel() for p in model.parameters())
+    layers = [one for one in model.modules() if isinstance(one, MixtureOfExperts)]
+    assert len(layers) == facts.layers.count("moe_block") and faults(make_plan(config)) == []
 
 
 def test_mixtral_has_its_published_size():
@@ -187,16 +189,3 @@ def test_deepseek_v3_s_experts_have_their_published_size():
     latent = 7168 * 1536 + 1536 * 128 * 192 + 7168 * (512 + 64) + 512 * 128 * 256 + 128 * 128 * 7168
     ours = attention(7168, 128, 8, 128) - 2 * 7168
     assert COUNTS["deepseek-v3-like"] + 61 * (latent - ours) == pytest.approx(671e9, rel=0.002)
-
-
-@pytest.mark.parametrize("name", list(COUNTS))
-def test_presets_plan_without_faults(name):
-    plan = make_plan(load(name))
-    assert faults(plan) == []
-
-
-@pytest.mark.parametrize("name", list(COUNTS))
-def test_presets_have_layers_with_experts(name):
-    model = build(load(name))
-    layers = [one for one in model.modules() if isinstance(one, MixtureOfExperts)]
-    assert len(layers) == sum(kind == "moe_block" for kind in model_facts(load(name)).layers)

@@ -1,8 +1,9 @@
-"""Hugging Face weight files: consistent with the index, with trainable dtypes."""
+"""Hugging Face weight files: consistent with the index, with trainable dtypes, in a folder that can be imported."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
+from meshwright.models.huggingface.checks import check_source
 from meshwright.models.huggingface.weights import (
     INDEX,
     SINGLE_FILE,
@@ -124,3 +126,40 @@ def test_more_layers_than_tensors_are_refused_without_counting_them(whole, tmp_p
     """Names of a billion layers would not fit into memory."""
     edit(whole / "config.json", lambda content: content.update(num_hidden_layers=10**9))
     assert "num_hidden_layers = 1000000000, but there are 21 tensors" in refused(whole, tmp_path).what
+
+
+def source_refused(source, out="runs/new"):
+    with pytest.raises(CheckpointError) as caught:
+        check_source(source, out)
+    return caught.value
+
+
+def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = source_refused(Path("meta-llama/Llama-3.1-8B"))
+    assert "nothing is downloaded" in error.rule
+    assert error.fix.startswith(
+        "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B (after hf auth login, if it is gated), "
+        "then meshwright checkpoint import Llama-3.1-8B runs/new"
+    )
+    (tmp_path / "runs").mkdir()
+    assert "hf download" not in source_refused(Path("runs/other")).fix  # a path with a typing error
+    (tmp_path / "meta-llama/Llama-3.1-8B").mkdir(parents=True)
+    (tmp_path / "meta-llama/Llama-3.1-8B/config.json").write_text("{}")
+    check_source(Path("meta-llama/Llama-3.1-8B"), Path("runs/new"))  # a folder of that name
+
+
+def test_a_path_that_is_no_folder(tmp_path):
+    assert "folder not found" in source_refused(tmp_path / "nothing").what
+    (tmp_path / "config.json").write_text("{}")
+    error = source_refused(tmp_path / "config.json")
+    assert "is a file" in error.what and error.fix == f"meshwright checkpoint import {tmp_path} runs/new"
+
+
+@pytest.mark.parametrize("inside", ["model", "snapshots/0e9e39f"])
+def test_a_folder_above_the_model_is_answered_with_the_model(tmp_path, inside):
+    error = source_refused(tmp_path)
+    assert error.what == f"config.json is missing from {tmp_path}" and "download" in error.fix
+    (tmp_path / inside).mkdir(parents=True)
+    (tmp_path / inside / "config.json").write_text("{}")
+    assert source_refused(tmp_path).fix == f"meshwright checkpoint import {tmp_path / inside} runs/new"
