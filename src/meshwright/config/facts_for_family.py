@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 
 from meshwright.config.schema import RunConfig
-from meshwright.models.contract.family import DataFacts, RunFacts
+from meshwright.models.contract.family import RunFacts
 from meshwright.models.contract.model_facts import ModelFacts
 
 
@@ -28,7 +28,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         dropout=train.dropout,
         precision=train.precision,
         freeze=train.freeze,
-        data=DataFacts(**config.data.model_dump(exclude={"prefetch"})),
+        data=config.data,
     )
 
 

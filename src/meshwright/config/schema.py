@@ -15,72 +15,8 @@ from pydantic import Field, SerializeAsAny, create_model
 from meshwright.comm.compression.catalogue import GradientMethod, InsideNodeMethod, WeightMethod
 from meshwright.features.float8.section import Float8Config
 from meshwright.mesh.axes import Axes
-from meshwright.models.contract.family import Family, find_family
+from meshwright.models.contract.family import DataConfig, Family, find_family
 from meshwright.settings.section import Counts, ModelSection, Names, Section
-
-
-class DataConfig(Section):
-    """Source of the text, images or videos."""
-
-    source: str = Field(
-        "stdlib",
-        description="text: stdlib (this Python's own source files), a glob of files of text, JSON lines (.jsonl) or "
-        "Parquet (see data.text_field and data.chat_field), the folder of a saved Hugging Face dataset, "
-        "package.module:Source for your own, or a token file (.npy, or .bin of data.token_dtype); images and videos: "
-        "digits, digits-video, or a glob of image files",
-    )
-    mixture: Names = Field(
-        (),
-        description="sources of text with weights, in place of data.source: weight:source or weight:source#field, "
-        "such as ['0.7:web/*.jsonl','0.3:stdlib']",
-    )
-    validation_source: str | None = Field(
-        None,
-        min_length=1,
-        description="source of text to validate with; by default a tenth of data.source, or of each source of "
-        "data.mixture, is held out",
-    )
-    when_exhausted: Literal["wrap", "end"] = Field(
-        "wrap",
-        description="when all of a source of text was read: wrap starts its next epoch; end refuses a run that would "
-        "need one",
-    )
-    tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json or its folder")
-    token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
-    packing: Literal["none", "documents"] = Field(
-        "none",
-        description="samples of text: none reads windows of one stream of tokens; documents packs whole documents, "
-        "which neither attend to nor predict each other",
-    )
-    separator: int | None = Field(
-        None,
-        ge=0,
-        description="token id that ends each document: of a token file, needed by data.packing=documents; of text, in "
-        "place of the end of text that data.tokenizer declares",
-    )
-    bos: Literal["auto", "none"] = Field(
-        "auto", description="beginning of each document of text: auto adds what data.tokenizer itself adds, if anything"
-    )
-    text_field: str | None = Field(
-        None,
-        min_length=1,
-        description="field that is the text of each record: of JSON lines (.jsonl, .ndjson), Parquet or a saved "
-        "dataset",
-    )
-    chat_field: str | None = Field(
-        None,
-        min_length=1,
-        description="field that is the conversation of each record, a list of messages with role and content; they are "
-        "written by the chat template of data.tokenizer, and only the assistant's tokens count in the loss",
-    )
-    cache_dir: str | None = Field(
-        None,
-        min_length=1,
-        description="cache directory of tokenized text and packed documents; ~/.cache/meshwright by default",
-    )
-    prefetch: int = Field(
-        2, ge=0, le=1024, description="micro-batches that each rank prepares ahead; 0 prepares each when it is needed"
-    )
 
 
 class MeshConfig(Section):

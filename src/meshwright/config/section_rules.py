@@ -10,11 +10,12 @@ import fnmatch
 from collections.abc import Iterable, Iterator
 
 from meshwright.config.facts_for_family import model_facts
-from meshwright.config.schema import DataConfig, RunConfig, TrainConfig
+from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.config.translate import value_named
 from meshwright.data.mixtures.entries import KEY as MIXTURE
 from meshwright.data.mixtures.entries import parse_mixture
 from meshwright.errors import ConfigError
+from meshwright.models.contract.family import DataConfig
 from meshwright.optim.catalogue import BUILT_IN, KEY, OTHERS, OWN_RULE, RULE, optimizers_by_role
 from meshwright.optim.contract import MatrixOptimizer
 from meshwright.optim.role import Role

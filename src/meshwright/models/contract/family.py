@@ -14,7 +14,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+
+from pydantic import Field
 
 from meshwright import models
 from meshwright.errors import ConfigError
@@ -22,7 +24,7 @@ from meshwright.mesh.axes import Axes
 from meshwright.models.contract.model_facts import Fill, ModelFacts, Part
 from meshwright.models.contract.tp_styles import Style
 from meshwright.settings.import_object import OBJECT_NAME, import_object
-from meshwright.settings.section import ModelSection, Section
+from meshwright.settings.section import ModelSection, Names, Section
 from meshwright.settings.violation import Violation, by_distance, divisors, round_up
 
 if TYPE_CHECKING:
@@ -229,30 +231,68 @@ def head_violations(*, dim: int, num_heads: int, head_dim: int | None) -> Iterat
 S = TypeVar("S", bound=Section)
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """Source of the samples, from the `data` section."""
+class DataConfig(Section):
+    """Source of the text, images or videos."""
 
-    source: str
-    tokenizer: str
-    token_dtype: str
-    packing: str
-    """Kind of samples of text: none or documents."""
-    separator: int | None
-    """Last token of each document: of a token file; of text, in place of what the tokenizer declares."""
-    bos: str
-    """Beginning of each document of text: auto, as the tokenizer frames it, or none."""
-    text_field: str | None
-    """Field that is the text of each record of JSON lines, Parquet or a saved dataset."""
-    chat_field: str | None
-    """Field that is the conversation of each record, in place of a text."""
-    validation_source: str | None
-    """Source to validate with, in place of a held-out part."""
-    mixture: tuple[str, ...]
-    """Sources with weights, in place of `source`."""
-    when_exhausted: str
-    """Behaviour when all of a source was read: wrap or end."""
-    cache_dir: str | None
+    source: str = Field(
+        "stdlib",
+        description="text: stdlib (this Python's own source files), a glob of files of text, JSON lines (.jsonl) or "
+        "Parquet (see data.text_field and data.chat_field), the folder of a saved Hugging Face dataset, "
+        "package.module:Source for your own, or a token file (.npy, or .bin of data.token_dtype); images and videos: "
+        "digits, digits-video, or a glob of image files",
+    )
+    mixture: Names = Field(
+        (),
+        description="sources of text with weights, in place of data.source: weight:source or weight:source#field, "
+        "such as ['0.7:web/*.jsonl','0.3:stdlib']",
+    )
+    validation_source: str | None = Field(
+        None,
+        min_length=1,
+        description="source of text to validate with; by default a tenth of data.source, or of each source of "
+        "data.mixture, is held out",
+    )
+    when_exhausted: Literal["wrap", "end"] = Field(
+        "wrap",
+        description="when all of a source of text was read: wrap starts its next epoch; end refuses a run that would "
+        "need one",
+    )
+    tokenizer: str = Field("bytes", description="bytes, or the path to a Hugging Face tokenizer.json or its folder")
+    token_dtype: Literal["uint8", "uint16", "uint32"] = Field("uint16", description="element type of a .bin token file")
+    packing: Literal["none", "documents"] = Field(
+        "none",
+        description="samples of text: none reads windows of one stream of tokens; documents packs whole documents, "
+        "which neither attend to nor predict each other",
+    )
+    separator: int | None = Field(
+        None,
+        ge=0,
+        description="token id that ends each document: of a token file, needed by data.packing=documents; of text, in "
+        "place of the end of text that data.tokenizer declares",
+    )
+    bos: Literal["auto", "none"] = Field(
+        "auto", description="beginning of each document of text: auto adds what data.tokenizer itself adds, if anything"
+    )
+    text_field: str | None = Field(
+        None,
+        min_length=1,
+        description="field that is the text of each record: of JSON lines (.jsonl, .ndjson), Parquet or a saved "
+        "dataset",
+    )
+    chat_field: str | None = Field(
+        None,
+        min_length=1,
+        description="field that is the conversation of each record, a list of messages with role and content; they are "
+        "written by the chat template of data.tokenizer, and only the assistant's tokens count in the loss",
+    )
+    cache_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="cache directory of tokenized text and packed documents; ~/.cache/meshwright by default",
+    )
+    prefetch: int = Field(
+        2, ge=0, le=1024, description="micro-batches that each rank prepares ahead; 0 prepares each when it is needed"
+    )
 
 
 @dataclass(frozen=True)
@@ -277,7 +317,7 @@ class RunFacts:
     precision: str
     """Dtype of activations: float32, bfloat16 or float64."""
     freeze: tuple[str, ...]
-    data: DataFacts
+    data: DataConfig
     trains: bool = True
     """Whether the model is trained, and not only evaluated: then no data may be on both sides."""
 

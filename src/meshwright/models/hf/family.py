@@ -15,7 +15,7 @@ from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, InputError
-from meshwright.models.contract.family import DataFacts, OtherWeights, RunFacts
+from meshwright.models.contract.family import DataConfig, OtherWeights, RunFacts
 from meshwright.models.contract.model_facts import ZEROS, Fill, ModelFacts, Stored, Uniform
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure, cached_structure, parameter_of, saved_tensors
@@ -230,7 +230,7 @@ def _own_tokenizer(f: RunFacts) -> Path | None:
     return None if _has_only_tokens(data) else folder
 
 
-def _has_only_tokens(data: DataFacts) -> bool:
+def _has_only_tokens(data: DataConfig) -> bool:
     """Return whether all training data are token files, which say no tokenizer."""
     from meshwright.data.token_files import is_token_file
     from meshwright.models.tasks.text_sources import all_sources

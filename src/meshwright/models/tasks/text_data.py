@@ -24,7 +24,7 @@ from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import Tokenizer, open_tokenizer
 from meshwright.data.tokenizer_files import BYTES
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.contract.family import DataFacts, RunFacts
+from meshwright.models.contract.family import DataConfig, RunFacts
 from meshwright.models.tasks.text_sources import RunSource, all_sources, resolved_sources
 from meshwright.units import counted
 
@@ -106,7 +106,7 @@ def _joined(sources: tuple[RunSource, ...], found: list[Corpus], f: RunFacts) ->
     return replace(text, description=text.description + "".join(notes))
 
 
-def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], data: DataFacts) -> None:
+def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], data: DataConfig) -> None:
     """Check that the ids of token files beside text are those of the tokenizer."""
     is_tokens = [is_token_file(one.source) for one in sources]
     if all(is_tokens) or not any(is_tokens):
@@ -123,7 +123,7 @@ def _check_same_tokens(sources: tuple[RunSource, ...], opened: list[Corpus], dat
             )
 
 
-def _check_separator(data: DataFacts, sources: tuple[RunSource, ...]) -> None:
+def _check_separator(data: DataConfig, sources: tuple[RunSource, ...]) -> None:
     """Check that a separator is given for packed token files, and only for them or for text with a tokenizer."""
     files = [one.source for one in sources if is_token_file(one.source)]
     is_packed = data.packing == "documents"
@@ -147,7 +147,7 @@ def _check_separator(data: DataFacts, sources: tuple[RunSource, ...]) -> None:
         )
 
 
-def encode_prompt(prompt: str, data: DataFacts) -> tuple[Tokenizer, list[int]]:
+def encode_prompt(prompt: str, data: DataConfig) -> tuple[Tokenizer, list[int]]:
     """Return the tokenizer and the ids of a prompt, which begins as documents do in training; none if it has none."""
     tokenizer = open_tokenizer(data.tokenizer, bos=data.bos, separator=data.separator)
     ids = tokenizer.encode(prompt).tolist()

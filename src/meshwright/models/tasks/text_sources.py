@@ -15,7 +15,7 @@ from meshwright.data.text_documents import DIGITS, DIGITS_VIDEO, STDLIB
 from meshwright.data.token_files import is_token_file
 from meshwright.data.tokenizer import open_tokenizer
 from meshwright.errors import ConfigError, DataError, InputError
-from meshwright.models.contract.family import DataFacts
+from meshwright.models.contract.family import DataConfig
 
 PRESETS = {DIGITS: "dit-digits", DIGITS_VIDEO: "dit-digits-video"}
 """Preset to suggest for each image `data.source`."""
@@ -59,7 +59,7 @@ class RunSource:
             raise type(error)(error.what, where=where, rule=error.rule, fix=fix) from error.__cause__
 
 
-def training_sources(data: DataFacts) -> tuple[RunSource, ...]:
+def training_sources(data: DataConfig) -> tuple[RunSource, ...]:
     """Return the sources that are trained on.
 
     Raises:
@@ -72,7 +72,7 @@ def training_sources(data: DataFacts) -> tuple[RunSource, ...]:
     return (RunSource(SOURCE, data.source, use),)
 
 
-def all_sources(data: DataFacts) -> tuple[RunSource, ...]:
+def all_sources(data: DataConfig) -> tuple[RunSource, ...]:
     """Return the sources that are trained on, and the one to validate with if it is another.
 
     Raises:
@@ -82,7 +82,7 @@ def all_sources(data: DataFacts) -> tuple[RunSource, ...]:
     return (*training_sources(data), *(RunSource(VALIDATION, source, Use.VALIDATION) for source in validation))
 
 
-def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
+def resolved_sources(data: DataConfig) -> tuple[RunSource, ...]:
     """Return all sources, each with the field that is its text or its conversation, if it has fields.
 
     Raises:
@@ -112,7 +112,7 @@ def resolved_sources(data: DataFacts) -> tuple[RunSource, ...]:
     return tuple(_with_field(one, key, field) if one in takes else one for one in sources)
 
 
-def end_ids(data: DataFacts) -> tuple[int, ...]:
+def end_ids(data: DataConfig) -> tuple[int, ...]:
     """Return the ids of the tokens that end what training data teaches to generate: turns of the assistant, documents.
 
     Raises:
