@@ -52,38 +52,24 @@ PLANTED = {
     "a skipped step": (with_step(2, skipped=True), "skipped at step 2: False → True"),
     "a step less": (replace(RECORD, steps=STEPS[:2]), "3 steps on OLD and 2 on NEW"),
     "the sample": (replace(RECORD, drawn={"sample": "deg"}), "sample: 'def' → 'deg'"),
-    "one bit": (
-        with_tensor(model_w=next_bit(TENSORS["model.w"], 8)),
-        "1 of 3 tensors have other bits, first model.w: 1 of 4 elements, by at most 2.38e-07; of all tensors by at "
-        "most 2.38e-07",
-    ),
-    "the sign of zero": (
-        with_tensor(model_b=floats(-0.0)),
-        "1 of 3 tensors have other bits, first model.b: 1 of 1 elements, by at most 0; of all tensors by at most 0",
-    ),
-    "no number": (
-        with_tensor(model_b=floats(math.nan)),
-        "1 of 3 tensors have other bits, first model.b: 1 of 1 elements, by at most nan; of all tensors by at most nan",
-    ),
-    "bytes of error feedback": (
-        with_tensor(comm_rank0=Tensor("U8", (2,), b"\x07\x0b")),
-        "1 of 3 tensors have other bits, first comm.rank0: 1 of 2 elements, by at most 2; of all tensors by at most 2",
-    ),
-    "a tensor less": (
-        replace(RECORD, tensors={name: one for name, one in TENSORS.items() if name != "model.b"}),
-        "tensor model.b is on OLD alone",
-    ),
+    "one bit": (with_tensor(model_w=next_bit(TENSORS["model.w"], 8)),
+        "1 of 3 tensors have other bits, first model.w: 1 of 4 elements, by at most 2.38e-07; of all tensors by "
+        "at most 2.38e-07"),
+    "the sign of zero": (with_tensor(model_b=floats(-0.0)),
+        "1 of 3 tensors have other bits, first model.b: 1 of 1 elements, by at most 0; of all tensors by at most 0"),
+    "no number": (with_tensor(model_b=floats(math.nan)),
+        "1 of 3 tensors have other bits, first model.b: 1 of 1 elements, by at most nan; of all tensors by at "
+        "most nan"),
+    "bytes of error feedback": (with_tensor(comm_rank0=Tensor("U8", (2,), b"\x07\x0b")),
+        "1 of 3 tensors have other bits, first comm.rank0: 1 of 2 elements, by at most 2; of all tensors by at most 2"),
+    "a tensor less": (replace(RECORD, tensors={name: one for name, one in TENSORS.items() if name != "model.b"}),
+        "tensor model.b is on OLD alone"),
     "a tensor more": (with_tensor(model_c=floats(1.0)), "tensor model.c is on NEW alone"),
-    "another dtype": (
-        with_tensor(model_b=floats(0.0, code="d", dtype="F64")),
-        "tensor model.b: F32 [1] → F64 [1]",
-    ),
-    "another shape": (
-        with_tensor(model_w=replace(TENSORS["model.w"], shape=(2, 2))),
-        "tensor model.w: F32 [4] → F32 [2, 2]",
-    ),
+    "another dtype": (with_tensor(model_b=floats(0.0, code="d", dtype="F64")), "tensor model.b: F32 [1] → F64 [1]"),
+    "another shape": (with_tensor(model_w=replace(TENSORS["model.w"], shape=(2, 2))),
+        "tensor model.w: F32 [4] → F32 [2, 2]"),
     "a failure": (Record(error="error  no such key"), "NEW failed:\nerror  no such key"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("new", "expected"), PLANTED.values(), ids=PLANTED)

@@ -1,18 +1,23 @@
-"""A step that is not finite on one rank is skipped on all of them: nothing is updated anywhere."""
+"""A step that is not finite on one rank is skipped on all of them, and its parts are those of the plan."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import LayoutError
 from meshwright.mesh.local_shards import to_local
+from meshwright.plan.run_plan import Auxiliary
 from meshwright.train.optimizer import named_state
+from meshwright.train.step_handles import _auxiliary
 from meshwright.train.train_step import vocab_context
 from tests.helpers import small_corpus
+from tests.plan.plans import fake
 from tests.train.jobs import make_job, run_on
 
 ONE, SHARD, TP, BOTH = (1,), (2, "mesh.dp_shard=2"), (2, "mesh.tp=2"), (4, "mesh.tp=2", "mesh.dp_shard=2")
@@ -147,3 +152,16 @@ def test_the_divisor_is_counted_over_the_global_batch(gang, corpus, world_size, 
     units = sum(64 + extra * (i % 3) for i in range(8))
     for fixed, found in run_on(gang, world_size, counted, [*corpus, *layout], extra):
         assert found == pytest.approx(fixed * 8 * 64 / units, rel=1e-12)
+
+
+def test_losses_of_one_name_in_two_kinds():
+    plan = fake(tp=2)
+    block, end = plan.kind("block"), plan.kind("head")
+    other = replace(block, auxiliary=(Auxiliary("balance", ()),))
+    held = [(block, 1), (other, 10), (replace(end, auxiliary=(Auxiliary("balance", ("dp_shard",)),)), None)]
+    assert block.auxiliary[0].work == ("tp",)
+    assert _auxiliary(held, "blocks.1.balance", "balance").work == ("tp",)
+    assert _auxiliary(held, "blocks.10.balance", "balance").work == ()
+    assert _auxiliary(held, "balance", "balance").work == ("dp_shard",)
+    with pytest.raises(LayoutError, match=r"blocks\.1\.z computes .* z, but the plan lists no such loss"):
+        _auxiliary(held, "blocks.1.z", "z")

@@ -1,4 +1,4 @@
-"""What a proof as run follows, sets aside and refuses; and what a proof in float64 says that it sets aside."""
+"""What a proof as run follows, sets aside and refuses; what a proof in float64 says that it sets aside, as float8."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
+from meshwright.plan.verify import faults
 from meshwright.prove.as_run.configuration import (
     FEEDBACK_STEPS,
     as_configured,
@@ -18,7 +19,7 @@ from meshwright.prove.as_run.configuration import (
     plan_as_configured,
     set_aside_as_run,
 )
-from meshwright.prove.spec import set_aside
+from meshwright.prove.spec import as_proof, plan_in_float64, set_aside
 from tests.helpers import SMALL
 
 FLOAT8 = ("float8.recipe=delayed", "train.precision=bfloat16")
@@ -80,3 +81,24 @@ def test_the_command_proves_what_was_asked() -> None:
     assert proof, str(proof)
     assert proof.report["precision"] == "bfloat16" and proof.report["set_aside"] == []
     assert all(one["gradient"]["tolerance"] > one["gradient"]["relative_error"] for one in proof.report["parameters"])
+
+
+FLOAT8_SHARDED = ("float8.recipe=delayed", "train.precision=bfloat16", "mesh.dp_shard=2")
+
+
+def test_a_proof_has_no_float8_and_names_it():
+    config = load("llama-tiny", FLOAT8_SHARDED)
+    proved = make_plan(as_proof(config))
+    assert not any(kind.parts for kind in (*proved.kinds, *plan_in_float64(make_plan(config)).kinds))
+    assert faults(plan_in_float64(make_plan(config))) == []
+    assert set_aside(config, make_plan(config)) == (
+        "train.precision=bfloat16 is set aside: a proof computes in float64",
+        "float8.recipe=delayed is set aside: a proof computes in float64",
+    )
+
+
+@pytest.mark.slow
+def test_the_layout_of_a_float8_run_is_proved():
+    proof = api.prove(load("llama-tiny", [*SMALL, *FLOAT8_SHARDED]), steps=2)
+    assert proof and proof.lines[1].startswith("float8.recipe=delayed is set aside")
+    assert proof.report["set_aside"] == list(proof.lines[:2])

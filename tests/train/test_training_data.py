@@ -1,7 +1,8 @@
-"""Batches prepared ahead are those made when needed, bitwise, and the worker thread ends with the run."""
+"""Data in runs: mixtures and conversations train alike on every layout; batches prepared ahead are the same ones."""
 
 from __future__ import annotations
 
+import json
 import threading
 import traceback
 
@@ -16,9 +17,10 @@ from meshwright.models.tasks.next_token import TextTask
 from meshwright.plan.make_plan import make_plan
 from meshwright.train.forward_only import validate
 from meshwright.train.train_step import microbatch_order
-from tests.helpers import open_data, small_corpus
+from tests.data.chats.formats import CHATML, build, many_chats, write_lines
+from tests.helpers import meshwright, open_data, small_corpus
 from tests.train import runs
-from tests.train.jobs import load_words, make_job, make_task, run_on
+from tests.train.jobs import load_words, make_job, make_task, run_on, trace
 
 TEXT, PICTURES = ("llama-tiny",), ("dit-digits",)
 CPU = torch.device("cpu")
@@ -183,3 +185,58 @@ def test_a_run_that_stops_and_resumes_is_the_run_without_prefetching(corpus, tmp
     runs.train([*words, "data.prefetch=3"], out, resume="auto")
     assert runs.metrics(out) == runs.metrics(tmp_path / "whole")
     runs.assert_bitwise_equal(out, tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("chats")
+    build(folder / "tokenizer", CHATML)
+    write_lines(folder / "a.jsonl", many_chats(80))
+    write_lines(folder / "b.jsonl", many_chats(10, seed=1))
+    return [f"data.source={folder}/a.jsonl", f"data.validation_source={folder}/b.jsonl", "data.chat_field=messages",
+            f"data.tokenizer={folder}/tokenizer", f"data.cache_dir={folder}/cache", "data.packing=documents",
+            "model.vocab_size=360"]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_train_as_one_process(gang, words):
+    words = [*words, "train.precision=float64"]
+    (alone,) = run_on(gang, 1, trace, words, 3)
+    for found in run_on(gang, 2, trace, [*words, "mesh.dp_shard=2", "train.num_microbatches=2"], 3):
+        torch.testing.assert_close(found.losses, alone.losses, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.norms, alone.norms, rtol=1e-10, atol=0)
+
+
+@pytest.mark.slow
+def test_a_run_says_what_counts_and_generates(words, tmp_path):
+    more = ["train.steps=3", "train.seq_len=64", "train.global_batch=8", "train.sample_tokens=4", "model.num_layers=2"]
+    done = meshwright("run", "llama-tiny", *words, *more, "train.sample_prompt=What is", "mesh.dp_shard=2",
+                      "--out", tmp_path / "run", cwd=tmp_path, timeout_s=400)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "of tokens count in the loss" in done.stdout and "nats/token" in done.stdout and "What is" in done.stdout
+
+
+RATE = ("train.lr_schedule=wsd", "train.decay_steps=0", "train.warmup_steps=2")
+"""A learning rate that doesn't depend on the number of steps."""
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mixture_goes_on_with_another_layout(tmp_path):
+    for name in ("first", "second"):
+        small_corpus(tmp_path / name)
+    lines = [json.dumps({"body": f"line {number} of a corpus\n" * 20}) for number in range(200)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    sources = [f"3:{tmp_path}/first/*.txt", f"1:{tmp_path}/lines.jsonl#body"]
+    data = [f"data.mixture={json.dumps(sources)}", f"data.validation_source={tmp_path}/second/*.txt"]
+    words = [*data, f"data.cache_dir={tmp_path}/cache", "data.packing=documents", "train.precision=float64", *RATE]
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    runs.train(words, tmp_path / "whole")
+    runs.train([*words, "train.steps=4"], tmp_path / "parts")
+    runs.train([*words, "mesh.dp_shard=2"], tmp_path / "parts", resume="auto")
+    whole, parts = runs.metrics(tmp_path / "whole"), runs.metrics(tmp_path / "parts")
+    assert [line["samples"] for line in parts] == [line["samples"] for line in whole] and len(parts) == 8
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], rel=1e-9)
+    assert parts[-1]["validation_loss"] == pytest.approx(whole[-1]["validation_loss"], rel=1e-9)
