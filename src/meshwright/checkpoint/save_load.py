@@ -110,15 +110,7 @@ def save_fetched(
     keep: int,
     sidecars: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Save a checkpoint as `save` does, from a single process, with each tensor fetched only when it is written.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        RunError: the checkpoint cannot be written, for example because the disk is full.
-        CheckpointError: a tensor or value is not supported.
-    """
+    """Save a checkpoint as `save` does, from a single process, with each tensor fetched only when it is written."""
     assert not collectives.is_distributed(), "save_fetched saves from a single process"
     placeholders = {tensor.key: placeholder(tensor) for tensor in tensors}
     request = SaveRequest(root, step, model, run, keep, sidecars or {})
@@ -149,11 +141,7 @@ def load(path: Path, tensors: Mapping[str, Tensor], *, group: ProcessGroup | Non
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Return the names of all tensors in the checkpoint at `path`.
-
-    Raises:
-        CheckpointError: the layout cannot be read.
-    """
+    """Return the names of all tensors in the checkpoint at `path`."""
     return set(read_layout(path).tensors)
 
 

@@ -42,13 +42,11 @@ class TransferPlan:
     """Plan for transferring a tensor from layout `src` on some ranks to layout `dst` on others.
 
     Attributes:
-        src: the source layout.
         start: the layout from which messages are sent: `src` after reducing its partial values on the source mesh,
             through the layouts of `reduction_layouts(src)`.
-        dst: the destination layout.
         src_ranks: global rank of each rank of the source mesh, in mesh order.
         dst_ranks: global rank of each rank of the destination mesh, in mesh order.
-        dtype: name of the dtype, a key of `DTYPE_BYTES`.
+        dtype: a key of `DTYPE_BYTES`.
         devices_per_node: number of consecutive ranks per node, or None if nodes are ignored.
         moves: messages sorted by sender, then receiver; at most one per pair.
         bytes_sent: bytes sent by the rank that sends most.

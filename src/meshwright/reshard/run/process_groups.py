@@ -130,11 +130,10 @@ def groups_of(mesh: DeviceMesh) -> MeshGroups:
 def prepare(mesh: DeviceMesh, *, own: bool = False) -> MeshGroups | None:
     """Create process groups for steps over several axes of `mesh`. Must be called on all ranks of the run.
 
-    Each rank passes its own mesh, or any other rank's mesh if it is not on one. The meshes may be submeshes of one
-    mesh. Repeated calls for the same ranks create no new groups.
+    The meshes of the ranks may be submeshes of one mesh. Repeated calls for the same ranks create no new groups.
 
     Args:
-        mesh: the mesh.
+        mesh: the mesh, or any other rank's on ranks outside it.
         own: create groups for the caller's exclusive use, including those of single axes, so that `execute` can run in
             a separate thread; see [Note: one order].
 
