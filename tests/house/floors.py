@@ -51,7 +51,7 @@ TORCH_FREE = (
     "settings/*",
     "nn/__init__.py", "nn/attention/__init__.py", "nn/attention/mask_spec.py", "nn/attention/backend.py",
     "nn/recompute_policy.py", "features/__init__.py", "features/contract.py", "features/registry.py",
-    "features/*/__init__.py", "features/*/section.py", "features/*/layers.py", "features/*/rules.py",
+    "features/*/__init__.py", "features/*/section.py", "features/*/rules.py",
     "features/*/plan.py",
     "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py",
     "models/contract/family.py", "models/contract/tp_styles.py",

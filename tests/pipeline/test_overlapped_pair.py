@@ -11,10 +11,9 @@ from meshwright.comm.collectives import open_channels
 from meshwright.mesh.process_groups import new_group
 from meshwright.parallel.data_parallel import reduce_gradients, set_gradient_sync
 from meshwright.pipeline.actions import Action, ActionKind, Overlap
-from meshwright.pipeline.execute import Executor, channel_keys
+from meshwright.pipeline.execute import Executor, OverlappedPair, channel_keys, takes_turns
 from meshwright.pipeline.generate import generate
 from meshwright.pipeline.lower import LowerOptions, lower
-from meshwright.pipeline.overlapped_pair import OverlappedPair, takes_turns
 from meshwright.pipeline.receive_buffers import ReceiveBuffers, TensorSpec
 from meshwright.pipeline.timeline import ThreadClock, compute_spans
 from tests.comm.virtual_clock import VirtualClock

@@ -16,7 +16,7 @@ from meshwright.errors import RunError
 from meshwright.nn.experts.layer import Experts
 from meshwright.nn.experts.router import ExpertLoad
 from meshwright.nn.linear import WeightGradStore
-from meshwright.pipeline import overlapped_pair
+from meshwright.pipeline import execute
 from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
@@ -241,7 +241,7 @@ class Transfers:
 
 def dualpipe_trace(rank, world_size, words, overlaps):
     """A trace, and the numbers of pairs that took turns and of all-to-alls that hid behind another task."""
-    stage, run, pairs = ModelStage.__init__, overlapped_pair.run_overlapped, []
+    stage, run, pairs = ModelStage.__init__, execute.run_overlapped, []
 
     def init(self, *args):
         stage(self, *args)
@@ -252,12 +252,12 @@ def dualpipe_trace(rank, world_size, words, overlaps):
         pairs.append(1)
         return run(first, second, **named)
 
-    ModelStage.__init__, overlapped_pair.run_overlapped = init, counting
+    ModelStage.__init__, execute.run_overlapped = init, counting
     try:
         with Transfers() as transfers:
             return trace(rank, world_size, words, 2), len(pairs), transfers.num_overlapped
     finally:
-        ModelStage.__init__, overlapped_pair.run_overlapped = stage, run
+        ModelStage.__init__, execute.run_overlapped = stage, run
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from meshwright.features.float8.layers import Float8Layers, Float8Recipe
+from meshwright.features.float8.rules import Float8Layers, Float8Recipe
 from meshwright.plan.compare import hashes
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import LayoutError
-from meshwright.features.float8.layers import Float8Layers, Float8Recipe
 from meshwright.features.float8.linear import Float8Linear
+from meshwright.features.float8.rules import Float8Layers, Float8Recipe
 from meshwright.features.float8.run import apply_float8
 from meshwright.nn.linear import Linear
 

@@ -9,7 +9,7 @@ import pytest
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.features.float8 import rules as float8_layers
-from meshwright.features.float8.layers import Float8Layers
+from meshwright.features.float8.rules import Float8Layers
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome

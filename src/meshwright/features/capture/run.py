@@ -13,7 +13,7 @@ from meshwright.config.section_rules import REGION
 from meshwright.errors import LayoutError
 from meshwright.features.contract import OnRank, RunFeature
 from meshwright.pipeline.actions import Overlap
-from meshwright.pipeline.overlapped_pair import takes_turns
+from meshwright.pipeline.execute import takes_turns
 from meshwright.train.build_job import Job
 from meshwright.train.pipeline_stages import ModelStage, Pipeline
 

@@ -9,8 +9,15 @@ from dataclasses import replace
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.features.contract import PlanFeature
-from meshwright.features.float8.layers import SIZE_UNIT, Float8Layers, Float8Recipe
-from meshwright.features.float8.rules import CURRENT, OFF, float8_violations, layers_in_float8
+from meshwright.features.float8.rules import (
+    CURRENT,
+    OFF,
+    SIZE_UNIT,
+    Float8Layers,
+    Float8Recipe,
+    float8_violations,
+    layers_in_float8,
+)
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
 from meshwright.plan.run_plan import Kind, RunPlan, Stage
 from meshwright.plan.verify.names import Fault, format_count, join_names, qualified_name

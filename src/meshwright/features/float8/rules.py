@@ -1,15 +1,18 @@
-"""Which linear layers run in float8: the keys of `float8`, and their rules."""
+"""Which linear layers run in float8, how their scales are chosen, and the rules of the keys of `float8`."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.features.float8.layers import SIZE_UNIT
+from meshwright.features.contract import KindPart
 from meshwright.features.float8.section import Float8Config
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.settings.violation import Fix, Violation, format_value, round_up
@@ -145,3 +148,33 @@ def _chosen(config: RunConfig, facts: ModelFacts) -> list[tuple[KindFacts, int, 
         if layer is not None
         for path in layers_in_float8(config.float8, kind, layer, num_layers=num_layers)
     ]
+
+
+class Float8Recipe(StrEnum):
+    """How the scales of a float8 layer are chosen."""
+
+    CURRENT = "current"
+    """From the tensor that is cast; no state between steps."""
+    DELAYED = "delayed"
+    """From the largest magnitudes of earlier steps, over all ranks."""
+    TORCHAO = "torchao"
+    """Current scaling by torchao's layer, which can't defer weight gradients."""
+
+
+SIZE_UNIT = 16
+"""Divisor that float8 products need of features, and of tokens for the weight's gradient."""
+
+
+@dataclass(frozen=True)
+class Float8Layers(KindPart):
+    """The linear layers of a kind that run in float8."""
+
+    feature: ClassVar[str] = "float8"
+
+    recipe: Float8Recipe
+    layers: tuple[str, ...]
+    """Paths of the layers inside the block."""
+    history: int = 0
+    """Steps that scales look back on; 0 unless they are delayed."""
+    cached: bool = False
+    """Whether weights are cast once per step instead of in every forward and backward."""

@@ -24,9 +24,9 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.collectives import all_reduce_max
 from meshwright.errors import LayoutError
 from meshwright.features.contract import OnRank, RunFeature
-from meshwright.features.float8.layers import Float8Layers, Float8Recipe
 from meshwright.features.float8.linear import AmaxHistory, Float8Linear
 from meshwright.features.float8.private import has_scaled_mm
+from meshwright.features.float8.rules import Float8Layers, Float8Recipe
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.linear import Linear
 from meshwright.parallel.local_shards import compute_on_local_shards

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.nn.embeddings import MlpEmbedder, PatchGrid, position_table, sinusoids
+from meshwright.models.dit.module import MlpEmbedder, PatchGrid, position_table, sinusoids
 
 small = st.integers(1, 3)
 CPU = torch.device("cpu")
