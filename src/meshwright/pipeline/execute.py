@@ -5,9 +5,10 @@ All policy is in the table. [Note: tensor lifetimes] Each micro-batch enters a s
 it has been sent or passed to the next stage, because the backward starts from its gradient edge, which holds no
 storage. Tensors saved by autograd stay alive. With `pipeline.release=false` the table frees tensors only at the end.
 
-[Note: which pairs overlap] The two computations of an `Overlap` (DualPipe; DeepSeek-AI 2024) take turns if either stage has all-to-alls in flight, and otherwise run one
-after the other. Their stages must differ, since FSDP2's state and the store of deferred gradients are per stage, and
-autograd allows one backward at a time (`comm/overlap.py`). Transfers follow the pair, so turns can't cause a deadlock.
+[Note: which pairs overlap] The two computations of an `Overlap` (DualPipe; DeepSeek-AI 2024) take turns if either stage
+has all-to-alls in flight, and otherwise run one after the other. Their stages must differ, since FSDP2's state and the
+store of deferred gradients are per stage, and autograd allows one backward at a time (`comm/overlap.py`). Transfers
+follow the pair, so turns can't cause a deadlock.
 """
 
 from __future__ import annotations
