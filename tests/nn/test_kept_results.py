@@ -1,4 +1,4 @@
-"""Selective recomputation: bitwise gradients, nothing kept is computed twice, frozen parameters, compiled blocks."""
+"""Selective recomputation: bitwise gradients, nothing kept is computed twice; what recomputed forwards recall."""
 
 from __future__ import annotations
 

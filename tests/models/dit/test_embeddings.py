@@ -1,4 +1,4 @@
-"""Patches: patchify and unpatchify are inverses, and position embeddings are distinct."""
+"""Patches and their positions, sinusoidal features, and the condition embedder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translation of masks and arguments for torch_xla's splash attention, against a stand-in for it.
+"""Packed kernels: varlen on CUDA against softmax in float64; splash's translation of masks, against a stand-in for it.
 
 The stand-in has the fields, arguments and mask semantics of torch_xla 2.9's wrapper, and raises on runtime calls that
 torch_xla removed.

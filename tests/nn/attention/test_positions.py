@@ -1,4 +1,4 @@
-"""Rotary embedding: a rotation, dependent on relative positions only, and equal to Hugging Face's."""
+"""Rotary embedding: a rotation, by relative positions only, as Hugging Face's; numbers of tokens on every layout."""
 
 from __future__ import annotations
 

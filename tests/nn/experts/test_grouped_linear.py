@@ -1,4 +1,4 @@
-"""Grouped linear layers against one product per expert: groups without rows, dtypes, deferral, unwritten memory."""
+"""Rows of experts: products against one per expert, unwritten memory, and sums against index_add in float64."""
 
 from __future__ import annotations
 
