@@ -241,7 +241,13 @@ class PackedWindows:
 
         A piece of a document counts as a document. Padding, if any, is the last one.
         """
-        return tuple(self._lengths(window) for window in windows.tolist())
+        found = []
+        for window in windows.tolist():
+            first, last = self.first_pieces[window : window + 2]
+            lengths: list[int] = self.pieces["length"][first:last].tolist()
+            padding = self.seq_len - sum(lengths)
+            found.append((*lengths, padding) if padding else tuple(lengths))
+        return tuple(found)
 
     def count(self, windows: Int64Array) -> int:
         name = "length" if self.mask is None else "targets"
@@ -263,12 +269,6 @@ class PackedWindows:
             next_tokens[~self.mask.at(places + 1)] = ignored_target
         targets[is_real] = next_tokens
         return inputs, targets
-
-    def _lengths(self, window: int) -> tuple[int, ...]:
-        first, last = self.first_pieces[window : window + 2]
-        lengths: list[int] = self.pieces["length"][first:last].tolist()
-        padding = self.seq_len - sum(lengths)
-        return (*lengths, padding) if padding else tuple(lengths)
 
     def _pieces_of(self, windows: Int64Array) -> tuple[NDArray[np.void], Int64Array]:
         """Return the pieces of the windows, one window after the other, and the number of each window's pieces."""

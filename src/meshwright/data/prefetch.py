@@ -1,9 +1,7 @@
-"""Values made ahead of their use, in a worker thread.
+"""Values made ahead of their use in a worker thread, and copies of host tensors to the device beside the computation.
 
 The values are pure functions of keys whose order is known beforehand, so the worker has no position to save or restore:
 a resumed run starts another prefetcher at its first key.
-
-Copies of host tensors to the device, beside the computation.
 
 [Note: waits of a copy] A copy touches three pieces of memory on two streams and a host thread. Three waits keep them in
 order, and each is necessary:
@@ -15,8 +13,8 @@ order, and each is necessary:
 
 `wait_stream` returns the tensors for work on the compute stream, not for the host; they can't be had in any other way.
 
-Copies are made of the operations of `Streams`: a test runs them on simulated streams, in any order that a device might
-choose.
+Copies are made of the operations of `CudaStreams`: a test runs them on simulated streams, in any order that a device
+might choose.
 """
 
 from __future__ import annotations
@@ -137,13 +135,6 @@ class Handle(Protocol):
         """Make the current compute stream wait for the copy, and return the tensors for work on that stream."""
 
 
-class Copies(Protocol):
-    """A way to the device."""
-
-    def start(self, tensors: Tensors) -> Handle:
-        """Start copying CPU tensors, which must not be written from now on, to fresh memory of the device."""
-
-
 class DirectCopies:
     """Copies without streams, to a device that computes as the host tells it: CPU tensors stay as they are."""
 
@@ -151,13 +142,14 @@ class DirectCopies:
         self._device = device
 
     def start(self, tensors: Tensors) -> Handle:
+        """Start copying CPU tensors, which must not be written from now on, to fresh memory of the device."""
         return _Arrived(tuple(x.to(self._device) for x in tensors))
 
 
 class StreamCopies:
     """Copies through pinned memory on one persistent stream; for one thread at a time. [Note: waits of a copy]"""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self._streams = streams
         self._stagings: deque[_Staging] = deque()
 
@@ -183,7 +175,7 @@ class StreamCopies:
         return _Staging(tuple(self._streams.pinned_like(x) for x in tensors))
 
 
-def open_copies(device: torch.device) -> Copies:
+def open_copies(device: torch.device) -> DirectCopies | StreamCopies:
     """Return the way to a device."""
     return StreamCopies(CudaStreams(device)) if device.type == "cuda" else DirectCopies(device)
 
@@ -203,7 +195,7 @@ class _Staging:
 class _Copying:
     """Handle of a copy on the copy stream."""
 
-    def __init__(self, streams: Streams, tensors: Tensors, copied: Event) -> None:
+    def __init__(self, streams: CudaStreams, tensors: Tensors, copied: Event) -> None:
         self._streams, self._tensors, self._copied = streams, tensors, copied
 
     def wait_stream(self) -> Tensors:
@@ -227,58 +219,40 @@ Event = Any
 """A point in a stream's work; opaque to all but the streams that recorded it."""
 
 
-class Streams(Protocol):
-    """A copy stream of its own, and the stream on which the calling thread computes."""
-
-    def pinned_like(self, x: Tensor) -> Tensor:
-        """Allocate host memory with the shape and dtype of `x` from which the device can copy by itself."""
-
-    def empty_like(self, x: Tensor) -> Tensor:
-        """Allocate device memory with the shape and dtype of `x`, for the copy stream to write."""
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Launch a copy from pinned memory to device memory on the copy stream."""
-
-    def copy_event(self) -> Event:
-        """Record an event after all work launched on the copy stream."""
-
-    def compute_waits(self, event: Event) -> None:
-        """Make the current compute stream wait for an event; the host goes on."""
-
-    def host_waits(self, event: Event) -> None:
-        """Make the host wait for an event."""
-
-    def keep_for_compute(self, x: Tensor) -> None:
-        """Keep the memory of `x`, once freed, until the current compute stream has done the work launched by then."""
-
-
 class CudaStreams:
-    """Streams of a CUDA device."""
+    """A copy stream of its own on a CUDA device, and the stream on which the calling thread computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned_like(self, x: Tensor) -> Tensor:
+        """Allocate host memory with the shape and dtype of `x` from which the device can copy by itself."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
 
     def empty_like(self, x: Tensor) -> Tensor:
+        """Allocate device memory with the shape and dtype of `x`, for the copy stream to write."""
         with torch.cuda.stream(self._copies):
             return torch.empty(x.shape, dtype=x.dtype, device=self._device)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
+        """Launch a copy from pinned memory to device memory on the copy stream."""
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
 
     def copy_event(self) -> torch.cuda.Event:
+        """Record an event after all work launched on the copy stream."""
         event: torch.cuda.Event = self._copies.record_event()
         return event
 
     def compute_waits(self, event: torch.cuda.Event) -> None:
+        """Make the current compute stream wait for an event; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def host_waits(self, event: torch.cuda.Event) -> None:
+        """Make the host wait for an event, with the GIL released."""
         event.synchronize()
 
     def keep_for_compute(self, x: Tensor) -> None:
+        """Keep the memory of `x`, once freed, until the current compute stream has done the work launched by then."""
         x.record_stream(torch.cuda.current_stream(self._device))

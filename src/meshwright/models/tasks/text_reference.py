@@ -65,11 +65,8 @@ class TextReference:
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
     def _window(self, index: int) -> Tensor:
-        if index not in self._windows:
-            self._windows[index] = self._read(index)
-        return self._windows[index]
-
-    def _read(self, index: int) -> Tensor:
+        if index in self._windows:
+            return self._windows[index]
         window = int(self.order.windows(range(index, index + 1))[0])
         for tokens in self._sources:
             num_windows = (len(tokens) - 1) // self._seq_len
@@ -77,7 +74,8 @@ class TextReference:
                 break
             window -= num_windows
         start = window * self._seq_len
-        return torch.from_numpy(tokens[start : start + self._seq_len + 1].astype(int64))
+        self._windows[index] = torch.from_numpy(tokens[start : start + self._seq_len + 1].astype(int64))
+        return self._windows[index]
 
 
 class PackedTextReference:
@@ -103,7 +101,10 @@ class PackedTextReference:
         self._read_masks(batch)
         num_targets = sum(int((targets != IGNORED_TARGET).sum()) for i in batch for _, targets in self._pairs(i))
         if handles(model):
-            return self._full_samples(model, indices) / num_targets
+            # With their mask, all in one forward.
+            samples = [self.sample(index) for index in indices]
+            inputs, targets = (torch.stack([sample[part] for sample in samples]) for part in ("inputs", "targets"))
+            return self._loss_sum(model(inputs, self._layout(indices)), targets) / num_targets
         if self._drops:
             return torch.stack([self._with_dropout(model, index) for index in indices]).sum() / num_targets
         sums = [documents_loss_sum(model, self._pairs(index), self._loss_sum) for index in indices]
@@ -119,13 +120,6 @@ class PackedTextReference:
         inputs[:filled] = torch.cat([one for one, _ in pairs])
         targets[:filled] = torch.cat([one for _, one in pairs])
         return {"inputs": inputs, "targets": targets, "documents": self._documents(index)}
-
-    def _full_samples(self, model: nn.Module, indices: list[int]) -> Tensor:
-        """Return the loss sum of samples with their mask, all in one forward."""
-        samples = [self.sample(index) for index in indices]
-        inputs, targets = (torch.stack([sample[part] for sample in samples]) for part in ("inputs", "targets"))
-        logits = model(inputs, self._layout(indices))
-        return self._loss_sum(logits, targets)
 
     def _with_dropout(self, model: nn.Module, index: int) -> Tensor:
         """Return the loss sum of a sample's documents, each alone, with the dropout of its place in the sample."""
