@@ -16,8 +16,6 @@ from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.plan.compare import hashes
-from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
-from meshwright.plan.expert_traffic import describe_rows
 from meshwright.plan.memory import predict_memory, predict_process_memory
 from meshwright.plan.run_plan import BYTES, EXPERTS, Atoms, Collective, RunPlan, Unit
 from meshwright.plan.stage_sizes import num_params, replicated_note
@@ -132,8 +130,11 @@ def _traffic(plan: RunPlan, traffic: Traffic) -> Iterator[str]:
         links = [(one.sent.inside_node, "inside a node"), (one.sent.between_nodes, "between nodes")]
         by_link = " · ".join(f"{format_bytes(size)} {where}" for size, where in links if size)
         yield f"  {one.purpose:<18} {by_link}"
-        if one.purpose == Purpose.EXPERTS and (rows := describe_rows(plan, traffic.rank)):
-            yield from wrapped(rows, COLUMNS, indent="    ")
+        if one.purpose == Purpose.EXPERTS:
+            from meshwright.plan.expert_traffic import describe_rows  # only where a plan has experts
+
+            rows = describe_rows(plan, traffic.rank)
+            yield from wrapped(rows, COLUMNS, indent="    ") if rows else ()
         if one.purpose == Purpose.CONTEXT and plan.batch.packed:
             yield "    as if each sample were one document; packed ones send less or more"
     if isinstance(plan.mesh.nodes, int) and plan.mesh.num_ranks() > MAX_ROWS:
@@ -232,6 +233,8 @@ def _collectives(plan: RunPlan) -> Iterator[str]:
 
 def _attention(plan: RunPlan) -> Iterator[str]:
     """Yield the method of each kind's attention under context parallelism, with the reason."""
+    from meshwright.plan.context.layers import explain_method, imbalance_of_ranks  # only where cp shards tokens
+
     layers = Counter(name for stage in plan.stages for name in stage.kinds)
     slowest = f"slowest rank {imbalance_of_ranks(plan):.3f} × the mean of its work"
     yield f"attention over {_axes(plan.mesh.view('cp'))}, {slowest}"

@@ -33,7 +33,6 @@ from meshwright.models.contract.model_facts import (
 )
 from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.expert_traffic import predicted_load
 from meshwright.plan.run_plan import (
     BYTES,
     Atoms,
@@ -344,6 +343,8 @@ def _dispatched(layer: ExpertLayer | None, tokens: int, ep: int) -> tuple[Saved,
     rank receives, and gets back, under a uniform load."""
     if layer is None or not layer.axes:
         return Saved(), Saved()
+    from meshwright.plan.expert_traffic import predicted_load  # only where ep shards experts
+
     rows = sum(predicted_load(layer, tokens, ep).tokens) / tokens
     # Rows by token and by rank, and choices by row; slots of a capacity have a fixed order instead.
     indices = 2.0 * layer.top_k + rows + 1.0 if layer.capacity is None else 0.0
