@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from meshwright.models.contract.tp_styles import (
     ROW,
     SPLIT_ROW,
     VOCABULARY,
+    Style,
     StyleKind,
 )
 from meshwright.models.foreign.origin import NotSharded
@@ -46,19 +49,30 @@ def test_norms_of_sharded_heads_are_divided(structure):
     assert found.last.styles == {"model.norm": REPLICATED, "lm_head": HEAD}
 
 
-@pytest.mark.slow
-def test_norms_over_all_heads_gather(structure):
-    (block,) = structure("olmo2").blocks
-    assert block.styles["self_attn.q_proj"] == block.styles["self_attn.k_proj"] == GATHERED_COLUMN
-    assert block.styles["self_attn.o_proj"] == SPLIT_ROW
-    assert block.styles["self_attn.q_norm"] == block.styles["self_attn.k_norm"] == REPLICATED
+PLANS = {
+    "norms over all heads gather": ("olmo2", {
+        "self_attn.q_proj": GATHERED_COLUMN, "self_attn.k_proj": GATHERED_COLUMN, "self_attn.o_proj": SPLIT_ROW,
+        "self_attn.q_norm": REPLICATED, "self_attn.k_norm": REPLICATED}),
+    "a matrix as wide as the vocabulary is a head only around the layers": ("phi3", {
+        "mlp.gate_up_proj": GATHERED_COLUMN}),
+    "rotary keys of latent attention have a partial tail": ("deepseek_v2", {
+        "self_attn.kv_a_proj_with_mqa": replace(REPLICATED, partial_tail=8), "self_attn.kv_b_proj": COLUMN}),
+    "experts are shared out and their router is not": ("mixtral", {
+        "mlp.experts": Style(StyleKind.EXPERTS, kept=False, top_k=2), "mlp.gate": REPLICATED}),
+    "experts that a rank cannot run alone are replicated": ("llama4_text", {"feed_forward.experts": REPLICATED}),
+}  # fmt: skip
+"""Styles of modules inside layers, wherever a layer has them."""
 
 
 @pytest.mark.slow
-def test_a_matrix_as_wide_as_the_vocabulary_is_a_head_only_around_the_layers(structure):
-    found = structure("phi3")
-    assert found.blocks[0].styles["mlp.gate_up_proj"] == GATHERED_COLUMN and found.vocab_size == 256
-    assert found.last.styles["lm_head"] == HEAD
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_of_transformers_are_ours(structure, name):
+    model, styles = PLANS[name]
+    found = structure(model)
+    for path, style in styles.items():
+        assert {block.styles[path] for block in found.blocks if path in block.styles} == {style}, path
+    if model == "phi3":
+        assert found.vocab_size == 256 and found.last.styles["lm_head"] == HEAD
 
 
 @pytest.mark.slow
@@ -70,30 +84,9 @@ def test_layers_without_a_fitting_plan_have_sharded_feed_forwards(structure):
         assert found.blocks[0].styles[up] == COLUMN and found.blocks[0].styles[down].kind is StyleKind.ROW
 
 
-def test_experts_that_a_rank_cannot_run_alone_are_replicated(structure):
-    blocks = structure("llama4_text").blocks
-    assert {block.styles["feed_forward.experts"] for block in blocks if "feed_forward.experts" in block.styles} == {
-        REPLICATED
-    }
-
-
 def test_outputs_that_a_model_writes_to_are_copied(structure):
     assert structure("falcon").blocks[0].styles["mlp.dense_h_to_4h"].cloned
     assert not any(style.cloned for style in structure("qwen3").blocks[0].styles.values())
-
-
-@pytest.mark.slow
-def test_rotary_keys_of_latent_attention_have_a_partial_tail(structure):
-    for block in structure("deepseek_v2").blocks:
-        assert block.styles["self_attn.kv_a_proj_with_mqa"].partial_tail == 8
-        assert block.styles["self_attn.kv_b_proj"] == COLUMN
-
-
-@pytest.mark.slow
-def test_experts_are_shared_out_and_their_router_is_not(structure):
-    (block,) = structure("mixtral").blocks
-    assert block.styles["mlp.experts"].kind is StyleKind.EXPERTS and block.styles["mlp.experts"].top_k == 2
-    assert block.styles["mlp.gate"].kind is StyleKind.REPLICATED
 
 
 def test_a_model_without_a_plan_shards_its_feed_forward(structure):
