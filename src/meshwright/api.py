@@ -33,9 +33,8 @@ from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
 from meshwright.prove.as_run.configuration import as_configured, num_steps, plan_as_configured, set_aside_as_run
 from meshwright.prove.bodies import compare_body, locate_body, locate_compare_body, record_body
-from meshwright.prove.catalogue.case import Result
+from meshwright.prove.catalogue.case import ALL, LAYOUTS, SETTINGS, Result
 from meshwright.prove.catalogue.catalogue import prove_all
-from meshwright.prove.catalogue.layouts import ALL, LAYOUTS, SETTINGS
 from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
 from meshwright.train.choose_folder import choose_folder

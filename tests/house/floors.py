@@ -88,7 +88,7 @@ TORCH_FREE = (
     "prove/script/__init__.py", "prove/script/layout_choice.py", "prove/script/proof.py",
     "prove/spec.py", "prove/bodies.py", "prove/catalogue/__init__.py", "prove/catalogue/case.py",
     "prove/catalogue/catalogue.py",
-    "prove/catalogue/layouts.py",
+    "prove/catalogue/case.py",
     "meshwright_bench/benchmarks.py", "meshwright_bench/command.py", "meshwright_bench/report.py",
     "meshwright_bench/alternate.py", "meshwright_bench/ranks.py", "meshwright_bench/devices.py",
     "meshwright_bench/*/benchmark.py", "meshwright_bench/*/cases.py", "meshwright_bench/comm/loss_cost.py",

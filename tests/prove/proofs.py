@@ -24,15 +24,15 @@ from meshwright.plan.rules import load
 from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
+from meshwright.prove.driver import context_contributions, known_variants
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
 from meshwright.prove.locate.layout_pass import RankPass, record_activations
+from meshwright.prove.placement import stage_placement_of
 from meshwright.prove.record.evidence import ReferenceEvidence, Variant, Variants
-from meshwright.prove.record.known_variants import context_contributions, known_variants
 from meshwright.prove.record.layout_run import RankRecord, Tamper, gather_evidence, record_rank
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import as_proof
-from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train import optimizer, pipeline_stages, train_step
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data, rank_context

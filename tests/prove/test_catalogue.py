@@ -11,9 +11,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError, ModelError
 from meshwright.plan.rules import load
 from meshwright.prove.catalogue import catalogue
-from meshwright.prove.catalogue.case import Case, Outcome, Result
+from meshwright.prove.catalogue.case import LAYOUTS, SETTINGS, Case, Outcome, Result, counts, first_line, table
 from meshwright.prove.catalogue.catalogue import prove_all
-from meshwright.prove.catalogue.layouts import LAYOUTS, SETTINGS, counts, first_line, table
 
 DP, PP, TP = "dp_shard 2", "pp 2", "tp 2"
 RESULTS = [

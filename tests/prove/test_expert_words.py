@@ -14,7 +14,7 @@ from meshwright.prove.diagnose.expert_counts import balancing_step, diagnose_bia
 from meshwright.prove.diagnose.experts import narrow_to_experts
 from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.diagnose.suspect import unrecognised
-from meshwright.prove.expert_placement import ExpertPlacement
+from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.evidence import RecordedShard
 
 NAME, NUM_EXPERTS, EP, RATE = "experts.up", 8, 2, 0.01

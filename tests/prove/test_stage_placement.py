@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.config.facts_for_family import model_facts
 from meshwright.pipeline.split_layers import SharedParameter
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove.stage_placement import StagePlacement, stage_placement_of
+from meshwright.prove.placement import StagePlacement, stage_placement_of
 from tests.prove.proofs import small_config
 
 LAYERS = (range(3), range(3, 5), range(5, 5), range(5, 12))

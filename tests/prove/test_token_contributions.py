@@ -8,7 +8,7 @@ import torch
 
 from meshwright.config.schema import RunConfig
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove.context_placement import ContextPlacement, context_placement_of
+from meshwright.prove.placement import ContextPlacement, context_placement_of
 from meshwright.prove.record.context_variants import ContextVariants
 from meshwright.prove.record.faulty_context import ContextFault
 from meshwright.prove.record.reference_run import compute_reference

@@ -1,18 +1,22 @@
 """Process entry points of a proof: the ranks of the layout, then the reference and the comparison.
 
-Both write to a folder read by `api.prove`; tensors are loaded with `weights_only=True`.
+Both write to a folder read by `api.prove`; tensors are loaded with `weights_only=True`. A failed proof of a plan is
+compared with references with known faults, and with contributions of token shards.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
+from meshwright.models.contract.family import TrainingData
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.branches.diagnose_branches import diagnose_branches, unproved
@@ -20,12 +24,16 @@ from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
 from meshwright.prove.locate.layout_pass import RankPass, record_activations
-from meshwright.prove.record.known_variants import context_contributions, known_variants
+from meshwright.prove.placement import context_placement_of, expert_placement_of, stage_placement_of
+from meshwright.prove.record.context_variants import ContextVariants
+from meshwright.prove.record.evidence import ContextEvidence, Variant, Variants
+from meshwright.prove.record.expert_variants import ExpertVariants
 from meshwright.prove.record.layout_run import RankRecord, gather_evidence, record_rank
+from meshwright.prove.record.optimizer_variants import OptimizerVariants
 from meshwright.prove.record.reference_run import compute_reference
+from meshwright.prove.record.token_contributions import token_contributions
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import ProofSpec
-from meshwright.prove.stage_placement import stage_placement_of
 from meshwright.train.build_job import rank_group
 from meshwright.train.launch.rank_context import RankContext
 
@@ -98,3 +106,36 @@ def conclude(
         branches=diagnose_branches(config, data, layout),
     )
     return replace(result, notes=(*result.notes, *unproved(config, data, reference)))
+
+
+class KnownVariants:
+    """Variants of several parts of a model."""
+
+    def __init__(self, parts: Sequence[Variants]) -> None:
+        self._parts = parts
+
+    def of_first_step(self) -> Iterator[Variant]:
+        """Yield the variants of all parts that differ in step 1."""
+        return (variant for part in self._parts for variant in part.of_first_step())
+
+    def of_later_steps(self) -> Iterator[Variant]:
+        """Yield the variants of all parts that differ from step 2 on."""
+        return (variant for part in self._parts for variant in part.of_later_steps())
+
+
+def known_variants(config: RunConfig, data: TrainingData, plan: RunPlan, *, num_steps: int) -> Variants:
+    """Return the faulty references for a plan."""
+    context, experts = context_placement_of(plan, config.mesh.axes()), expert_placement_of(plan)
+    parts: list[Variants] = []
+    if context is not None:
+        parts.append(ContextVariants(config, data, context))
+    # Under cp, ranks of ep share samples, so no fault of theirs is one of whole data-parallel ranks.
+    if experts is not None and (context is None or experts.size == 1):
+        parts.append(ExpertVariants(config, data, experts, num_steps=num_steps))
+    return KnownVariants([*parts, OptimizerVariants(config, data, num_steps=num_steps)])
+
+
+def context_contributions(config: RunConfig, data: TrainingData, plan: RunPlan) -> Callable[[], ContextEvidence] | None:
+    """Return what computes the contributions of context-parallel ranks, or None without any."""
+    placement = context_placement_of(plan, config.mesh.axes())
+    return None if placement is None else partial(token_contributions, config, data, placement)

@@ -26,7 +26,7 @@ from meshwright.prove.as_run.update_check import diagnose_updates, update_errors
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import AssembledTensor
 from meshwright.prove.diagnose.phrases import rank_words
-from meshwright.prove.expert_placement import expert_placement_of
+from meshwright.prove.placement import expert_placement_of
 
 NEARLY_ALL = 0.98
 MIN_ELEMENTS = 48

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.figure import GREY, INK, save_figure
-from meshwright.prove.catalogue.case import Outcome
-from meshwright.prove.catalogue.layouts import LAYOUTS, counts
+from meshwright.prove.catalogue.case import LAYOUTS, Outcome, counts
 from meshwright.prove.catalogue.report import Report
 from meshwright.units import counted
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.errors import DataError
-from meshwright.prove.catalogue.case import Result
-from meshwright.prove.catalogue.layouts import counts, first_line, table
+from meshwright.prove.catalogue.case import Result, counts, first_line, table
 
 PACKAGES = ("transformers", "torch")
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.diagnose.phrases import rank_words
+from meshwright.prove.placement import StagePlacement
 from meshwright.prove.record.evidence import INITIAL, LayoutEvidence, ReferenceEvidence, UnequalCopies
-from meshwright.prove.stage_placement import StagePlacement
 from meshwright.units import counted, first_words, join_words
 
 MAX_NAMES = 4

@@ -11,8 +11,7 @@ from meshwright.prove.compare.tensor_shards import Array, AssembledTensor, safe_
 from meshwright.prove.diagnose.factors import LayoutCounts
 from meshwright.prove.diagnose.gradient_norm import diagnose_norm, suspect_norm
 from meshwright.prove.diagnose.losses import diagnose_loss, diagnose_series
-from meshwright.prove.expert_placement import ExpertPlacement
-from meshwright.prove.stage_placement import StagePlacement
+from meshwright.prove.placement import ExpertPlacement, StagePlacement
 
 REFERENCE_NOT_FINITE = Diagnosis(
     FaultKind.EVIDENCE, "the reference has a non-finite value", "the reference is at fault, not the layout"

@@ -12,7 +12,7 @@ from meshwright.prove.diagnose.factors import CLOSE, NOTHING_FITS, LayoutCounts,
 from meshwright.prove.diagnose.gradients import weights_by_rank
 from meshwright.prove.diagnose.phrases import number_words, rank_words
 from meshwright.prove.diagnose.suspect import SuspectTensor
-from meshwright.prove.expert_placement import ExpertPlacement
+from meshwright.prove.placement import ExpertPlacement
 
 
 def diagnose_counts(suspect: SuspectTensor, contributions: Array, experts: ExpertPlacement) -> Diagnosis | None:

@@ -18,7 +18,7 @@ from meshwright.prove.diagnose.fit_contributions import FitProblem, common_facto
 from meshwright.prove.diagnose.gradients import weights_by_rank
 from meshwright.prove.diagnose.phrases import number_words
 from meshwright.prove.diagnose.suspect import SuspectTensor
-from meshwright.prove.expert_placement import ExpertPlacement
+from meshwright.prove.placement import ExpertPlacement
 
 SAME_EXPERTS = "the ranks that hold the same experts"
 

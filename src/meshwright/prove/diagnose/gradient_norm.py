@@ -19,8 +19,7 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_shards import Array, AssembledTensor, coordinates
 from meshwright.prove.diagnose.factors import LayoutCounts, close, factor_cause
 from meshwright.prove.diagnose.phrases import number_words, rank_words, scope_words
-from meshwright.prove.expert_placement import ExpertPlacement
-from meshwright.prove.stage_placement import StagePlacement
+from meshwright.prove.placement import ExpertPlacement, StagePlacement
 from meshwright.units import join_words
 
 RESIDUAL = 1e-11

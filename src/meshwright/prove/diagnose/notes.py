@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.prove.compare.result import FaultKind, ProofResult, TensorResult
-from meshwright.prove.stage_placement import StagePlacement
+from meshwright.prove.placement import StagePlacement
 from meshwright.units import counted
 
 LOSS_IS_RIGHT = (

@@ -14,7 +14,7 @@ from meshwright.prove.compare.result import Diagnosis, FaultKind
 from meshwright.prove.compare.tensor_verdict import Verdicts
 from meshwright.prove.diagnose.factors import close
 from meshwright.prove.diagnose.phrases import EVERYWHERE
-from meshwright.prove.stage_placement import StagePlacement
+from meshwright.prove.placement import StagePlacement
 from meshwright.units import join_words
 
 LOCATED = (

@@ -18,7 +18,7 @@ from meshwright.prove.compare.tensor_shards import Array, LocalShard, coordinate
 from meshwright.prove.diagnose.fit_contributions import FitProblem, stage_weights
 from meshwright.prove.diagnose.phrases import EVERYWHERE, number_words, rank_words, scope_words
 from meshwright.prove.diagnose.suspect import SuspectTensor
-from meshwright.prove.stage_placement import StagePlacement
+from meshwright.prove.placement import StagePlacement
 from meshwright.units import join_words
 
 MAX_LISTED = 4

@@ -19,7 +19,7 @@ from meshwright.prove.compare.tensor_verdict import Verdicts, to_arrays
 from meshwright.prove.diagnose.factors import NOTHING_FITS, LayoutCounts, close, factor_cause
 from meshwright.prove.diagnose.fit_contributions import PROGRESS, simplified
 from meshwright.prove.diagnose.phrases import number_words, rank_words
-from meshwright.prove.expert_placement import ExpertPlacement
+from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.evidence import ReferenceEvidence, Variant
 
 MAX_PLAIN_FACTOR = 16

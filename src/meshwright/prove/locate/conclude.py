@@ -25,7 +25,6 @@ from meshwright.prove.compare.result import (
     TensorResult,
 )
 from meshwright.prove.compare.tensor_verdict import to_arrays
-from meshwright.prove.context_placement import ContextPlacement, context_placement_of
 from meshwright.prove.diagnose.notes import LOSS_IS_RIGHT
 from meshwright.prove.diagnose.phrases import index_words, scope_words
 from meshwright.prove.diagnose.suspect import UNKNOWN
@@ -34,8 +33,8 @@ from meshwright.prove.locate.layout_pass import RankPass
 from meshwright.prove.locate.narrow_operators import narrow_words
 from meshwright.prove.locate.probe import Values, probed
 from meshwright.prove.locate.relations import explain, parts_of
+from meshwright.prove.placement import ContextPlacement, StagePlacement, context_placement_of, stage_placement_of
 from meshwright.prove.record.reference_run import build_reference, cells, compute_reference, count_over_batch
-from meshwright.prove.stage_placement import StagePlacement, stage_placement_of
 from meshwright.units import join_words
 
 ROUNDED = 1e-5

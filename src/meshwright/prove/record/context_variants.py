@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
-from meshwright.prove.context_placement import ContextPlacement
+from meshwright.prove.placement import ContextPlacement
 from meshwright.prove.record.evidence import Variant
 from meshwright.prove.record.faulty_context import ContextFault, MaskOfSamples, TokenIndex
 from meshwright.prove.record.reference_run import compute_reference

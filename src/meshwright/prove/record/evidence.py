@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.expert_placement import ExpertPlacement
-from meshwright.prove.stage_placement import StagePlacement
+from meshwright.prove.placement import ExpertPlacement, StagePlacement
 
 DTYPE = torch.float64
 """Dtype of both sides of a proof."""

@@ -16,7 +16,7 @@ from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Reference
 from meshwright.nn.step_handles import auxiliary_losses
-from meshwright.prove.expert_placement import ExpertPlacement
+from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record import faulty_experts as faulty
 from meshwright.prove.record.evidence import Variant
 from meshwright.prove.record.faulty_experts import Change, FaultyExperts, RowMask

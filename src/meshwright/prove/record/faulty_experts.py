@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.nn.experts.layer import Dispatch, Dispatcher, ExpertRows, MixtureOfExperts
 from meshwright.nn.experts.router import Router, Routing, drop_over_capacity
 from meshwright.nn.kept_results import ForwardCache
-from meshwright.prove.expert_placement import ExpertPlacement
+from meshwright.prove.placement import ExpertPlacement
 
 Change = Callable[[nn.Module], None]
 RowMask = Callable[["RowView"], Tensor]

@@ -27,12 +27,12 @@ from meshwright.models.contract.task import Reference, SimpleBatch
 from meshwright.nn.experts.router import BatchCounts, ExpertLoad
 from meshwright.nn.step_handles import auxiliary_losses, step_buffers
 from meshwright.nn.weight_init import normal_shard, uniform_shard
+from meshwright.prove.placement import StagePlacement
 from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
 from meshwright.prove.record.plain_optimizer import RIGHT, PlainOptimizer
 from meshwright.prove.record.plain_updates import States
 from meshwright.prove.record.recording_task import sample_contents
 from meshwright.prove.spec import clip_limit
-from meshwright.prove.stage_placement import StagePlacement
 
 TensorsByName = dict[str, Tensor]
 

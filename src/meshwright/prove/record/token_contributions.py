@@ -22,7 +22,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.experts.layer import Experts, MixtureOfExperts
 from meshwright.nn.step_handles import auxiliary_losses
-from meshwright.prove.context_placement import ContextPlacement
+from meshwright.prove.placement import ContextPlacement
 from meshwright.prove.record.evidence import ContextEvidence
 from meshwright.prove.record.reference_run import build_reference, cells, count_over_batch
 from meshwright.prove.record.token_reference import TokenReference

@@ -17,7 +17,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import Batch, Reference, Task
 from meshwright.nn.attention.mask_spec import TokenLayout
-from meshwright.prove.context_placement import ContextPlacement
+from meshwright.prove.placement import ContextPlacement
 from meshwright.prove.record.faulty_context import ContextFault, damaged
 from meshwright.prove.record.token_table import TokenTable
 

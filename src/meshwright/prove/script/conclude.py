@@ -27,16 +27,16 @@ from meshwright.prove.script.evidence import ScriptEvidence, Shards
 from meshwright.prove.script.gradient_causes import (
     clipped_between,
     copies_not_summed,
+    drawn_alike,
     other_forward,
+    other_parameters,
     overwritten,
     stepped_between,
     unequal_counts,
 )
-from meshwright.prove.script.losses import compare_reported
 from meshwright.prove.script.samples import diagnose_batches, diagnose_epochs
 from meshwright.prove.script.settings import diagnose_settings, untied
-from meshwright.prove.script.stage_layers import drawn_alike, other_parameters
-from meshwright.prove.script.tolerances import ScriptTolerances, noisy_elements
+from meshwright.prove.script.tolerances import ScriptTolerances, compare_reported, noisy_elements
 
 ABOUT = {"initial": "initial", "gradients": "gradient", "after_first": "after_first_step", "parameters": "after_steps"}
 """Name of each kind of tensor in reports."""
