@@ -1,18 +1,16 @@
-"""Prove many models on many layouts: the same processes, whose entry points are here, run case after case."""
+"""Prove many models on many layouts: the same processes run case after case. Doesn't import torch."""
 
 from __future__ import annotations
 
 import tempfile
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import MeshwrightError, ModelError
 from meshwright.plan.make_plan import make_plan
-from meshwright.prove import driver
 from meshwright.prove.catalogue.case import Case, Outcome, Result
 from meshwright.prove.spec import ProofSpec, as_proof
 from meshwright.train.launch.launcher import launch
@@ -100,34 +98,13 @@ def _is_recorded(case: Case, num_ranks: int) -> bool:
 
 def record_body(context: RankContext, batch: Batch) -> None:
     """Record cases as one rank. Imports torch here to keep the launcher torch-free."""
+    from meshwright.prove.catalogue.run_cases import record_cases
 
     record_cases(context, batch.cases)
 
 
 def compare_body(context: RankContext, batch: Batch) -> None:
     """Compare cases with their references. Imports torch here to keep the launcher torch-free."""
+    from meshwright.prove.catalogue.run_cases import compare_cases
 
     compare_cases(context, batch.cases)
-
-
-def record_cases(context: RankContext, cases: Sequence[Case]) -> None:
-    """Train as one rank of each layout. An error ends the process, since other ranks may wait for it; the caller starts
-    others for the cases that are left."""
-    for case in cases:
-        store = Path(case.spec.folder, "store")
-        try:
-            driver.record_layout(replace(context, store_path=str(store)), case.spec)
-        except BaseException as error:
-            if not case.error.exists():
-                case.error.write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", "utf-8")
-            raise
-        (case.spec.folder / f"done-{context.rank}").touch()
-
-
-def compare_cases(context: RankContext, cases: Sequence[Case]) -> None:
-    """Compare this process's share of the cases with their references."""
-    for case in cases[context.rank :: context.num_ranks]:
-        try:
-            driver.compare_with_reference(context, case.spec)
-        except Exception as error:
-            case.error.write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", "utf-8")

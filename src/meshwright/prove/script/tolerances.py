@@ -1,5 +1,5 @@
-"""Losses and norms as the ranks of a script report them, and tolerances: measured, since rounding depends on the script's
-dtype and on its model.
+"""Losses and norms as the ranks of a script report them, and tolerances: measured, since rounding depends on the
+script's dtype and on its model.
 
 The reference runs again with every weight changed by up to one rounding unit of its dtype. What that changes is what
 rounding may change (as in TTrace, arXiv 2506.09280), so a layout may deviate by `MULTIPLE` times as much.
