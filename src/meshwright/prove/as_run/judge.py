@@ -1,6 +1,7 @@
 """Compare the records of a run with the reference of each step: verdicts, tolerances and likely causes.
 
-Of dropouts each rank records what it did, so those that differ between tensor-parallel ranks that should agree are found.
+Each rank records what its dropouts did, so those that differ between tensor-parallel ranks that should agree are
+found.
 """
 
 from __future__ import annotations
