@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.sources import source_text
-from meshwright.data.sources.own_documents import read_texts as read_own
 from meshwright.data.sources.record_field import RecordField
 from meshwright.data.sources.source_text import EmptyTexts, read_pieces
+from meshwright.data.sources.user_source import read_texts as read_own
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import (
     MIN_HELD_OUT_FILES,

@@ -58,7 +58,7 @@ TORCH_FREE = (
     "models/*/__init__.py", "models/*/family.py", "models/*/config.py", "models/*/description.py", "models/*/rules.py",
     "models/tasks/text_data.py",
     "models/tasks/text_sources.py",
-    "models/huggingface/architecture.py", "models/huggingface/checks.py", "models/huggingface/kept_files.py",
+    "models/hf_format/architecture.py", "models/hf_format/checks.py", "models/hf_format/kept_files.py",
     "models/llama/hf_*.py", "models/moe/hf_*.py",
     "models/hf/config.py", "models/hf/tiny_*.py", "models/foreign/structure.py",
     "models/foreign/foreign_family.py",

@@ -21,7 +21,6 @@ from meshwright.models.dit.description import DiTConfig
 from meshwright.parallel import context_attention, pipeline_shared_gradients
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
-from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.driver import context_contributions, known_variants
@@ -33,6 +32,7 @@ from meshwright.prove.record.layout_run import RankRecord, Tamper, gather_eviden
 from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import as_proof
+from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches
 from meshwright.train import optimizer, pipeline_stages, train_step
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data, rank_context

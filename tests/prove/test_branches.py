@@ -11,9 +11,9 @@ from meshwright.config.resolve import learning_rate
 from meshwright.data.sampler import WindowOrder
 from meshwright.mesh.axes import Axes
 from meshwright.plan.rules import load
-from meshwright.prove.branches import diagnose_branches as branches
-from meshwright.prove.branches.diagnose_branches import diagnose_branches
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
+from meshwright.prove.untaken_paths import diagnose_branches as branches
+from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches
 from tests.helpers import open_data
 from tests.prove.proofs import few_pictures, record_on_rank, small_config, small_dit_config, small_expert_config
 from tests.prove.synthetic import make_layout, make_reference

@@ -43,7 +43,7 @@ OFF = ("capture", "reshard", "prove", "api", "features.float8.plan", "features.f
        "pipeline.generate", "pipeline.verify", "pipeline.draw", "parallel.pipeline_shared_gradients",
        "data.images", "data.chats", "data.tokenise", "data.packed_windows", "data.packed_corpus",
        "data.mixtures.mixture_order", "data.sources.record_files", "data.sources.record_field",
-       "data.sources.own_documents", "models.tasks.text_reference", "optim.whole_matrix")  # fmt: skip
+       "data.sources.user_source", "models.tasks.text_reference", "optim.whole_matrix")  # fmt: skip
 """What ranks of a plain run have no use for."""
 
 

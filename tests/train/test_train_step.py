@@ -134,7 +134,7 @@ def counted(rank, world_size, words, extra):
     for is_fixed in (True, False):
         _, step = make_job(rank, world_size, [*words, "train.precision=float64"])
         if not is_fixed:
-            step._task.units_a_sample = None
+            step._task.units_per_sample = None
             step._task.count = lambda samples: sum(64 + extra * (i % 3) for i in samples)
         losses.append(step(1).loss)
     return losses

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from meshwright.capture.plan import CapturePlan, plan_capture
 from meshwright.capture.signature import LayerSignature, TensorSignature
 from meshwright.capture.verify import verify_capture
-from meshwright.plan.run_plan import BYTES, Kind, RunPlan
+from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _on_rank(plan: RunPlan, rank: int, mode: str) -> CaptureEstimate:
     )
 
 
-def _signature(plan: RunPlan, kind: Kind) -> LayerSignature:
+def _signature(plan: RunPlan, kind: LayerSpec) -> LayerSignature:
     edge = plan.edge
     shape = list(edge.shape)
     for shard in edge.shards:

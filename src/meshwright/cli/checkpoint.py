@@ -103,7 +103,7 @@ def import_(
     out: Annotated[Path, typer.Argument(help="A new run folder, which gets the checkpoint and a config.toml.")],
 ) -> None:
     """Make a checkpoint of step 0 and a configuration from Hugging Face weights, and keep their tokenizer."""
-    from meshwright.models.huggingface.checks import check_source
+    from meshwright.models.hf_format.checks import check_source
 
     check_source(source, out)
     check_unused(out)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import cache_file
-from meshwright.data.sources.source_text import Continued, LeftOut, SourceText
+from meshwright.data.sources.source_text import Continued, Skipped, SourceText
 from meshwright.data.text_documents import STDLIB
 from meshwright.data.token_cache import CorpusMetadata, EndsWriter, Fingerprint, MaskWriter
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, Tokens, token_dtype
@@ -68,11 +68,11 @@ def write_corpus(
     """
     dtype = token_dtype(tokenizer.vocab_size).newbyteorder("<")
     fingerprint = Fingerprint(dtype)
-    left_out = LeftOut()
+    skipped = Skipped()
     counts, num_documents = list[int](), list[int]()
     ends = array("Q")  # Of all documents: far smaller than the list of files.
     mask = None if found.chat is None else MaskWriter()
-    for split, texts in zip(SPLITS, found.splits(left_out), strict=True):
+    for split, texts in zip(SPLITS, found.splits(skipped), strict=True):
         start = sum(counts)
         counts.append(0)
         text_bytes = 0  # Reset per split: the value of the last one, validation, is reported.
@@ -87,7 +87,7 @@ def write_corpus(
                 mask.add(encoded.loss_mask())
             text_bytes += encoded.text_bytes
         num_documents.append(len(ends) - sum(num_documents))
-    _check_contents(counts, left_out, found, source)
+    _check_contents(counts, skipped, found, source)
     mask_bytes, mask_fingerprint = (0, "") if mask is None else mask.write(file)
     writer = EndsWriter(file)
     writer.write(np.frombuffer(ends, dtype=np.uint64))
@@ -100,8 +100,8 @@ def write_corpus(
         vocab_size=tokenizer.vocab_size,
         # Of conversations the loss is of some tokens only, so the bytes of the text say nothing.
         validation_text_bytes=text_bytes if found.chat is None else None,
-        num_skipped=len(left_out.files),
-        num_empty=left_out.empty.count,
+        num_skipped=len(skipped.files),
+        num_empty=skipped.empty.count,
         fingerprint=fingerprint.hexdigest(num_train=counts[0]),
         num_train_documents=num_documents[0],
         num_validation_documents=num_documents[1],
@@ -114,19 +114,19 @@ def write_corpus(
     )
 
 
-def _check_contents(counts: list[int], left_out: LeftOut, found: TextSource, source: str) -> None:
+def _check_contents(counts: list[int], skipped: Skipped, found: TextSource, source: str) -> None:
     """Check that both splits have tokens, and say where the first empty text is."""
     for split, num_tokens in zip(SPLITS, counts, strict=True):
         if not num_tokens:
             raise DataError(
                 f"the {split} split of {source} is empty: it has {found.size}, "
-                f"{counted(len(left_out.files), 'file')} not UTF-8 text",
+                f"{counted(len(skipped.files), 'file')} not UTF-8 text",
                 where=f"data.source, {source}",
                 rule="a tenth of the text is held out for validation, and neither split is empty",
-                fix=left_out.fix(f"a source with more text, or data.source={STDLIB}"),
+                fix=skipped.fix(f"a source with more text, or data.source={STDLIB}"),
             )
-    if left_out.empty.count:
-        _log.warning("the first document without text is %s", left_out.empty.first)
+    if skipped.empty.count:
+        _log.warning("the first document without text is %s", skipped.empty.first)
 
 
 @dataclass(frozen=True)

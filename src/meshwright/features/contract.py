@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.manifest import Manifest
     from meshwright.config.schema import RunConfig
     from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
-    from meshwright.plan.run_plan import Kind, RunPlan, Stage
+    from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
     from meshwright.plan.traffic import LinkBytes, Traffic
-    from meshwright.plan.verify.names import Fault
+    from meshwright.plan.verify.names import PlanError
     from meshwright.settings.violation import Fix, Violation
     from meshwright.train.build_job import Job
     from meshwright.train.pipeline_stages import Pipeline
@@ -51,7 +51,7 @@ class PlanFeature(Generic[P]):
         """Return what it adds to the kind of a block, or of an end, where `layer` is None."""
         return None
 
-    def faults(self, plan: RunPlan) -> Iterator[Fault]:
+    def faults(self, plan: RunPlan) -> Iterator[PlanError]:
         """Yield faults of what it added to a plan, which may have been edited by hand."""
         return iter(())
 
@@ -83,10 +83,10 @@ class PlanFeature(Generic[P]):
 class RunFeature:
     """A feature on ranks: how it changes a stage's blocks, and its state."""
 
-    def before_styles(self, block: nn.Module, kind: Kind) -> None:
+    def before_styles(self, block: nn.Module, kind: LayerSpec) -> None:
         """Change a plain block on the meta device, before tensor parallelism shards it."""
 
-    def after_styles(self, block: nn.Module, kind: Kind) -> None:
+    def after_styles(self, block: nn.Module, kind: LayerSpec) -> None:
         """Change a block whose parameters are tensor-parallel shards; not called without tp."""
 
     def start(self, job: Job) -> OnRank:

@@ -29,7 +29,7 @@ from meshwright.nn.experts.router import BatchCounts, Routing, SampleCounts
 from meshwright.nn.kept_results import ForwardCache
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh
-from meshwright.plan.run_plan import Atoms, ExpertLayer, Kind, RunPlan, Stage
+from meshwright.plan.run_plan import Atoms, ExpertLayer, LayerSpec, RunPlan, Stage
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -250,7 +250,7 @@ def apply_experts(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Sta
                 inner.reduce = _SumOver(mesh, experts.sample_counted)
 
 
-def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: Kind, layer: ExpertLayer) -> None:
+def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: LayerSpec, layer: ExpertLayer) -> None:
     dims = [axes for axes in (layer.axes, plan.mesh.view("tp")) if axes]
     expert_mesh = joined_mesh(mesh, dims)
     module = block.get_submodule(layer.experts)

@@ -29,7 +29,7 @@ from meshwright.errors import LayoutError
 from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.nn.step_handles import StepHandle
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
-from meshwright.plan.run_plan import Kind, RunPlan, Stage
+from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 
 
 class Replicated(ParallelStyle):
@@ -206,7 +206,7 @@ def apply_styles(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stag
         module.get_parameter(name).requires_grad_(False)
 
 
-def _check_paths(root: nn.Module, kind: Kind) -> None:
+def _check_paths(root: nn.Module, kind: LayerSpec) -> None:
     """Check that each style matches a module; PyTorch ignores unknown paths, which would cause wrong gradients.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import LayerSpec, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.serialize import canonical, encode
 from meshwright.units import counted
 
@@ -80,7 +80,7 @@ def _stage_layout(plan: RunPlan, stage: Stage) -> Any:
     }
 
 
-def _units(kind: Kind) -> Any:
+def _units(kind: LayerSpec) -> Any:
     by_name = {parameter.name: parameter for parameter in kind.parameters}
     return [[_unit(unit), [_member(by_name[name]) for name in unit.parameters]] for unit in kind.units]
 

@@ -42,7 +42,7 @@ from meshwright.plan.run_plan import (
     Collective,
     ContextMethod,
     ExpertLayer,
-    Kind,
+    LayerSpec,
     Mesh,
     Parameter,
     SavedBytes,
@@ -68,13 +68,15 @@ class KindMaker:
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
         self._dtype, self._features = config.train.precision, plan_features(config=config)
-        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[LayerSpec, ...]:
         """Return all kinds in order of first use."""
         return tuple(self._kinds.values())
 
-    def kind(self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()) -> Kind:
+    def kind(
+        self, facts: KindFacts, layer: int | None, *, untied: bool = False, units: tuple[Unit, ...] = ()
+    ) -> LayerSpec:
         """Return the kind of a block or an end.
 
         Args:
@@ -102,7 +104,7 @@ class KindMaker:
                 if part is not None
                 for saved in feature.saved(facts, part, tp=self._tp_size)
             ]
-            self._kinds[identity] = Kind(
+            self._kinds[identity] = LayerSpec(
                 name=f"{facts.name}.{taken + 1}" if taken else facts.name,
                 described=facts.name,
                 path=facts.path,

@@ -33,7 +33,7 @@ from meshwright.plan.run_plan import (
     BatchShape,
     Edge,
     GradientPlacement,
-    Kind,
+    LayerSpec,
     Loss,
     Mesh,
     ReducedBy,
@@ -90,7 +90,7 @@ def _make_plan(config: RunConfig, version: Hashable, nodes: int | tuple[int, ...
     )
 
 
-def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[str, tuple[Site, ...]], ...]:
+def _shared(kinds: tuple[LayerSpec, ...], stages: tuple[Stage, ...]) -> tuple[tuple[str, tuple[Site, ...]], ...]:
     """Return the parameters with copies on several stages, along with their sites."""
     by_name, sites = {kind.name: kind for kind in kinds}, defaultdict(list)
     for number, stage in enumerate(stages):
@@ -100,7 +100,7 @@ def _shared(kinds: tuple[Kind, ...], stages: tuple[Stage, ...]) -> tuple[tuple[s
     return tuple((key, tuple(found)) for key, found in sorted(sites.items()) if len(found) > 1)
 
 
-def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], table: Schedule) -> tuple[StepSum, ...]:
+def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[LayerSpec, ...], table: Schedule) -> tuple[StepSum, ...]:
     """Return sums for gradients that are partial over tp, and means for replicas that diverge under a lossy codec."""
     tp, train, mean_over = mesh.view("tp"), config.train, mesh.view("batch") + mesh.view("cp")
     wraps = bool(mean_over) or MASTER_DTYPES[train.precision] != train.precision
@@ -116,7 +116,7 @@ def _sums(config: RunConfig, mesh: Mesh, kinds: tuple[Kind, ...], table: Schedul
     return tuple(found)
 
 
-def _trained_parameters(kinds: tuple[Kind, ...], axes: Atoms, gradient: GradientPlacement) -> tuple[str, ...]:
+def _trained_parameters(kinds: tuple[LayerSpec, ...], axes: Atoms, gradient: GradientPlacement) -> tuple[str, ...]:
     """Return the trained parameters, as kind/name, whose gradient has this placement along any of the axes."""
     return tuple(
         f"{kind.name}/{parameter.name}"
@@ -164,7 +164,7 @@ class _StageMaker:
 
     def _end(
         self, facts: KindFacts, firsts: tuple[KindFacts, ...], lasts: tuple[KindFacts, ...], layers: range
-    ) -> Kind:
+    ) -> LayerSpec:
         """Return an end. Its vocabulary gets its own unit only if larger than a block; a smaller one isn't worth a
         separate collective. Parameters tied within a stage stay in the root unit, which covers both modules."""
         names = {p.name for kind in (*firsts, *lasts, *self._facts.every) for p in kind.parameters}
@@ -211,7 +211,7 @@ class _StageMaker:
             inside_node=comm.inside_node,
         )
 
-    def _root(self, kinds: list[Kind]) -> Unit:
+    def _root(self, kinds: list[LayerSpec]) -> Unit:
         """Return the root unit, which holds all parameters that are not in another unit."""
         left = [
             f"{kind.name}/{parameter.name}"

@@ -16,7 +16,7 @@ from heapq import heapreplace
 from meshwright.optim.catalogue import find_optimizer
 from meshwright.optim.contract import MatrixOptimizer
 from meshwright.optim.whole_matrix import WholeMatrix
-from meshwright.plan.run_plan import BYTES, Atoms, Kind, Parameter, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, Parameter, RunPlan, Stage
 
 BUCKET_ELEMENTS = 2**25
 """Elements that an owner gathers at once, before it sends updates back: 128 MiB in float32."""
@@ -64,7 +64,7 @@ def _in_buckets(matrices: list[WholeMatrix]) -> Iterator[WholeMatrix]:
 
 
 def _matrices(
-    plan: RunPlan, number: int, kind: Kind, layer: int | None, parameter: Parameter, pipeline_rank: int
+    plan: RunPlan, number: int, kind: LayerSpec, layer: int | None, parameter: Parameter, pipeline_rank: int
 ) -> Iterator[WholeMatrix]:
     """Yield the matrix of a parameter with two dims, or those stacked along dim 0 of one with three."""
     name, stacked = kind.full_name(parameter.name, layer), len(parameter.shape) - 2
@@ -100,7 +100,7 @@ def _ranks(plan: RunPlan, base: int, groups: list[Atoms]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _groups(plan: RunPlan, stage: Stage, kind: Kind, parameter: Parameter) -> list[tuple[int | None, Atoms]]:
+def _groups(plan: RunPlan, stage: Stage, kind: LayerSpec, parameter: Parameter) -> list[tuple[int | None, Atoms]]:
     """Return the atoms of a stage in groups that shard a dim of the parameter together, or replicate it (None)."""
     unit = plan.unit_of(stage, kind, parameter)
     sharding: list[tuple[int | None, Atoms]] = [(shard.dim, shard.axes) for shard in parameter.used]

@@ -18,7 +18,7 @@ from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
-from meshwright.plan.run_plan import BYTES, ContextMethod, Kind, RunPlan, SavedBytes, Stage
+from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, RunPlan, SavedBytes, Stage
 from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
 from meshwright.plan.traffic import two_stage_peers
 from meshwright.units import MIB
@@ -126,7 +126,7 @@ def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     return gathered
 
 
-def _gathered_elements(plan: RunPlan, kind: Kind, *, but: Collection[str] = ()) -> int:
+def _gathered_elements(plan: RunPlan, kind: LayerSpec, *, but: Collection[str] = ()) -> int:
     """Return the elements of a gathered block. Assumes that tp shards all its parameters, and ep those of experts."""
     tp, layer = plan.mesh.size(*plan.mesh.view("tp")), kind.experts
     ep, experts = (1, "") if layer is None else (plan.mesh.size(*layer.axes), f"{layer.experts}.")
@@ -192,7 +192,7 @@ MERGE_ROWS = 7
 """Numbers per query and head that a merge keeps: each side's logsumexp, weight and share, and the sum of weights."""
 
 
-def kept_by_context(plan: RunPlan, kind: Kind) -> SavedBytes:
+def kept_by_context(plan: RunPlan, kind: LayerSpec) -> SavedBytes:
     """Return the bytes per sample on the rank that keeps the most, as if each sample were one document.
 
     Received keys and values count, but nothing that attention without context parallelism keeps too.

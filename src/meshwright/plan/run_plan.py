@@ -161,7 +161,7 @@ class Auxiliary:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerSpec:
     """A kind of identical blocks, or an end. Blocks that differ in frozen parameters, recomputation, compilation or
     what features add are different kinds."""
 
@@ -195,7 +195,7 @@ class Kind:
         """Return the part of a type, or None."""
         return next((one for one in self.parts if isinstance(one, kind)), None)
 
-    def without(self, kind: type[KindPart]) -> Kind:
+    def without(self, kind: type[KindPart]) -> LayerSpec:
         """Return the kind without the part of a type."""
         return replace(self, parts=tuple(one for one in self.parts if not isinstance(one, kind)))
 
@@ -236,7 +236,7 @@ class Stage:
     pp_rank: int
     layers: tuple[int, int]
     kinds: tuple[str, ...]
-    """Kind of each layer."""
+    """LayerSpec of each layer."""
     before: tuple[str, ...]
     """Ends before the blocks."""
     after: tuple[str, ...]
@@ -300,7 +300,7 @@ class RunPlan:
     sequence_parallel: bool
     edge: Edge
     """Tensor passed between blocks, and therefore between stages."""
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerSpec, ...]
     stages: tuple[Stage, ...]
     shared: tuple[tuple[str, tuple[Site, ...]], ...]
     """Keys of parameters with copies on several stages, with the sites over which their gradients are summed."""
@@ -314,20 +314,20 @@ class RunPlan:
     optimizer: PlannedOptimizer
 
     @cached_property
-    def _kinds(self) -> dict[str, Kind]:
+    def _kinds(self) -> dict[str, LayerSpec]:
         return {kind.name: kind for kind in self.kinds}
 
-    def kind(self, name: str) -> Kind:
+    def kind(self, name: str) -> LayerSpec:
         """Return the kind with this name."""
         return self._kinds[name]
 
-    def held(self, stage: Stage) -> Iterator[tuple[Kind, int | None]]:
+    def held(self, stage: Stage) -> Iterator[tuple[LayerSpec, int | None]]:
         """Yield the kinds on a stage, with the layer of each block, in module order."""
         yield from ((self.kind(name), None) for name in stage.before)
         yield from ((self.kind(name), layer) for layer, name in enumerate(stage.kinds, stage.layers[0]))
         yield from ((self.kind(name), None) for name in stage.after)
 
-    def parameters(self, stage: Stage) -> Iterator[tuple[Kind, int | None, Parameter]]:
+    def parameters(self, stage: Stage) -> Iterator[tuple[LayerSpec, int | None, Parameter]]:
         """Yield kind, layer and parameter for each parameter of a stage, in module order."""
         return ((kind, layer, parameter) for kind, layer in self.held(stage) for parameter in kind.parameters)
 
@@ -357,7 +357,7 @@ class RunPlan:
             yield from kind.units
         yield stage.root
 
-    def unit_of(self, stage: Stage, kind: Kind, parameter: Parameter) -> Unit:
+    def unit_of(self, stage: Stage, kind: LayerSpec, parameter: Parameter) -> Unit:
         """Return the unit that holds a parameter of a stage."""
         return next((unit for unit in kind.units if parameter.name in unit.parameters), stage.root)
 

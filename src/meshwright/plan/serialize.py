@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError, ScheduleError
 from meshwright.features.registry import PART_NAMES, part_types
 from meshwright.pipeline.actions import Action, Overlap
 from meshwright.pipeline.schedule_table import Schedule, parse_action
-from meshwright.plan.run_plan import FORMAT, Kind, RunPlan
+from meshwright.plan.run_plan import FORMAT, LayerSpec, RunPlan
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
@@ -46,7 +46,7 @@ def encode(value: Any) -> Any:
             "stage_ranks": list(value.stage_ranks),
             "actions": [" ".join(map(str, row)) for row in value.actions],
         }
-    if isinstance(value, Kind):
+    if isinstance(value, LayerSpec):
         parts = dict.fromkeys(PART_NAMES) | {part.feature: encode(part) for part in value.parts}
         names = [name for field in fields(value) for name in (PART_NAMES if field.name == "parts" else (field.name,))]
         return {name: parts[name] if name in parts else encode(getattr(value, name)) for name in names}
@@ -136,7 +136,7 @@ class _Reader:
             return self._schedule(value, path)
         if is_dataclass(fitting):
             assert isinstance(fitting, type)
-            if fitting is Kind:
+            if fitting is LayerSpec:
                 return self._kind(value, path)
             return fitting(**self._fields(_hints(fitting), value, path))
         if get_origin(fitting) is tuple:
@@ -155,12 +155,12 @@ class _Reader:
             self._refuse("missing field", _join(path, missing[0]), f"a plan of format {FORMAT} has all fields")
         return {name: self._read(hint, value[name], _join(path, name)) for name, hint in hints.items()}
 
-    def _kind(self, value: dict[str, Any], path: str) -> Kind:
+    def _kind(self, value: dict[str, Any], path: str) -> LayerSpec:
         parts = {name: one | None for name, one in part_types().items()}
-        each = (parts if name == "parts" else {name: hint} for name, hint in _hints(Kind).items())
+        each = (parts if name == "parts" else {name: hint} for name, hint in _hints(LayerSpec).items())
         found = self._fields({name: hint for one in each for name, hint in one.items()}, value, path)
         own = tuple(part for name in PART_NAMES if (part := found.pop(name)) is not None)
-        return Kind(**found, parts=own)
+        return LayerSpec(**found, parts=own)
 
     def _tuple(self, kinds: tuple[Any, ...], value: list[Any], path: str) -> tuple[Any, ...]:
         if kinds[-1] is Ellipsis:

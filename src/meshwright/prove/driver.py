@@ -19,7 +19,6 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import TrainingData
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.branches.diagnose_branches import diagnose_branches, unproved
 from meshwright.prove.compare.conclude import compare
 from meshwright.prove.compare.result import ProofResult
 from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
@@ -34,6 +33,7 @@ from meshwright.prove.record.reference_run import compute_reference
 from meshwright.prove.record.token_contributions import token_contributions
 from meshwright.prove.report import render, to_json
 from meshwright.prove.spec import ProofSpec
+from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches, unproved
 from meshwright.train.build_job import rank_group
 from meshwright.train.launch.rank_context import RankContext
 

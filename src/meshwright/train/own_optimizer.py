@@ -7,7 +7,7 @@ from collections import defaultdict
 from meshwright.optim.catalogue import BUILT_IN, find_optimizer
 from meshwright.optim.role import Role
 from meshwright.optim.trial import ShardedDim, Tried, try_optimizer
-from meshwright.plan.run_plan import Kind, Parameter, RunPlan, Stage
+from meshwright.plan.run_plan import LayerSpec, Parameter, RunPlan, Stage
 
 
 def check_optimizer(plan: RunPlan) -> None:
@@ -28,7 +28,7 @@ def check_optimizer(plan: RunPlan) -> None:
     try_optimizer(find_optimizer(name), name, list(cases))
 
 
-def _sharded(plan: RunPlan, stage: Stage, kind: Kind, parameter: Parameter) -> tuple[ShardedDim, ...]:
+def _sharded(plan: RunPlan, stage: Stage, kind: LayerSpec, parameter: Parameter) -> tuple[ShardedDim, ...]:
     """Return the dims of a parameter that are sharded over several ranks."""
     axes: dict[int, tuple[str, ...]] = defaultdict(tuple)
     empty: dict[int, bool] = defaultdict(bool)

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.errors import LayoutError
 from meshwright.nn.step_handles import AuxiliaryLoss, LoadCounter, StepBuffer, auxiliary_losses, step_buffers
-from meshwright.plan.run_plan import Auxiliary, Kind, Site
+from meshwright.plan.run_plan import Auxiliary, LayerSpec, Site
 from meshwright.plan.serialize import REGENERATE_FIX
 from meshwright.plan.stage_sizes import buffer_sums, load_rows
 from meshwright.train.build_job import Job
@@ -106,7 +106,7 @@ class StepHandles:
         all_reduce_sum(x, group=self._job.mesh.get_group(axis))
 
 
-def _auxiliary(held: list[tuple[Kind, int | None]], path: str, name: str) -> Auxiliary:
+def _auxiliary(held: list[tuple[LayerSpec, int | None]], path: str, name: str) -> Auxiliary:
     """Return the plan's entry for the auxiliary loss `name` of the module at `path`."""
     blocks = [kind for kind, layer in held if layer is not None and path.startswith(kind.full_name("", layer) + ".")]
     kinds = blocks or [kind for kind, layer in held if layer is None]

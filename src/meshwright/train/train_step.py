@@ -198,8 +198,8 @@ class TrainStep:
     def _count_units(self, samples: list[range]) -> int:
         """Return the loss divisor, all-reduced before the first backward if units vary by sample."""
         task, axes = self._task, self._job.axes
-        if task.units_a_sample is not None:
-            return self._job.config.train.global_batch * task.units_a_sample
+        if task.units_per_sample is not None:
+            return self._job.config.train.global_batch * task.units_per_sample
         local_units = sum(task.count(microbatch) for microbatch in samples)
         counts = torch.tensor(local_units, dtype=torch.int64, device=self._job.device)
         # Pipeline-parallel and tensor-parallel ranks count the same samples.

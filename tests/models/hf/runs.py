@@ -18,7 +18,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import RunFacts
 from meshwright.models.foreign.structure import Structure
 from meshwright.models.hf.family import structure_of
-from meshwright.models.huggingface.weights import PREFIX
+from meshwright.models.hf_format.weights import PREFIX
 from meshwright.plan.rules import load
 from meshwright.train import rank_run
 from meshwright.train.choose_folder import choose_folder

@@ -20,7 +20,7 @@ from meshwright.models.contract.model_facts import Uniform
 from meshwright.models.hf.config import is_adapter, original_name
 from meshwright.models.hf.family import FAMILY
 from meshwright.models.hf.pretrained import TransformersWeights
-from meshwright.models.huggingface.weights import PREFIX
+from meshwright.models.hf_format.weights import PREFIX
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import load

@@ -34,7 +34,7 @@ from meshwright.models.hf.config import find_source
 from meshwright.models.hf.family import FAMILY, pretrained
 from meshwright.models.hf.pretrained import Pretrained, dequantised
 from meshwright.models.hf.tiny_config import tiny_config
-from meshwright.models.huggingface.weights import TRAINABLE
+from meshwright.models.hf_format.weights import TRAINABLE
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof

@@ -23,7 +23,7 @@ from meshwright.cli.main import main
 from meshwright.config.facts_for_family import model_facts
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.hf import config
-from meshwright.models.huggingface.weights import import_safetensors
+from meshwright.models.hf_format.weights import import_safetensors
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load

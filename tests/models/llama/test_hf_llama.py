@@ -19,13 +19,13 @@ from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError, RunError
 from meshwright.models.decoder.description import RopeScaling
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.huggingface.checks import read_object
-from meshwright.models.huggingface.weights import export_safetensors, import_safetensors
+from meshwright.models.hf_format.checks import read_object
+from meshwright.models.hf_format.weights import export_safetensors, import_safetensors
 from meshwright.models.llama import hf_llama
 from meshwright.models.llama.family import LlamaSpec
 from meshwright.models.llama.hf_llama import LLAMA, config_from_model, model_from_config
-from tests.models.huggingface import round_trip
-from tests.models.huggingface.round_trip import edit_config, read, same, their_files
+from tests.models.hf_format import round_trip
+from tests.models.hf_format.round_trip import edit_config, read, same, their_files
 
 PLAIN = LlamaSpec(2, 32, 4, 2, 48, 64, 8, rope_theta=500000.0, norm_eps=1e-6)
 SPECS = {

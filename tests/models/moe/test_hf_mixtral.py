@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.manifest import list_checkpoints, read_manifest
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.weights import export_safetensors, import_safetensors
+from meshwright.models.hf_format.weights import export_safetensors, import_safetensors
 from meshwright.models.moe.description import MoeSpec
 from meshwright.models.moe.family import MoeConfig
 from meshwright.models.moe.hf_mixtral import MIXTRAL, ROUTING, check_is_mixtral, config_from_model, model_from_config
 from meshwright.models.moe.module import MoeTransformer
 from tests.helpers import small_corpus
-from tests.models.huggingface import round_trip
-from tests.models.huggingface.round_trip import edit_config, read, same, their_files
+from tests.models.hf_format import round_trip
+from tests.models.hf_format.round_trip import edit_config, read, same, their_files
 
 MODEL = {
     "kind": "moe",

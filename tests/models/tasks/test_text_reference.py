@@ -108,7 +108,7 @@ def test_packed_equals_document_by_document(runs, kind, step):
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_and_their_count_are_those_of_the_reference(runs, kind):
     config, facts, data, task, _ = runs[kind]
-    assert task.units_a_sample is None
+    assert task.units_per_sample is None
     reference = config.family.reference(facts, data)
     for index in range(2 * data.packed.train.num_windows):
         batch, sample = task.batch(range(index, index + 1)), reference.sample(index)

@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.models.tasks.text_data import check_overlaps
 from meshwright.models.tasks.text_sources import RunSource, changes
 from meshwright.plan.rules import load
-from meshwright.prove.branches.diagnose_branches import diagnose_branches
+from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches
 from tests.helpers import open_data
 from tests.prove.synthetic import make_layout, make_reference
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec, Shard
 from meshwright.plan.context.exchange import Intervals, union
 from meshwright.plan.context.layers import batch_shards
-from meshwright.plan.run_plan import BYTES, Kind, RunPlan
+from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def dense(mask: MaskSpec, seq_len: int, sample: int = 0) -> list[list[bool]]:
     ]
 
 
-def least_bytes(plan: RunPlan, rank: int, kind: Kind, documents: Documents | None) -> int:
+def least_bytes(plan: RunPlan, rank: int, kind: LayerSpec, documents: Documents | None) -> int:
     """What a rank must send for a layer and micro-batch so that keys and values meet their queries, and gradients their
     keys, in the plan's order of tokens."""
     layer = kind.attention

@@ -59,7 +59,7 @@ class EmptyTexts:
 
 
 @dataclass
-class LeftOut:
+class Skipped:
     """Parts that a corpus leaves out: paths of files that are not text, and documents whose text is empty."""
 
     files: set[str] = field(default_factory=set)

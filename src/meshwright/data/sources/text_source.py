@@ -12,7 +12,7 @@ from itertools import chain, filterfalse, islice
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data import text_documents
-from meshwright.data.sources.source_text import EmptyTexts, LeftOut, SourceText, Use, read_pieces
+from meshwright.data.sources.source_text import EmptyTexts, Skipped, SourceText, Use, read_pieces
 from meshwright.data.text_documents import (
     HOLD_OUT_DIVISOR,
     MIN_HELD_OUT_FILES,
@@ -50,8 +50,8 @@ class TextSource:
     title: str
     size: str
     key: tuple[list[Any], list[Any]]
-    splits: Callable[[LeftOut], tuple[Iterable[SourceText], Iterable[SourceText]]]
-    whole: Callable[[LeftOut], Iterable[SourceText]]
+    splits: Callable[[Skipped], tuple[Iterable[SourceText], Iterable[SourceText]]]
+    whole: Callable[[Skipped], Iterable[SourceText]]
     chat: ChatFormat | None = None
 
     def used(self, use: Use) -> TextSource:
@@ -59,16 +59,16 @@ class TextSource:
         if use is Use.SPLIT:
             return self
 
-        def splits(left_out: LeftOut) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
-            texts = iter(self.whole(left_out))
+        def splits(skipped: Skipped) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
+            texts = iter(self.whole(skipped))
             first = next(texts, None)
             if first is None:
                 raise DataError(
                     f"no text in {self.title}: it has {self.size}, "
-                    f"{counted(len(left_out.files), 'file')} not UTF-8 text",
+                    f"{counted(len(skipped.files), 'file')} not UTF-8 text",
                     where="data.source",
                     rule=f"a source that is used whole ({use.value}) has text",
-                    fix=left_out.fix(f"a source with text, or data.source={text_documents.STDLIB}"),
+                    fix=skipped.fix(f"a source with text, or data.source={text_documents.STDLIB}"),
                 )
             # A tokenised corpus has two splits with text. The one that is not used has the start of the first text.
             text = getattr(first, "text", first)  # of a piece
@@ -109,11 +109,11 @@ def open_source(source: str, field: RecordField | None) -> TextSource:
     files = counted(len(documents), "file")
     is_stdlib = source == text_documents.STDLIB
 
-    def texts(slices: Iterable[TextSlice], left_out: LeftOut) -> Iterator[SourceText]:
-        return _texts(slices, left_out, source=source, field=field)
+    def texts(slices: Iterable[TextSlice], skipped: Skipped) -> Iterator[SourceText]:
+        return _texts(slices, skipped, source=source, field=field)
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
-        train, validation = (texts(slices, left_out) for slices in text_documents.split(documents))
+    def splits(skipped: Skipped) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
+        train, validation = (texts(slices, skipped) for slices in text_documents.split(documents))
         return train, validation
 
     return TextSource(
@@ -121,7 +121,7 @@ def open_source(source: str, field: RecordField | None) -> TextSource:
         size=f"{files} ({format_bytes(sum(document.num_bytes for document in documents))})",
         key=([] if field is None else field.identity(), listing),
         splits=splits,
-        whole=lambda left_out: texts([TextSlice(document, Extent.FULL) for document in documents], left_out),
+        whole=lambda skipped: texts([TextSlice(document, Extent.FULL) for document in documents], skipped),
         chat=None if field is None else field.format,
     )
 
@@ -141,12 +141,12 @@ def _check_no_field(field: RecordField | None, source: str) -> None:
 
 
 def _own(source: str) -> TextSource:
-    from meshwright.data.sources import own_documents
+    from meshwright.data.sources import user_source
 
-    documents = own_documents.open_documents(source)
+    documents = user_source.open_documents(source)
 
     def read(indices: Iterable[int], empty: EmptyTexts) -> Iterator[str]:
-        return own_documents.read_texts(documents, indices, empty, source=source)
+        return user_source.read_texts(documents, indices, empty, source=source)
 
     size = counted(len(documents), "document")
     key: tuple[list[Any], list[Any]] = [], [source, documents.identity, len(documents)]
@@ -173,31 +173,31 @@ def _indexed(
 ) -> TextSource:
     """Return the source of documents that are read by index; `opened` gives their number, and reads some of them."""
 
-    def splits(left_out: LeftOut) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
+    def splits(skipped: Skipped) -> tuple[Iterable[SourceText], Iterable[SourceText]]:
         number, read = opened()
-        train, validation = (read(indices, left_out.empty) for indices in split_indices(number))
+        train, validation = (read(indices, skipped.empty) for indices in split_indices(number))
         return train, validation
 
-    def whole(left_out: LeftOut) -> Iterable[SourceText]:
+    def whole(skipped: Skipped) -> Iterable[SourceText]:
         number, read = opened()
-        return read(range(number), left_out.empty)
+        return read(range(number), skipped.empty)
 
     return TextSource(title=title, size=size, key=key, splits=splits, whole=whole)
 
 
 def _texts(
-    slices: Iterable[TextSlice], left_out: LeftOut, *, source: str, field: RecordField | None
+    slices: Iterable[TextSlice], skipped: Skipped, *, source: str, field: RecordField | None
 ) -> Iterator[SourceText]:
-    """Yield the non-empty texts of the slices; add what is none to `left_out`."""
+    """Yield the non-empty texts of the slices; add what is none to `skipped`."""
     for document_slice in slices:
         if field is not None and is_record_file(document_slice.document.path):
             from meshwright.data.sources.record_files import read_texts
 
-            yield from read_texts(document_slice, field, left_out.empty, source=source)
+            yield from read_texts(document_slice, field, skipped.empty, source=source)
             continue
         pieces = read_pieces(document_slice, source=source)
         if pieces is None:
-            left_out.files.add(document_slice.document.path)
+            skipped.files.add(document_slice.document.path)
         else:
             yield from pieces
 

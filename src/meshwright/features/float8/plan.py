@@ -19,8 +19,8 @@ from meshwright.features.float8.rules import (
     layers_in_float8,
 )
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
-from meshwright.plan.run_plan import Kind, RunPlan, Stage
-from meshwright.plan.verify.names import Fault, format_count, join_names, qualified_name
+from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
+from meshwright.plan.verify.names import PlanError, format_count, join_names, qualified_name
 from meshwright.settings.violation import Fix, Violation, format_fix
 from meshwright.units import counted
 
@@ -55,7 +55,7 @@ class Float8InPlans(PlanFeature[Float8Layers]):
         history = float8.amax_history if recipe is Float8Recipe.DELAYED else 0
         return Float8Layers(recipe, layers, history, float8.cache_weights)
 
-    def faults(self, plan: RunPlan) -> Iterator[Fault]:
+    def faults(self, plan: RunPlan) -> Iterator[PlanError]:
         found = {kind.name: part for kind in plan.kinds if (part := kind.part(Float8Layers)) is not None}
         lengths = {part.history for part in found.values() if part.history}
         for name, part in found.items():
@@ -67,11 +67,11 @@ class Float8InPlans(PlanFeature[Float8Layers]):
             if len(lengths) > 1 and part.history == max(lengths):
                 what = f"amax histories of {', '.join(map(str, sorted(lengths)))} steps"
                 rule = "the histories of all layers are one tensor"
-                yield Fault(what, rule, f"kinds[{name}].float8.history")
+                yield PlanError(what, rule, f"kinds[{name}].float8.history")
         tokens = plan.batch.samples * plan.rank_tokens
         if tokens % SIZE_UNIT:
             what = f"a micro-batch of a rank has {counted(tokens, 'token')}"
-            yield Fault(what, f"float8 layers take a multiple of {SIZE_UNIT} tokens", "batch")
+            yield PlanError(what, f"float8 layers take a multiple of {SIZE_UNIT} tokens", "batch")
 
     def saved(self, facts: KindFacts, part: Float8Layers, *, tp: int) -> Iterator[Saved]:
         """Yield what float8 layers change: each saves its input in float8, and none the original; torchao's layer
@@ -128,37 +128,43 @@ def _no_reference(what: str, where: str) -> ConfigError:
     )
 
 
-def _layers(kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+def _layers(kind: LayerSpec, float8: Float8Layers) -> Iterator[PlanError]:
     field = f"kinds[{kind.name}].float8.layers"
     matrices = {p.name.removesuffix(".weight") for p in kind.parameters if p.role == MATRIX and len(p.shape) == 2}
     if not kind.is_block or not float8.layers:
         what = f"{kind.name} has {len(float8.layers)} float8 layers{'' if kind.is_block else ', but is no block'}"
-        yield Fault(what, "only blocks have float8 layers, and at least one", field)
+        yield PlanError(what, "only blocks have float8 layers, and at least one", field)
     for path, count in Counter(float8.layers).items():
         if path not in matrices:
-            yield Fault(f"{kind.name} has no linear layer {path}", "float8 layers are linear layers of the kind", field)
+            yield PlanError(
+                f"{kind.name} has no linear layer {path}", "float8 layers are linear layers of the kind", field
+            )
         if count > 1:
-            yield Fault(f"{path} is listed {format_count(count)}", "a layer is listed once", field)
+            yield PlanError(f"{path} is listed {format_count(count)}", "a layer is listed once", field)
 
 
-def _recipe(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+def _recipe(plan: RunPlan, kind: LayerSpec, float8: Float8Layers) -> Iterator[PlanError]:
     field, recipe = f"kinds[{kind.name}].float8", float8.recipe
     if (float8.history > 0) is not (recipe is Float8Recipe.DELAYED) or float8.history < 0:
         what = f"{recipe} scaling of {kind.name} with an amax history of {counted(float8.history, 'step')}"
-        yield Fault(what, "delayed scaling looks back on at least one step, other scaling on none", f"{field}.history")
+        yield PlanError(
+            what, "delayed scaling looks back on at least one step, other scaling on none", f"{field}.history"
+        )
     if recipe is Float8Recipe.TORCHAO and float8.cached:
         what = f"cached weights of torchao's layers in {kind.name}"
-        yield Fault(what, "torchao's layer casts its weight in every forward and backward", f"{field}.cached")
+        yield PlanError(what, "torchao's layer casts its weight in every forward and backward", f"{field}.cached")
     for number, stage in enumerate(plan.stages):
         if recipe is Float8Recipe.TORCHAO and stage.splits_backward and kind.name in stage.kinds:
             what = f"torchao's layers in {kind.name}, and a backward that is split"
             rule = "torchao's layers can't defer the gradients of their weights"
-            yield Fault(what, rule, f"{field}.recipe", stages=(number,))
+            yield PlanError(what, rule, f"{field}.recipe", stages=(number,))
     if plan.edge.dtype == "float64":
-        yield Fault(f"float8 layers in {kind.name}, which runs in float64", "float8 is for float32 and bfloat16", field)
+        yield PlanError(
+            f"float8 layers in {kind.name}, which runs in float64", "float8 is for float32 and bfloat16", field
+        )
 
 
-def _shards(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+def _shards(plan: RunPlan, kind: LayerSpec, float8: Float8Layers) -> Iterator[PlanError]:
     """Check what layers with tensor-parallel shards can't do."""
     field, biases = f"kinds[{kind.name}].float8", [f"{path}.bias" for path in float8.layers]
     found = [f"the bias {p.name}" for p in kind.parameters if p.name in biases]
@@ -166,10 +172,10 @@ def _shards(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
     found += ["compiled layers"] if kind.compiled else []
     for what in found if plan.mesh.view("tp") else ():
         rule = "float8 layers with tensor-parallel shards are not torchao's, run eagerly, and have no bias"
-        yield Fault(f"{what} in {kind.name}, in float8 with tp", rule, field, axis="tp")
+        yield PlanError(f"{what} in {kind.name}, in float8 with tp", rule, field, axis="tp")
 
 
-def _weights(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]:
+def _weights(plan: RunPlan, kind: LayerSpec, float8: Float8Layers) -> Iterator[PlanError]:
     for parameter in kind.parameters:
         if parameter.name.removesuffix(".weight") not in float8.layers:
             continue
@@ -180,17 +186,17 @@ def _weights(plan: RunPlan, kind: Kind, float8: Float8Layers) -> Iterator[Fault]
         if any(size % SIZE_UNIT for size in local):
             what = f"{name} has shape {local} on a rank"
             rule = f"float8 products take multiples of {SIZE_UNIT}"
-            yield Fault(what, rule, f"{field}.layers", parameter=name)
+            yield PlanError(what, rule, f"{field}.layers", parameter=name)
         for shard in parameter.used:
             if shard.axes != plan.mesh.view("tp"):
                 what = f"{name} is sharded along dim {shard.dim} over {join_names(shard.axes)} in use"
                 rule = "float8 layers multiply whole matrices, or shards over tp"
-                yield Fault(what, rule, f"{field}.layers", parameter=name, axis=shard.axes[0])
+                yield PlanError(what, rule, f"{field}.layers", parameter=name, axis=shard.axes[0])
         sharded = tuple(axis for axis in plan.mesh.view("fsdp") if plan.mesh.size(axis) > 1)
         if float8.cached and sharded:
             what = f"the float8 copy of {name}, which {', '.join(sharded)} shard"
             rule = "a cached weight is whole on every rank"
-            yield Fault(what, rule, f"{field}.cached", parameter=name, axis=sharded[0])
+            yield PlanError(what, rule, f"{field}.cached", parameter=name, axis=sharded[0])
 
 
 FEATURE = Float8InPlans()

@@ -30,7 +30,7 @@ from meshwright.features.float8.rules import Float8Layers, Float8Recipe
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.linear import Linear
 from meshwright.parallel.local_shards import compute_on_local_shards
-from meshwright.plan.run_plan import Kind, RunPlan, Stage
+from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 from meshwright.train.build_job import Job
 
 HISTORY = "float8.amax_history"
@@ -40,11 +40,11 @@ HISTORY = "float8.amax_history"
 class Float8InRuns(RunFeature):
     """Linear layers in float8."""
 
-    def before_styles(self, block: nn.Module, kind: Kind) -> None:
+    def before_styles(self, block: nn.Module, kind: LayerSpec) -> None:
         if (part := kind.part(Float8Layers)) is not None:
             apply_float8(block, part)
 
-    def after_styles(self, block: nn.Module, kind: Kind) -> None:
+    def after_styles(self, block: nn.Module, kind: LayerSpec) -> None:
         if (part := kind.part(Float8Layers)) is not None:
             multiply_shards(block, part)
 

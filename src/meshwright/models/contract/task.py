@@ -91,7 +91,7 @@ class Task(ABC):
 
     unit: LossUnit
     """Display unit of the loss."""
-    units_a_sample: int | None
+    units_per_sample: int | None
     """Number of loss units per sample, over which the loss is averaged; None if it varies (see `count`)."""
 
     @abstractmethod
@@ -117,8 +117,8 @@ class Task(ABC):
 
     def count(self, samples: range) -> int:
         """Return the number of loss units in the given samples; override this if the number varies between samples."""
-        assert self.units_a_sample is not None, "a task whose samples differ counts them"
-        return self.units_a_sample * len(samples)
+        assert self.units_per_sample is not None, "a task whose samples differ counts them"
+        return self.units_per_sample * len(samples)
 
     @abstractmethod
     def validation(self, *, batch_size: int, data_parallel: int, data_index: int) -> list[Batch]:

@@ -116,7 +116,7 @@ class ImageTask(Task):
         model = f.section(DiTConfig)
         self._null_class, self.num_tokens = model.num_classes, model.spec().num_tokens()
         self._order = WindowOrder(len(dataset.train), f.seed)
-        self.units_a_sample: int = int(np.prod(dataset.train.shape[1:]))
+        self.units_per_sample: int = int(np.prod(dataset.train.shape[1:]))
 
     def batch(self, samples: range) -> Batch:
         return self._training_batch(samples)
@@ -158,7 +158,7 @@ class ImageTask(Task):
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss sum and the number of loss terms, ignoring padding rows."""
         counted = ~targets.flatten(1).isnan().any(1)
-        return self.loss_sum(out[counted], targets[counted]), counted.sum() * self.units_a_sample
+        return self.loss_sum(out[counted], targets[counted]), counted.sum() * self.units_per_sample
 
     def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float | Path]:
         """Generate samples of every class into `samples/`; for digits, return how many a classifier recognises."""

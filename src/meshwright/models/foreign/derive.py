@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, NotSharded, Origin, Probe
+from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, ForeignModel, NotSharded, Probe
 from meshwright.models.foreign.probe import (
     AFTER,
     BEFORE,
@@ -50,7 +50,7 @@ NOTHING_SAVED = Saved()
 LENGTH = "train.seq_len"
 
 
-def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
+def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structure:
     """Derive the structure of a model without allocating any of it, or raise a ConfigError: it has no layers that can
     be told apart, or shares parameters between them."""
     model, found = _probed(origin)
@@ -86,7 +86,7 @@ def derive_structure(origin: Origin, *, seq_len: int, tp: int) -> Structure:
     return replace(structure, not_split=origin.why_not_staged(structure, ids))
 
 
-def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
+def _probed(origin: ForeignModel) -> tuple[nn.Module, Probe]:
     """Build and probe a model on the meta device or, if its forward needs values and it is small, on the CPU."""
     with torch.device("meta"):
         model = origin.build()
@@ -112,7 +112,7 @@ def _probed(origin: Origin) -> tuple[nn.Module, Probe]:
     )
 
 
-def _takes(origin: Origin, model: nn.Module, length: int) -> bool:
+def _takes(origin: ForeignModel, model: nn.Module, length: int) -> bool:
     """Return whether a model's forward takes samples of a length."""
     ids = torch.zeros((1, length), dtype=torch.long, device=next(model.parameters()).device)
     with suppress(Exception), torch.no_grad():
@@ -157,7 +157,7 @@ class _Deriver:
     def __init__(
         self,
         model: nn.Module,
-        origin: Origin,
+        origin: ForeignModel,
         found: Probe,
         sides: Sides,
         stubs: dict[str, tuple[int, ...]],
@@ -316,7 +316,7 @@ SELECTIONS = ("index", "index_select")
 """Operators that take rows at places which may be any tensor."""
 
 
-def parameter_roles(model: nn.Module, origin: Origin, found: Probe, *, last: set[str]) -> dict[str, Role]:
+def parameter_roles(model: nn.Module, origin: ForeignModel, found: Probe, *, last: set[str]) -> dict[str, Role]:
     """Return the roles of a model's parameters by all their names; those in `last` are used after the layers."""
     ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
     with torch.no_grad(), _Uses(model, found.vocab_size) as seen:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from meshwright.models.contract.task import Batch, Forward, Reference, Task
-    from meshwright.models.foreign.origin import Origin
+    from meshwright.models.foreign.origin import ForeignModel
 
 
 class ForeignFamily(Family):
@@ -40,7 +40,7 @@ class ForeignFamily(Family):
         """Return what determines the model, besides its kind, as JSON values."""
 
     @abstractmethod
-    def origin(self, f: RunFacts) -> Origin:
+    def origin(self, f: RunFacts) -> ForeignModel:
         """Return how the model is built and called."""
 
     @abstractmethod

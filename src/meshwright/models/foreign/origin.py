@@ -36,7 +36,7 @@ class NotSharded(Exception):
     """A model can't be sharded over tp, and why."""
 
 
-class Origin(ABC):
+class ForeignModel(ABC):
     """A foreign model, whose structure is derived from a forward."""
 
     key: ClassVar[str]

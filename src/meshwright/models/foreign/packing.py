@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.models.foreign.origin import Origin
+from meshwright.models.foreign.origin import ForeignModel
 from meshwright.nn.attention.mask_spec import TokenLayout
 
 MIN_LENGTH, MAX_TRIED = 16, 128
@@ -30,7 +30,7 @@ NOISE = 0.02
 TOLERANCE = 1e-9
 
 
-def why_not_packed(small: Origin, *, length: int) -> str:
+def why_not_packed(small: ForeignModel, *, length: int) -> str:
     """Return why documents see each other in samples of a length, or an empty string if they don't."""
     length, third = max(length, MIN_LENGTH), max(length, MIN_LENGTH) // 3
     # Documents below and above the model's limits, and some that begin anywhere between multiples of them.
@@ -45,7 +45,7 @@ def why_not_packed(small: Origin, *, length: int) -> str:
     return "" if is_apart else "a document's logits depend on the documents packed beside it"
 
 
-def check_samples(origin: Origin, small: Origin, *, length: int) -> None:
+def check_samples(origin: ForeignModel, small: ForeignModel, *, length: int) -> None:
     """Raise a ConfigError if a sample's logits depend on the others of its batch; what can't be tried passes."""
     try:
         model, ids = _model(small), _tokens(length)
@@ -59,7 +59,7 @@ def check_samples(origin: Origin, small: Origin, *, length: int) -> None:
 
 
 @torch.no_grad()
-def _model(origin: Origin) -> nn.Module:
+def _model(origin: ForeignModel) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = origin.build().to(torch.float64)
@@ -73,12 +73,12 @@ def _tokens(length: int) -> Tensor:
 
 
 @torch.no_grad()
-def _logits(origin: Origin, model: nn.Module, ids_bt: Tensor, layout: TokenLayout | None = None) -> Tensor:
+def _logits(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, layout: TokenLayout | None = None) -> Tensor:
     with Float64Mode():
         return origin.call(model, ids_bt, layout)
 
 
-def _is_alone(origin: Origin, model: nn.Module, ids_t: Tensor, found: Tensor) -> bool:
+def _is_alone(origin: ForeignModel, model: nn.Module, ids_t: Tensor, found: Tensor) -> bool:
     """Return whether tokens alone have the logits that were found."""
     alone = _logits(origin, model, ids_t[None])[0]
     return float((alone - found).abs().max()) <= TOLERANCE * max(1.0, float(alone.abs().max()))

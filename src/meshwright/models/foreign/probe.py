@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import Saved
 from meshwright.models.foreign import private
-from meshwright.models.foreign.origin import BATCH_DIM, BATCH_TIME_DIM, LAYER_LISTS, TIME_DIM, Origin, Probe
+from meshwright.models.foreign.origin import BATCH_DIM, BATCH_TIME_DIM, LAYER_LISTS, TIME_DIM, ForeignModel, Probe
 from meshwright.units import counted
 
 BATCH = 3
@@ -36,7 +36,7 @@ class NoForward(Exception):
     """A forward failed, and why."""
 
 
-def probe(model: nn.Module, origin: Origin) -> Probe:
+def probe(model: nn.Module, origin: ForeignModel) -> Probe:
     """Run a model, on the meta device if it can, and return what it does around its layers.
 
     Raises:
@@ -64,7 +64,7 @@ def probe(model: nn.Module, origin: Origin) -> Probe:
     raise failed
 
 
-def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
+def _probe(model: nn.Module, origin: ForeignModel, time: int) -> Probe:
     path = origin.layers_path(model)
     listed = model.get_submodule(path)
     assert isinstance(listed, LAYER_LISTS), "the layers are a list of modules"
@@ -94,7 +94,7 @@ def _probe(model: nn.Module, origin: Origin, time: int) -> Probe:
     return found
 
 
-def _check_logits(model: nn.Module, out: Any, origin: Origin, time: int) -> None:
+def _check_logits(model: nn.Module, out: Any, origin: ForeignModel, time: int) -> None:
     shape = list(out.shape) if isinstance(out, Tensor) else None
     if shape is None or len(shape) != 3 or shape[:2] != [BATCH, time] or not out.is_floating_point():
         found = f"a {type(out).__name__}" if shape is None else f"a tensor {shape}"
@@ -108,7 +108,7 @@ def _check_logits(model: nn.Module, out: Any, origin: Origin, time: int) -> None
 class _Watch:
     """Hooks that record the calls of layers and of modules outside them."""
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: Origin) -> None:
+    def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: ForeignModel) -> None:
         self._model, self._layers, self._found, self._origin = model, layers, found, origin
         self._phase = "before"
         """`before` all layers, in a `layer`, or `after` a number of calls of layers."""
@@ -289,7 +289,7 @@ Place = int | str
 """Index of a layer, or an end."""
 
 
-def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: Origin) -> dict[Place, float]:
+def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel) -> dict[Place, float]:
     """Return the forward operations per token of one sample by place, with scores of all pairs of tokens."""
     found, counter, before = dict[Place, float](), FlopCounterMode(display=False), [0.0]
 
@@ -303,7 +303,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin:
     return found
 
 
-def measure_saved(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: Origin) -> dict[Place, Saved]:
+def measure_saved(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel) -> dict[Place, Saved]:
     """Return the elements per token of one sample that a model of bfloat16 saves, by place.
 
     Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever the compute dtype.
@@ -330,7 +330,7 @@ def measure_saved(model: nn.Module, layers: list[nn.Module], seq_len: int, origi
 
 
 def final_modules(
-    model: nn.Module, layers: list[nn.Module], seq_len: int, paths: Iterable[str], origin: Origin
+    model: nn.Module, layers: list[nn.Module], seq_len: int, paths: Iterable[str], origin: ForeignModel
 ) -> set[str]:
     """Return those of these modules inside layers after which their layer saves nothing: recomputation ends before the
     reduction of their output."""
@@ -356,7 +356,7 @@ def final_modules(
 
 
 def _forward(
-    model: nn.Module, layers: list[nn.Module], seq_len: int, leave: Callable[[Place], None], origin: Origin
+    model: nn.Module, layers: list[nn.Module], seq_len: int, leave: Callable[[Place], None], origin: ForeignModel
 ) -> None:
     """Run a model on one sample, and call `leave` with each place as its part of the forward ends."""
     ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.foreign import private
-from meshwright.models.foreign.origin import BATCH_DIM, BATCH_TIME_DIM, LAYER_LISTS, TIME_DIM, Origin, Probe
+from meshwright.models.foreign.origin import BATCH_DIM, BATCH_TIME_DIM, LAYER_LISTS, TIME_DIM, ForeignModel, Probe
 from meshwright.models.foreign.packing import Float64Mode
 from meshwright.models.foreign.structure import Structure
 from meshwright.nn.attention.mask_spec import TokenLayout
@@ -52,7 +52,7 @@ class _Call:
         """Tensors of replaced modules, whose dtype, device or shape a model may read."""
 
 
-def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origin) -> nn.Module:
+def make_stage(model: nn.Module, structure: Structure, part: Part, origin: ForeignModel) -> nn.Module:
     """Turn a model into one of its stages, in place, with its modules in the order in which they run.
 
     The module's forward takes token ids [b, t] or, but for the first stage, the stream [b, t, d] and then the ids, and
@@ -91,7 +91,7 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Origi
 
 
 def _stage_forward(
-    model: nn.Module, structure: Structure, part: Part, call: _Call, origin: Origin
+    model: nn.Module, structure: Structure, part: Part, call: _Call, origin: ForeignModel
 ) -> Callable[..., Tensor]:
     forward, dims, layers = model.forward, structure.batch_dims, model.get_submodule(structure.layers_path)
     assert isinstance(layers, LAYER_LISTS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, ROW, Style, StyleKind
-from meshwright.models.foreign.origin import NotSharded, Origin, Probe
+from meshwright.models.foreign.origin import ForeignModel, NotSharded, Probe
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:
@@ -25,7 +25,7 @@ def owners(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
 
 
-def first_that_fits(model: nn.Module, origin: Origin, found: Probe, tp: int) -> dict[str, Style]:
+def first_that_fits(model: nn.Module, origin: ForeignModel, found: Probe, tp: int) -> dict[str, Style]:
     """Return the first of a model's styles that fits it, completed (see `complete_styles`), or raise NotSharded with
     what the first one lacks."""
     failed = None
@@ -39,7 +39,7 @@ def first_that_fits(model: nn.Module, origin: Origin, found: Probe, tp: int) -> 
 
 
 def complete_styles(
-    model: nn.Module, styles: Mapping[str, Style], tp: int, origin: Origin, time: int
+    model: nn.Module, styles: Mapping[str, Style], tp: int, origin: ForeignModel, time: int
 ) -> dict[str, Style]:
     """Return styles in which tied parameters lie alike, and replicated modules that meet shards are marked.
 
@@ -217,7 +217,7 @@ class _View(torch.autograd.Function):
         return gradients[0]
 
 
-def _writes_to_outputs(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time: int) -> bool:
+def _writes_to_outputs(model: nn.Module, styles: Mapping[str, Style], origin: ForeignModel, time: int) -> bool:
     """Return whether the model writes to outputs of sharded linear layers in place."""
 
     def view(module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Any:
@@ -235,7 +235,9 @@ def _writes_to_outputs(model: nn.Module, styles: Mapping[str, Style], origin: Or
     return False
 
 
-def _shapes(model: nn.Module, styles: Mapping[str, Style], origin: Origin, time: int) -> dict[str, tuple[Any, ...]]:
+def _shapes(
+    model: nn.Module, styles: Mapping[str, Style], origin: ForeignModel, time: int
+) -> dict[str, tuple[Any, ...]]:
     """Return the shapes of the tensors that each module takes in a forward, or raise NotSharded if that fails."""
     found: dict[str, tuple[Any, ...]] = {}
 

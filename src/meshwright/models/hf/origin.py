@@ -31,7 +31,7 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
     local,
 )
-from meshwright.models.foreign.origin import Origin, Probe, no_dropout, restarting_positions
+from meshwright.models.foreign.origin import ForeignModel, Probe, no_dropout, restarting_positions
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
@@ -77,7 +77,7 @@ WITHOUT_SENTINEL = ("nemotron_h",)
 
 
 @dataclass(frozen=True)
-class TransformersModel(Origin):
+class TransformersModel(ForeignModel):
     """A causal language model of transformers: that of a source, with an attention and maybe adapters."""
 
     source: Source

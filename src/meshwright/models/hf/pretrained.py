@@ -41,9 +41,9 @@ from meshwright.models.foreign.structure import SavedTensors
 from meshwright.models.hf import private
 from meshwright.models.hf.build_model import build_model, load_config, merged, original_config, whole_config
 from meshwright.models.hf.config import LoraConfig, Source, is_adapter, original_name, transformers_version
-from meshwright.models.huggingface.checks import CONFIG, train_command
-from meshwright.models.huggingface.kept_files import CONTEXT, GENERATION, context_note, stored_dtype, with_ends
-from meshwright.models.huggingface.weights import (
+from meshwright.models.hf_format.checks import CONFIG, train_command
+from meshwright.models.hf_format.kept_files import CONTEXT, GENERATION, context_note, stored_dtype, with_ends
+from meshwright.models.hf_format.weights import (
     PREFIX,
     TRAINABLE,
     find_files,

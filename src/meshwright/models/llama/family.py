@@ -27,7 +27,7 @@ class LlamaFamily(DecoderFamily):
     sections = {"model": LlamaConfig}
 
     def other_weights(self) -> OtherWeights:
-        from meshwright.models.huggingface.weights import HuggingFaceWeights
+        from meshwright.models.hf_format.weights import HuggingFaceWeights
         from meshwright.models.llama.hf_llama import LLAMA
 
         return HuggingFaceWeights(LLAMA)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from meshwright.models.decoder.description import DecoderSpec
-from meshwright.models.huggingface.architecture import (
+from meshwright.models.hf_format.architecture import (
     SUPPORTED_VALUES,
     Architecture,
     DecoderFields,
@@ -22,7 +22,7 @@ from meshwright.models.huggingface.architecture import (
     decoder_tensors,
     read_rope,
 )
-from meshwright.models.huggingface.checks import Count, Positive, parse_fields, unsupported
+from meshwright.models.hf_format.checks import Count, Positive, parse_fields, unsupported
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"

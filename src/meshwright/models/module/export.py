@@ -10,8 +10,8 @@ from meshwright.checkpoint.manifest import read_sidecars, write_file
 from meshwright.checkpoint.reader import read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, TensorToWrite
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.kept_files import with_ends
-from meshwright.models.huggingface.weights import PREFIX, converted, new_directory, no_adapters, write_shards
+from meshwright.models.hf_format.kept_files import with_ends
+from meshwright.models.hf_format.weights import PREFIX, converted, new_directory, no_adapters, write_shards
 
 
 class ModuleWeights:

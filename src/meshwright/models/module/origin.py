@@ -39,7 +39,7 @@ from meshwright.models.foreign.origin import (
     LAYER_LISTS,
     MAX_ON_CPU,
     WITH_DROPOUT,
-    Origin,
+    ForeignModel,
     Probe,
     build_recorded,
     no_dropout,
@@ -75,7 +75,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
-class OwnModule(Origin):
+class OwnModule(ForeignModel):
     """A module that a builder returns, as the `model` section says."""
 
     section: ModuleConfig
@@ -241,7 +241,7 @@ def computed_values(origin: OwnModule, names: frozenset[str], seed: int) -> dict
     return {name: found[name].detach() for name in names}
 
 
-def with_buffers(model: nn.Module, origin: Origin) -> nn.Module:
+def with_buffers(model: nn.Module, origin: ForeignModel) -> nn.Module:
     """Make buffers of tensors that are plain attributes, in place, so that they move with the module. Raise a
     ConfigError if tensors are in a list or mapping."""
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -260,7 +260,7 @@ def with_buffers(model: nn.Module, origin: Origin) -> nn.Module:
     return model
 
 
-def check_side_effects(model: nn.Module, origin: Origin, time: int) -> None:
+def check_side_effects(model: nn.Module, origin: ForeignModel, time: int) -> None:
     """Run a forward of `time` tokens, and raise a ConfigError if it draws random numbers, writes to a buffer, or mixes
     samples: all that it may do is to compute logits."""
     name = type(model).__name__
@@ -283,7 +283,7 @@ def check_side_effects(model: nn.Module, origin: Origin, time: int) -> None:
         raise _error(origin, what, rule, f"a forward that doesn't write to {changed[0]}")
 
 
-def _error(origin: Origin, what: str, rule: str, fix: str) -> ConfigError:
+def _error(origin: ForeignModel, what: str, rule: str, fix: str) -> ConfigError:
     return origin.error(what, rule, f"{fix}, or a family of your own (model.kind=package.module:Family)")
 
 

@@ -145,7 +145,7 @@ class MoeFamily(DecoderFamily):
         return super().initial(f, name)
 
     def other_weights(self) -> OtherWeights:
-        from meshwright.models.huggingface.weights import HuggingFaceWeights
+        from meshwright.models.hf_format.weights import HuggingFaceWeights
         from meshwright.models.moe.hf_mixtral import MIXTRAL
 
         return HuggingFaceWeights(MIXTRAL)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.architecture import (
+from meshwright.models.hf_format.architecture import (
     LAYERS,
     SUPPORTED_VALUES,
     Architecture,
@@ -28,7 +28,7 @@ from meshwright.models.huggingface.architecture import (
     decoder_tensors,
     read_rope,
 )
-from meshwright.models.huggingface.checks import Count, Positive, parse_fields, unsupported
+from meshwright.models.hf_format.checks import Count, Positive, parse_fields, unsupported
 
 ARCHITECTURE = "MixtralForCausalLM"
 MODEL_TYPE = "mixtral"

@@ -74,7 +74,7 @@ class TextTask(Task):
         self._validation = JoinedWindows(validation)
         self._validation_shares = [share for _, share in held_out]
         self._loader = Loader(JoinedWindows(train), train_order(text, train_sizes(text, f.seq_len), f.seed), device)
-        self.units_a_sample = f.seq_len if sources[0].packed is None else None
+        self.units_per_sample = f.seq_len if sources[0].packed is None else None
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the tokens' losses for logits [b, t, v]."""

@@ -20,7 +20,7 @@ from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.mixtures.mixture import Text, corpora, train_order
 from meshwright.data.packed_corpus import packed_splits
 from meshwright.data.packed_windows import PackedWindows
-from meshwright.data.sources.source_text import Continued, LeftOut, SourceText
+from meshwright.data.sources.source_text import Continued, Skipped, SourceText
 from meshwright.data.text_corpus import Conversations, Corpus, Tokens
 from meshwright.data.token_cache import SplitDocuments
 from meshwright.models.contract.family import RunFacts
@@ -216,7 +216,7 @@ class RereadMasks:
         if not missing:
             return
         number = 0
-        for text in self._conversations.source.splits(LeftOut())[0]:
+        for text in self._conversations.source.splits(Skipped())[0]:
             if number in missing:
                 self._masks[number] = self._mask(text, number)
             number += not isinstance(text, Continued)

@@ -20,7 +20,7 @@ from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.attention.mask_spec import Documents, Interval, MaskSpec, Shard
 from meshwright.plan.context.exchange import Intervals, SampleMask, count, make_exchange, union
 from meshwright.plan.context.method import AttentionDims, ContextChoice, choose
-from meshwright.plan.run_plan import BYTES, AttentionLayer, ContextMethod, Kind, Mesh, RunPlan
+from meshwright.plan.run_plan import BYTES, AttentionLayer, ContextMethod, LayerSpec, Mesh, RunPlan
 
 
 def method_of(
@@ -48,7 +48,7 @@ def _choose(
     return choose(exchange, dims, num_tokens=seq_len // len(shards), recompute=recompute, packed=packed)
 
 
-def explain_method(plan: RunPlan, kind: Kind) -> str:
+def explain_method(plan: RunPlan, kind: LayerSpec) -> str:
     """Return why `auto` takes the method of a kind's attention, or that it was requested and what `auto` would take."""
     layer = kind.attention
     assert layer is not None and layer.axes
@@ -333,7 +333,7 @@ def _root(excess: Callable[[int], float], low: tuple[int, float], high: tuple[in
 
 
 def sent_by_attention(
-    plan: RunPlan, rank: int, kind: Kind, documents: Documents | None = None
+    plan: RunPlan, rank: int, kind: LayerSpec, documents: Documents | None = None
 ) -> Iterator[tuple[int, int]]:
     """Yield each other rank with the bytes that the attention of one layer sends to it, forward and backward.
 

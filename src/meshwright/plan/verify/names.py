@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshwright.comm.compression.catalogue import METHODS, Use
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.run_plan import BYTES, Atoms, Edge, Kind, Parameter, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import BYTES, Atoms, Edge, LayerSpec, Parameter, RunPlan, Stage, Unit
 from meshwright.plan.serialize import REGENERATE_FIX
 from meshwright.units import counted
 
@@ -21,10 +21,10 @@ WIDE = ("float32", "float64")
 KNOWN = "names must refer to existing values"
 
 
-def name_faults(plan: RunPlan) -> Iterator[Fault]:
+def name_faults(plan: RunPlan) -> Iterator[PlanError]:
     """Yield faults for unknown and duplicate names."""
     if not plan.stages:
-        yield Fault("the plan has no stages", "a plan has the stages of its schedule", "stages")
+        yield PlanError("the plan has no stages", "a plan has the stages of its schedule", "stages")
         return
     yield from _unique("kinds", (kind.name for kind in plan.kinds))
     for kind in plan.kinds:
@@ -40,16 +40,18 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
         for name, count in Counter(one.parameters).items():
             yield from _in(name, refs, f"{field}.parameters", parameter=name)
             if count > 1:
-                yield Fault(f"{name} is listed {count} times", "a sum lists each parameter once", field, parameter=name)
+                yield PlanError(
+                    f"{name} is listed {count} times", "a sum lists each parameter once", field, parameter=name
+                )
         if not one.axes or not one.parameters:
-            yield Fault("a sum without parameters or axes", "a sum has parameters and axes", field)
+            yield PlanError("a sum without parameters or axes", "a sum has parameters and axes", field)
     yield from _in(plan.masters, WIDE, "masters")
     yield from _edge(plan, plan.edge, "edge")
     for key, sites in plan.shared:
         for site, name in sites:
             if not 0 <= site < len(plan.stages):
                 what = f"{key} is shared with stage {site} ({name}), which does not exist"
-                yield Fault(what, KNOWN, f"shared[{key}]", parameter=key, axis="pp")
+                yield PlanError(what, KNOWN, f"shared[{key}]", parameter=key, axis="pp")
     yield from _atoms(plan, tuple(axis for axis in plan.loss.summed if axis != "pp"), "loss.summed")
     yield from _atoms(plan, plan.loss.equal, "loss.equal")
     for number, update in enumerate(plan.optimizer.updates):
@@ -58,7 +60,7 @@ def name_faults(plan: RunPlan) -> Iterator[Fault]:
     yield from _in(plan.optimizer.moved, FLOATS, "optimizer.moved")
 
 
-def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
+def _kind(plan: RunPlan, kind: LayerSpec) -> Iterator[PlanError]:
     field = f"kinds[{kind.name}]"
     yield from _unique(f"{field}.parameters", (p.name for p in kind.parameters))
     yield from _unique(f"{field}.buffers", (b.name for b in kind.buffers))
@@ -67,7 +69,7 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
     yield from _in(kind.recompute, tuple(RecomputePolicy), f"{field}.recompute")
     if set(kind.path.replace("{layer}", "")) & set("{}"):
         rule = "{layer} is the only placeholder in a path"
-        yield Fault(f"the path {kind.path!r}", rule, f"{field}.path")
+        yield PlanError(f"the path {kind.path!r}", rule, f"{field}.path")
     for parameter in kind.parameters:
         yield from _parameter(plan, kind, parameter)
     for buffer in kind.buffers:
@@ -84,30 +86,32 @@ def _kind(plan: RunPlan, kind: Kind) -> Iterator[Fault]:
         yield from _atoms(plan, auxiliary.work, f"{field}.auxiliary[{auxiliary.name}]")
 
 
-def _parameter(plan: RunPlan, kind: Kind, parameter: Parameter) -> Iterator[Fault]:
+def _parameter(plan: RunPlan, kind: LayerSpec, parameter: Parameter) -> Iterator[PlanError]:
     field, name = f"kinds[{kind.name}].parameters[{parameter.name}]", qualified_name(kind, parameter)
     dims = len(parameter.shape)
     if any(size < 1 for size in parameter.shape) or not dims:
         rule = "a parameter has at least one dim, which FSDP2 shards, and at least one element"
-        yield Fault(f"{name} has shape {parameter.shape}", rule, f"{field}.shape", parameter=name)
+        yield PlanError(f"{name} has shape {parameter.shape}", rule, f"{field}.shape", parameter=name)
         return
     for dim, how in ((parameter.stored_dim, "stored"), *((shard.dim, "used") for shard in parameter.used)):
         if not 0 <= dim < dims:
             what = f"{name} is {how} sharded along dim {dim}, but has {counted(dims, 'dim')}"
-            yield Fault(what, "a sharded dim must exist", field, parameter=name)
+            yield PlanError(what, "a sharded dim must exist", field, parameter=name)
     for shard in parameter.used:
         yield from _atoms(plan, shard.axes, f"{field}.used", of=name)
         if not shard.axes:
-            yield Fault(f"{name} is sharded over no axis", "a shard has an axis", f"{field}.used", parameter=name)
+            yield PlanError(f"{name} is sharded over no axis", "a shard has an axis", f"{field}.used", parameter=name)
     yield from _atoms(plan, parameter.work, f"{field}.work", of=name)
 
 
-def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind | None, *stages: int) -> Iterator[Fault]:
+def _unit(
+    plan: RunPlan, unit: Unit, field: str, members: set[str], kind: LayerSpec | None, *stages: int
+) -> Iterator[PlanError]:
     for name in unit.parameters:
         if name not in members:
             known = f"{kind.name}/{name}" if kind else name
             what = f"unit {unit.name} lists {known}, which does not exist"
-            yield Fault(what, KNOWN, f"{field}.parameters", parameter=known, stages=stages)
+            yield PlanError(what, KNOWN, f"{field}.parameters", parameter=known, stages=stages)
     yield from _unique(f"{field}.modules", unit.modules)
     yield from _atoms(plan, unit.sharded, f"{field}.sharded")
     yield from _atoms(plan, unit.replicas, f"{field}.replicas")
@@ -117,10 +121,10 @@ def _unit(plan: RunPlan, unit: Unit, field: str, members: set[str], kind: Kind |
         allowed = [method.name for method in METHODS if use in method.uses]
         if name not in allowed:
             what = f"{use.describe()} of unit {unit.name} cannot be sent as {name!r}"
-            yield Fault(what, f"{use.describe()} must use one of {join_names(allowed)}", f"{field}.{use.value}")
+            yield PlanError(what, f"{use.describe()} must use one of {join_names(allowed)}", f"{field}.{use.value}")
 
 
-def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
+def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[PlanError]:
     kinds, field = {kind.name: kind for kind in plan.kinds}, f"stages[{number}]"
     named = (*stage.before, *stage.kinds, *stage.after)
     for name in dict.fromkeys(named):
@@ -133,16 +137,16 @@ def _stage(plan: RunPlan, number: int, stage: Stage) -> Iterator[Fault]:
             yield from _edge(plan, edge, f"{field}.{name}")
 
 
-def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[Fault]:
+def _edge(plan: RunPlan, edge: Edge, field: str) -> Iterator[PlanError]:
     yield from _in(edge.dtype, FLOATS, field)
     yield from _atoms(plan, tuple(axis for shard in edge.shards for axis in shard.axes), f"{field}.shards")
     for shard in edge.shards:
         if not 0 <= shard.dim < len(edge.shape):
             what = f"{edge.name} is sharded along dim {shard.dim}, but has {counted(len(edge.shape), 'dim')}"
-            yield Fault(what, "a sharded dim must exist", f"{field}.shards")
+            yield PlanError(what, "a sharded dim must exist", f"{field}.shards")
 
 
-def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) -> Iterator[Fault]:
+def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) -> Iterator[PlanError]:
     """Check that axes are inside a stage, have more than one rank, and are listed once, in mesh order."""
     about = f" of {of}" if of else ""
     for atom, count in Counter(atoms).items():
@@ -151,29 +155,29 @@ def _atoms(plan: RunPlan, atoms: Atoms, field: str, *, of: str | None = None) ->
             why = "has one rank" if size == 1 else "is not inside a stage" if size else "the mesh does not have"
             what = f"{field}{about} names {atom}, which {why}"
             rule = f"axes here are those inside a stage with more than one rank: {join_names(plan.mesh.in_stage())}"
-            yield Fault(what, rule, field, parameter=of, axis=atom)
+            yield PlanError(what, rule, field, parameter=of, axis=atom)
         if count > 1:
             what = f"{field}{about} names {atom} {count} times"
-            yield Fault(what, "an axis is listed once", field, parameter=of, axis=atom)
+            yield PlanError(what, "an axis is listed once", field, parameter=of, axis=atom)
     order = [atom for atom in (*plan.mesh.sizes,) if atom in atoms]
     if not set(atoms) - set(order) and order != list(dict.fromkeys(atoms)):
         what = f"{field}{about} names {join_names(atoms)}, but mesh order is {join_names(order)}"
-        yield Fault(what, "axes are listed in mesh order", field, parameter=of, axis=atoms[0])
+        yield PlanError(what, "axes are listed in mesh order", field, parameter=of, axis=atoms[0])
 
 
-def _in(name: str, known: Iterable[str], field: str, *, parameter: str | None = None) -> Iterator[Fault]:
+def _in(name: str, known: Iterable[str], field: str, *, parameter: str | None = None) -> Iterator[PlanError]:
     if name not in known:
-        yield Fault(f"{field} names {name!r}", f"{KNOWN}: {join_names(sorted(known))}", field, parameter=parameter)
+        yield PlanError(f"{field} names {name!r}", f"{KNOWN}: {join_names(sorted(known))}", field, parameter=parameter)
 
 
-def _unique(field: str, names: Iterable[str]) -> Iterator[Fault]:
+def _unique(field: str, names: Iterable[str]) -> Iterator[PlanError]:
     for name, count in Counter(names).items():
         if count > 1:
-            yield Fault(f"{field} has {count} entries named {name}", "names are unique", field, parameter=name)
+            yield PlanError(f"{field} has {count} entries named {name}", "names are unique", field, parameter=name)
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlanError:
     """An error in a plan that would make training incorrect or fail."""
 
     what: str
@@ -197,15 +201,15 @@ class Fault:
         return f"{self.what} ({self.where()})"
 
 
-def merge_faults(faults: Iterable[Fault]) -> list[Fault]:
+def merge_faults(faults: Iterable[PlanError]) -> list[PlanError]:
     """Merge faults that differ only in their stages."""
-    stages: dict[Fault, list[int]] = {}
+    stages: dict[PlanError, list[int]] = {}
     for fault in faults:
         stages.setdefault(replace(fault, stages=()), []).extend(fault.stages)
     return [replace(fault, stages=tuple(sorted(set(found)))) for fault, found in stages.items()]
 
 
-def qualified_name(kind: Kind, parameter: Parameter) -> str:
+def qualified_name(kind: LayerSpec, parameter: Parameter) -> str:
     """Return a parameter's name in the form used by sums and root units."""
     return f"{kind.name}/{parameter.name}"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwright.prove.compare.audit_evidence import audit
 from meshwright.prove.compare.context_contributions import ContextContributions
-from meshwright.prove.compare.known_faults import (
+from meshwright.prove.compare.known_issues import (
     KnownFault,
     as_consequences,
     explain_counts,

@@ -19,11 +19,11 @@ from meshwright.models.contract.family import TrainingData
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.branches.nonfinite_steps import try_nonfinite_steps
 from meshwright.prove.placement import expert_placement_of, stage_placement_of
 from meshwright.prove.record.evidence import DTYPE, INITIAL, LayoutEvidence, RecordedShard, UnequalCopies
 from meshwright.prove.record.recording_task import RecordingTask
 from meshwright.prove.spec import clip_limit
+from meshwright.prove.untaken_paths.nonfinite_steps import try_nonfinite_steps
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep

@@ -26,7 +26,7 @@ class RecordingTask(Task):
 
     def __init__(self, task: Task, condition_names: Sequence[str] = ()) -> None:
         self._task, self._condition_names = task, condition_names
-        self.unit, self.units_a_sample = task.unit, task.units_a_sample
+        self.unit, self.units_per_sample = task.unit, task.units_per_sample
         self.read: list[int] = []
         self.contents: Contents = {}
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from meshwright.checkpoint import manifest, save_load
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.checks import check_source
-from meshwright.models.huggingface.weights import (
+from meshwright.models.hf_format.checks import check_source
+from meshwright.models.hf_format.weights import (
     INDEX,
     SINGLE_FILE,
     export_safetensors,

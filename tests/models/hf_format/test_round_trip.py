@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from meshwright.checkpoint import manifest, save_load
 from meshwright.checkpoint.manifest import read_sidecars, sidecar_path
 from meshwright.models.decoder.module import Decoder
-from meshwright.models.huggingface import kept_files, weights
-from meshwright.models.huggingface.weights import HuggingFaceWeights
+from meshwright.models.hf_format import kept_files, weights
+from meshwright.models.hf_format.weights import HuggingFaceWeights
 from meshwright.models.llama.family import LlamaConfig
 from meshwright.models.llama.hf_llama import LLAMA
 from meshwright.models.moe.hf_mixtral import MIXTRAL
 from tests.helpers import small_corpus
-from tests.models.huggingface.round_trip import TEXT, lost, write_model, write_tokenizer
+from tests.models.hf_format.round_trip import TEXT, lost, write_model, write_tokenizer
 
 LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

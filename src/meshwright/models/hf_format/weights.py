@@ -24,8 +24,8 @@ from meshwright.checkpoint.manifest import DurableFile, read_sidecars, write_fil
 from meshwright.checkpoint.reader import read_row, read_tensor
 from meshwright.checkpoint.safetensors_file import DTYPES, CheckpointLayout, TensorToWrite, open_tensors, write_tensors
 from meshwright.errors import CheckpointError, RunError
-from meshwright.models.huggingface.architecture import EMBEDDING, HEAD, Architecture, MappedTensor, Model, Repeated
-from meshwright.models.huggingface.checks import (
+from meshwright.models.hf_format.architecture import EMBEDDING, HEAD, Architecture, MappedTensor, Model, Repeated
+from meshwright.models.hf_format.checks import (
     CONFIG,
     FIX,
     JsonFields,
@@ -34,7 +34,7 @@ from meshwright.models.huggingface.checks import (
     parse_fields,
     read_object,
 )
-from meshwright.models.huggingface.kept_files import (
+from meshwright.models.hf_format.kept_files import (
     CONTEXT,
     context_note,
     files_to_write,

@@ -22,8 +22,8 @@ from meshwright.data.tokenizer_files import (
     vocabulary,
 )
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.architecture import DEFAULT_MAX_SEQ_LEN, Architecture, Model
-from meshwright.models.huggingface.checks import CONFIG
+from meshwright.models.hf_format.architecture import DEFAULT_MAX_SEQ_LEN, Architecture, Model
+from meshwright.models.hf_format.checks import CONFIG
 from meshwright.units import counted
 
 GENERATION = "generation_config.json"

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data.sources.own_documents import read_texts
 from meshwright.data.sources.source_text import EmptyTexts
 from meshwright.data.sources.text_source import split_indices
+from meshwright.data.sources.user_source import read_texts
 from meshwright.data.text_corpus import open_corpus
 from meshwright.data.text_documents import is_own
 from meshwright.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ from tests.helpers import clean_environment
 from tests.train.runs import metrics
 
 EXAMPLE = Path(__file__).parents[2] / "docs/examples/own_data.py"
-HERE = "tests.data.test_own_documents"
+HERE = "tests.data.test_user_source"
 
 
 class Numbers:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.checks import (
+from meshwright.models.hf_format.checks import (
     Count,
     JsonFields,
     Positive,

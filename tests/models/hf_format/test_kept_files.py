@@ -7,7 +7,7 @@ import json
 import pytest
 
 from meshwright.errors import CheckpointError
-from meshwright.models.huggingface.kept_files import files_to_write, read_kept, with_ends
+from meshwright.models.hf_format.kept_files import files_to_write, read_kept, with_ends
 from meshwright.models.llama.hf_llama import LLAMA
 from tests.models.llama.test_hf_llama import PLAIN
 
