@@ -269,7 +269,7 @@ def test_frozen_parameters_that_fsdp2_frees_are_gathered_again(gang, policy, fro
 
 def test_the_kept_operators_exist():
     """An operator that PyTorch renames would be recomputed from then on, silently."""
-    for module in ("comm.alltoallv", "nn.attention.cpu_blocks", "nn.attention.packed"):
+    for module in ("comm.alltoallv", "nn.attention.cpu_blocks", "nn.attention.varlen_splash"):
         importlib.import_module(f"meshwright.{module}")  # registers it
     for name in MATRIX_PRODUCTS | ATTENTION | CHOICES | COLLECTIVES:
         namespace, base = name.split("::")

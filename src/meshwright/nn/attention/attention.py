@@ -48,11 +48,11 @@ def attention(
             return _sdpa(q_bsnh, k_btmh, v_btmh, mask, scale)
         return _by_blocks(q_bsnh, k_btmh, v_btmh, mask, exact_scale)[0]
     if mask.backend is Backend.VARLEN:
-        from meshwright.nn.attention.packed import varlen_attention
+        from meshwright.nn.attention.varlen_splash import varlen_attention
 
         return varlen_attention(q_bsnh, k_btmh, v_btmh, starts=mask.starts, rules=mask.rules, scale=scale)
     if mask.backend is Backend.SPLASH:
-        from meshwright.nn.attention.packed import splash_attention
+        from meshwright.nn.attention.varlen_splash import splash_attention
 
         segments = mask.segments_bt
         return splash_attention(q_bsnh, k_btmh, v_btmh, segments_bs=segments, rules=mask.rules, scale=exact_scale)

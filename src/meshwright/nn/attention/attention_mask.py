@@ -87,11 +87,11 @@ class AttentionMask:
 
             self.blocks = flex_mask(bounds.tensors(), seq_len, device)
         elif self.backend is Backend.VARLEN and spec.documents is not None:
-            from meshwright.nn.attention.packed import document_starts
+            from meshwright.nn.attention.varlen_splash import document_starts
 
             self.starts = document_starts(spec.documents).to(device)
         elif self.backend is Backend.SPLASH and spec.documents is not None:
-            from meshwright.nn.attention.packed import document_numbers
+            from meshwright.nn.attention.varlen_splash import document_numbers
 
             self.segments_bt = document_numbers(spec.documents).to(device)
 

@@ -25,7 +25,7 @@ from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.attention.packed import config_fields, splash_attention
+from meshwright.nn.attention.varlen_splash import config_fields, splash_attention
 from tests.helpers import clean_environment
 from tests.nn.attention.dense_masks import dense_batch, softmax_attention, wrong_masks
 
@@ -206,7 +206,7 @@ for name in modules:
     import_module(name)
 assert not found, found
 import torch
-from meshwright.nn.attention.packed import splash_attention
+from meshwright.nn.attention.varlen_splash import splash_attention
 from meshwright.nn.attention.mask_spec import MaskSpec
 x = torch.zeros(1, 128, 1, 128)
 try:
@@ -231,7 +231,7 @@ def test_torch_xla_that_is_not_installed_is_an_error(monkeypatch):
 
 
 def test_starts_are_those_of_the_flattened_batch():
-    from meshwright.nn.attention.packed import document_starts
+    from meshwright.nn.attention.varlen_splash import document_starts
 
     starts = document_starts(((3, 5), (8,)))
     assert starts.tolist() == [0, 3, 8] + [16] * 62
@@ -243,7 +243,7 @@ def test_starts_are_those_of_the_flattened_batch():
     (MaskSpec(window=8), (7, 7)),
 ])  # fmt: skip
 def test_windows_exclude_the_query(rules, size):
-    from meshwright.nn.attention.packed import window_size
+    from meshwright.nn.attention.varlen_splash import window_size
 
     assert window_size(rules) == size
 
