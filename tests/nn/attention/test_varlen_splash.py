@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.nn.attention import backend, packed
+from meshwright.nn.attention import backend, varlen_splash
 from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
@@ -173,7 +173,7 @@ def test_only_these_names_of_torch_xla_are_used(calls, on_xla, spec):
         "torch_xla.experimental.splash_attention.SplashAttentionConfig",
         "torch_xla.experimental.splash_attention.splash_attention",
     }
-    for path in Path(packed.__file__).parents[1].rglob("*.py"):
+    for path in Path(varlen_splash.__file__).parents[1].rglob("*.py"):
         assert not [name for name in REMOVED if name in path.read_text("utf-8")], path
 
 
@@ -201,7 +201,7 @@ class Finder:
             found.append(name)
 sys.meta_path.insert(0, Finder())
 modules = [one.name for one in walk_packages(package.__path__, package.__name__ + ".")]
-assert package.__name__ + ".packed" in modules
+assert package.__name__ + ".varlen_splash" in modules
 for name in modules:
     import_module(name)
 assert not found, found
