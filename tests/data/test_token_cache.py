@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.data import token_cache
-from meshwright.data.token_cache import Fingerprint, LossMask, MaskWriter, check_written
+from meshwright.data.token_cache import EndsWriter, Fingerprint, LossMask, MaskWriter, check_written, map_ends
 from meshwright.errors import DataError
 
 
@@ -48,6 +49,20 @@ def test_a_damaged_mask_is_found(tmp_path):
     check_written(mask.bits, digest, "{} is damaged", tmp_path / "x")
     with pytest.raises(DataError, match="is damaged") as caught:
         check_written(mask.bits ^ 128, digest, "{} is damaged", tmp_path / "x")
+    assert caught.value.fix.startswith("rm ")
+
+
+def test_damaged_ends_are_found(tmp_path):
+    (file := tmp_path / "x").touch()
+    with file.open("wb") as out:
+        ends = EndsWriter(out)
+        ends.write(np.array([3, 5]))
+        ends.write(np.array([9]))
+    metadata = mock.Mock(payload_bytes=24, num_documents=3, ends_fingerprint=ends.fingerprint())
+    assert map_ends(file, metadata).tolist() == [3, 5, 9]
+    file.write_bytes(b"\x04" + file.read_bytes()[1:])
+    with pytest.raises(DataError, match="damaged") as caught:
+        map_ends(file, metadata)
     assert caught.value.fix.startswith("rm ")
 
 

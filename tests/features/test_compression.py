@@ -6,11 +6,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from meshwright.config.resolve import notes_of
+from meshwright.features.compression.run import _difference, _without_compression
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import Purpose
@@ -155,6 +158,21 @@ def test_errors_of_another_layout_start_from_zero_and_it_says_so(gang, whole, tm
     (note,) = [note for note in notes if "error feedback" in note]
     assert "starts from zero" in note and words in note
     assert (tmp_path / "checkpoints" / f"{LAST:08d}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ({}, "has none"),
+        ({"config": {"mesh": {"dp_shard": 2}}}, "gradients = exact, and this run has loco2"),
+        ({"config": {"mesh": {"tp": 2}, "comm": {"gradients": "loco2"}}}, "mesh = [1, 1, 1, 1, 2], and this run has"),
+        ({"config": {"mesh": {"dp_shard": 2}, "comm": {"gradients": "loco2"}}}, "has none"),
+    ],
+)
+def test_a_checkpoint_of_a_run_without_compression_says_what_it_was(run: dict[str, Any], said: str) -> None:
+    """Such runs write nothing about it; what differs is in their configuration."""
+    now = {"gradients": "loco2", "mesh": [1, 1, 2, 1, 1]}
+    assert said in _difference(_without_compression(mock.Mock(run=run)), now)
 
 
 def skipped(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:

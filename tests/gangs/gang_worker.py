@@ -289,6 +289,8 @@ def _reseed(environment: dict[str, str]) -> None:
         os.environ.clear()
         os.environ.update(environment)
     torch.set_default_dtype(torch.float32)
+    if "torch._dynamo" in sys.modules:  # or what bodies before compiled makes shapes of this one dynamic
+        torch.compiler.reset()
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)

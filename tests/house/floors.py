@@ -45,7 +45,7 @@ LATE = {("lazy_package", "api"), ("cli", "meshwright_bench")} | {
 TORCH_FREE = (
     "__init__.py", "__main__.py", "api.py", "errors.py", "units.py", "log.py", "output_files.py", "lasting_output.py",
     "figure.py", "lazy_package.py",
-    "cluster/spec.py", "cluster/presets.py",
+    "cluster/presets.py",
     "mesh/axes.py", "mesh/layout*.py", "mesh/layout.py", "mesh/shard_intervals.py",
     "comm/__init__.py", "comm/compression/__init__.py", "comm/compression/catalogue.py",
     "settings/*",

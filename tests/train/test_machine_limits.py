@@ -103,7 +103,8 @@ def test_what_is_suggested_fits_by_prediction(words, num_bytes):
 
 def test_where_cuda_devices_are_ranks_look_at_theirs(tmp_path, monkeypatch):
     monkeypatch.setattr(machine_limits, "CUDA_CONTROL", tmp_path)
-    check_machine(config := load(None, ["model.dim=100000000"]), make_plan(config))
+    config = load(None, ["model.dim=100000000"])
+    assert check_machine(config, make_plan(config)) is None
 
 
 @pytest.mark.slow

@@ -7,18 +7,22 @@ import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
 from meshwright.checkpoint.manifest import list_checkpoints
 from meshwright.errors import RunError
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
+from meshwright.train import rank_run
 from meshwright.train.continued_run import find_start
 from meshwright.train.launch.rank_context import RankContext, RunSpec, StatusBoard
 from meshwright.train.rank_run import run_rank
 from meshwright.train.record.reporter import Reporter
 from meshwright.train.train_step import TrainStep
-from tests.helpers import small_corpus
+from tests.helpers import rank_context, small_corpus
 from tests.train.runs import DETERMINISTIC, STEPS, choose, metrics
 
 
@@ -211,3 +215,19 @@ def test_fewer_steps_than_are_done_are_said_as_they_are(run, tmp_path):
     assert "train.warmup_steps = 20 exceeds train.steps = 3" not in " ".join(told[:-1])
     run(tmp_path / "b", "train.warmup_steps=20", reporter=reporter)
     assert any("train.warmup_steps = 20 exceeds train.steps = 8" in note for note in told if isinstance(note, str))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_trusts_the_launcher_but_for_the_memory_of_its_gpu(device: str) -> None:
+    """The launcher checks the CPU's memory where it sees no GPU, which a rank may have all the same."""
+    config = load(None, ["train.device=cpu"])
+    spec = RunSpec(config, Reporter, plan=make_plan(config), process_bytes=1)
+    checks = mock.patch("meshwright.train.rank_checks.plan_before_group", side_effect=RuntimeError("checked"))
+    group = mock.patch.object(rank_run, "rank_group", side_effect=RuntimeError("trusted"))
+    with (
+        mock.patch.object(rank_run, "choose_device", return_value=torch.device(device)),
+        checks,
+        group,
+        pytest.raises(RuntimeError, match="checked" if device == "cuda" else "trusted"),
+    ):
+        rank_run.run_rank(rank_context(), spec)

@@ -2,7 +2,7 @@
 
 All fields are written by name and read by type. Plans with a different version, missing or unknown fields, or values
 of the wrong type are rejected rather than filled with defaults. The schedule is written as rows of actions, in the
-format of table files (`pipeline/serialize`).
+format of table files (`pipeline/schedule_table`).
 """
 
 from __future__ import annotations

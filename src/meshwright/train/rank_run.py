@@ -41,8 +41,9 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     device = choose_device(config, context)
-    plan = spec.plan
-    if plan is None or spec.process_bytes is None:
+    # The launcher has checked the CPU's memory; it can't know of every GPU.
+    plan, process_bytes = spec.plan, None if device.type == "cuda" else spec.process_bytes
+    if plan is None or process_bytes is None:
         from meshwright.train.rank_checks import plan_before_group
 
         plan = plan_before_group(spec, context, device)
@@ -51,7 +52,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         f = run_facts(config)
         corpus = config.family.open_data(f)
         check_agreement(config, corpus)
-        if spec.process_bytes is None:
+        if process_bytes is None:
             from meshwright.train.rank_checks import verified_plan
 
             plan = verified_plan(spec, context)
@@ -66,7 +67,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         if context.rank == 0:
             reporter = RecordingReporter(spec.make_reporter(), EventLog(folder.path), done=folder.done())
         task = config.family.task(f, corpus, device)
-        reporter.started(_start(config, plan, corpus, task, device, folder, spec.process_bytes))
+        reporter.started(_start(config, plan, corpus, task, device, folder, process_bytes))
         for note in (*context.notes, *spec.notes):
             reporter.note(note)
         base_bytes = memory_bytes(device)

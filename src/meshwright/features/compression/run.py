@@ -21,6 +21,7 @@ from meshwright.comm.compression.catalogue import EXACT, find_method
 from meshwright.comm.compression.fsdp_collectives import SentBytes
 from meshwright.comm.compression.fsdp_compress import Replicas, compress
 from meshwright.comm.node_groups import place
+from meshwright.config.schema import MeshConfig
 from meshwright.features.contract import OnRank, RunFeature
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.compare import hashes
@@ -95,9 +96,10 @@ class CompressionOnRank(OnRank):
         """Restore error feedback from the checkpoint at `path`; return the reason if it starts from zero, else ''."""
         if not self._has_feedback:
             return ""
-        saved = manifest.run.get(self.saved_as, {"gradients": EXACT})  # runs without compression don't say so
-        if any(self.identity.get(key) != value for key, value in saved.items()):
-            return f"error feedback starts from zero: the checkpoint {_difference(saved, self.identity)}"
+        saved = manifest.run.get(self.saved_as)
+        if saved is None or any(self.identity.get(key) != value for key, value in saved.items()):
+            found = saved or _without_compression(manifest)
+            return f"error feedback starts from zero: the checkpoint {_difference(found, self.identity)}"
         if self._name in save_load.tensor_names(path):
             packed = save_load.read_tensors(path, [self._name])[self._name]
             errors = safetensors.torch.load(packed.numpy().tobytes())
@@ -137,8 +139,19 @@ def _unit_modules(part: StagePart) -> Iterator[tuple[str, Unit]]:
     yield "", part.stage.root
 
 
+def _without_compression(manifest: Manifest) -> dict[str, Any]:
+    """Return what is known of a checkpoint whose run compressed nothing, or had nothing to send."""
+    config = manifest.run.get("config")
+    if config is None:
+        return {}
+    mesh = MeshConfig.model_validate(config["mesh"]).axes()
+    return {"gradients": config.get("comm", {}).get("gradients", EXACT), "mesh": list(mesh.sizes())}
+
+
 def _difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how a checkpoint's layout differs from the current one."""
+    if all(now.get(key) == value for key, value in saved.items()):
+        return "has none"
     keys = sorted({**now, **saved}, key=lambda key: key == "layout")  # put the hash last: it explains least
     key = next(key for key in keys if saved.get(key) != now.get(key))
     return f"was saved with {key} = {saved.get(key)}, and this run has {now.get(key)}"
