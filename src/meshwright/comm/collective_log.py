@@ -1,4 +1,5 @@
-"""What collectives and messages a rank enters, by group: numbers, bytes, and errors that identify one that hung.
+"""Records of the collectives and messages that a rank enters, by group: numbers, bytes, and errors that name one that
+hung.
 
 A hang is usually reported by a rank that did not cause it, and gloo's "timed out" names neither the collective nor the
 group. Collectives are therefore numbered within their group. When one fails because another rank did not enter it, the

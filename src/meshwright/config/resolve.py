@@ -1,4 +1,4 @@
-"""What keys with a syntax of their own mean, with the rules of that syntax: the learning rate of a step, settings of a
+"""Meaning and rules of keys with a syntax of their own: the learning rate of a step, settings of a
 parameter, the recomputation policy of a block, steps and ranks to profile, and trackers; and notes on all keys.
 
 Entries name steps, ranks, layers and parameters of the whole model, so they mean the same on any layout.

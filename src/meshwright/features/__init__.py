@@ -1,1 +1,1 @@
-"""What only some runs need: a folder each behind one contract, imported only where it is on."""
+"""Features that only some runs need: a folder each behind one contract, imported only where it is on."""

@@ -1,4 +1,7 @@
-"""What a feature adds to a plan and does in a run; a subclass overrides what it needs, and all else does nothing."""
+"""The contract of features: their share of a plan, and their work in a run.
+
+A subclass overrides what it needs, and all else does nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KindPart:
-    """What a feature adds to a kind; written in plans as the kind's field of the feature's name."""
+    """A feature's part of a kind; written in plans as the kind's field of the feature's name."""
 
     feature: ClassVar[str]
 

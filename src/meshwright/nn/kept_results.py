@@ -1,4 +1,4 @@
-"""What a recomputed forward takes from the first one: results that selective recomputation keeps, and values that no
+"""Results of a first forward that its recomputation takes: those that selective recomputation keeps, and values that no
 forward may compute twice.
 
 Selective recomputation keeps matrix products, attention, top-k and collectives (Korthikanti et al. 2022, section 5,

@@ -1,5 +1,5 @@
-"""Where a plan places parameters on stages, stages on pipeline ranks, tokens on context-parallel ranks and experts on
-ranks of ep.
+"""Placement, by a plan, of parameters on stages, stages on pipeline ranks, tokens on context-parallel ranks and experts
+on ranks of ep.
 
 Used only after a proof has failed, to say what a fault concerns. A wrong placement can give a fault the wrong name, but
 can't make a proof pass: the reference that decides knows no ranks.

@@ -1,5 +1,6 @@
-"""What a rank finds out for itself where no launcher of ours has: its plan and the plan's faults, whether the run fits
-into its memory, and the run folder. Ranks of the launcher on this machine's CPU don't import this."""
+"""Checks that a rank makes for itself where no launcher of ours has: of its plan, its memory and the run folder.
+
+Ranks of the launcher on this machine's CPU don't import this."""
 
 from __future__ import annotations
 

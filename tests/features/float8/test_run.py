@@ -142,6 +142,16 @@ def test_cached_weights_are_bitwise_weights_cast_each_time(corpus):
     assert_same([state_of(0, 1, [*words, CACHED])], [state_of(0, 1, words)])
 
 
+def test_a_step_casts_each_cached_weight_once(corpus):
+    job, step = make_job(0, 1, [*corpus, CURRENT, CACHED, "train.num_microbatches=2"])
+    layers = [module for module in job.model.modules() if isinstance(module, Float8Linear)]
+    with mock.patch.object(Float8Linear, "refresh_cached_weight", autospec=True) as refresh:
+        refresh.side_effect = lambda layer, weight: refreshed.append(layer)
+        refreshed = []
+        step(1)
+    assert layers and refreshed == layers
+
+
 def test_blocks_that_are_kept_have_plain_layers(corpus):
     words = [*corpus, FOUR_LAYERS, CURRENT, "float8.keep_first=1", "float8.keep_last=1", "float8.modules=['*.ffn.*']"]
     job, step = make_job(0, 1, words)

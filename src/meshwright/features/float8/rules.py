@@ -1,4 +1,4 @@
-"""Which linear layers run in float8, how their scales are chosen, and the rules of the keys of `float8`."""
+"""Rules of the keys of `float8`, and the choice of the linear layers that run in float8 and of their scales."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _chosen(config: RunConfig, facts: ModelFacts) -> list[tuple[KindFacts, int, 
 
 
 class Float8Recipe(StrEnum):
-    """How the scales of a float8 layer are chosen."""
+    """Choice of the scales of a float8 layer."""
 
     CURRENT = "current"
     """From the tensor that is cast; no state between steps."""

@@ -328,7 +328,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to generate, from a model that generates text."""
+    """Request to a model that generates text."""
 
     text: str
     num_tokens: int

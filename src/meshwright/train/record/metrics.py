@@ -1,4 +1,4 @@
-"""What rank 0 records of each step: a line in `metrics.jsonl`, what trackers get, and the progress for the reporter."""
+"""Records of rank 0 for each step: a line in `metrics.jsonl`, what trackers get, and the progress for the reporter."""
 
 from __future__ import annotations
 

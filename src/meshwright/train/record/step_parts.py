@@ -1,4 +1,4 @@
-"""Where a rank's time of a step went, and what it really sent in a step, by purpose and link."""
+"""Parts of a rank's time in a step, and the bytes that it really sent, by purpose and link."""
 
 from __future__ import annotations
 
