@@ -40,6 +40,14 @@ def words(tmp_path_factory):
     return [*SMALL, *small_corpus(tmp_path_factory.mktemp("capture"))]
 
 
+def test_a_step_in_which_graphs_are_captured_is_not_measured(words):
+    _, step = make_job(0, 1, [*words, LAYER])
+    step.measure(frozenset({1, 2}), base_bytes=0)
+    step(1)
+    step(2)
+    assert step.measurement.gather().steps == (2,)
+
+
 def addresses_and_hooks(rank, world_size, words):
     """Addresses after each of five captured steps, and how often each parameter's gradient hook ran per step."""
     job, step = make_job(rank, world_size, words)
