@@ -231,3 +231,14 @@ def test_a_rank_trusts_the_launcher_but_for_the_memory_of_its_gpu(device: str) -
         pytest.raises(RuntimeError, match="checked" if device == "cuda" else "trusted"),
     ):
         rank_run.run_rank(rank_context(), spec)
+
+
+def test_news_of_features_are_told_once(run, tmp_path):
+    told = []
+
+    class Notes(Reporter):
+        def note(self, text):
+            told.append(text)
+
+    run(tmp_path / "run", "capture.scope=layer", "capture.backend=simulate", reporter=Notes)
+    assert [text for text in told if text.startswith("CUDA graphs")] != [] and len(told) == len(set(told))
