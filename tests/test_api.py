@@ -14,6 +14,7 @@ import meshwright
 from meshwright import api
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import to_json
 from tests.helpers import SMALL, clean_environment, small_corpus
@@ -68,6 +69,30 @@ def other(plan, **fields):
     block = next(kind for kind in plan.kinds if kind.is_block)
     changed = replace(block, units=(replace(block.units[0], **fields),))
     return replace(plan, kinds=tuple(changed if kind is block else kind for kind in plan.kinds))
+
+
+class Started(Exception):
+    """A run got as far as its processes."""
+
+
+def test_ranks_get_a_verified_plan_its_memory_and_whether_it_was_given(config, tmp_path, monkeypatch):
+    def launch(body, spec, **_):
+        raise Started(spec)
+
+    def spec_of(name, **words):
+        with pytest.raises(Started) as caught:
+            meshwright.run(config.with_keys({"train.device": "cpu"}), out=tmp_path / name, **words)
+        return caught.value.args[0]
+
+    monkeypatch.setattr(api, "launch", launch)
+    plan = meshwright.plan(config)
+    made, given, changed = spec_of("a"), spec_of("b", plan=plan), spec_of("c", plan=other(plan, freed=False))
+    assert made.plan == given.plan == plan and not made.plan_given and not given.plan_given and changed.plan_given
+    assert made.process_bytes == predict_process_memory(plan)
+    monkeypatch.setattr(api, "make_plan", lambda *_, **__: replace(plan, loss=replace(plan.loss, units=0)))
+    with pytest.raises(LayoutError, match="divided by 0"):
+        meshwright.run(config, out=tmp_path / "d")
+    assert not (tmp_path / "d").exists()
 
 
 @pytest.mark.slow

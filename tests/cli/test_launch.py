@@ -19,7 +19,7 @@ from meshwright.plan.rules import load
 from meshwright.train.launch.cluster_job import to_yaml
 from tests.cli.cluster_stand_ins import directives, expand
 from tests.cli.jobset_schema import breaches
-from tests.helpers import alternatives, shown_error
+from tests.helpers import alternatives, rank_context, shown_error
 
 PAGE = Path(__file__).parents[2] / "docs/clusters.md"
 SIZE = ["--nodes", 2, "--gpus-per-node", 2]
@@ -320,3 +320,14 @@ def test_scripts_are_blocks_and_nothing_is_an_alias():
     assert to_yaml([value, {"c": "yes"}]) == (
         "script: |\n  if x; then\n\n      y\n  fi\na:\n- --out\n- mesh.tp=2\nb:\n- --out\n- mesh.tp=2\n---\nc: 'yes'\n"
     )
+
+
+def test_a_rank_of_torchrun_knows_whether_its_plan_was_given(here, tmp_path, monkeypatch, corpus):
+    specs = []
+    monkeypatch.setattr("meshwright.train.launch.launcher.context_from_environment", rank_context)
+    monkeypatch.setattr("meshwright.train.launch.launcher.run_as_rank", lambda _, __, spec: specs.append(spec))
+    for name, words in (("same", []), ("other", ["recompute.policy=full"])):
+        assert here("plan", "llama-tiny", *corpus, *words, "-o", tmp_path / f"{name}.json").returncode == 0
+        done = here("run", "llama-tiny", *corpus, "--plan", tmp_path / f"{name}.json", "--quiet", torch=True)
+        assert done.returncode == 0, done.stderr
+    assert [spec.plan_given for spec in specs] == [False, True] and all(spec.process_bytes is None for spec in specs)
