@@ -323,7 +323,8 @@ def test_the_standard_library(opened, caplog, monkeypatch):
     monkeypatch.setattr(tokenise, "write_corpus", None)
     cached = opened("stdlib")
     assert cached.fingerprint == built.fingerprint and cached.description == built.description
-    assert re.fullmatch(r"standard library source, \d+\.\d MB train / \d\.\d MB validation", built.description)
+    # A distribution's Python may come without its tests, a third of the text.
+    assert re.fullmatch(r"standard library source, \d+\.\d MB train / \d+\.\d [kM]B validation", built.description)
     assert len(built.train) > 10e6 and 0.03 < len(built.validation) / len(built.train) < 0.3
     assert built.validation_bytes_per_token == 1.0
     both = pieces(built.train) + pieces(built.validation)
