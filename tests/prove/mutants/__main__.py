@@ -21,7 +21,7 @@ from tests.prove.mutants.mutate import Mutant, mutants_of, mutate_import
 
 MANY_S = 3600
 """For a process that neither ends nor hangs."""
-ROOMS = ("train", "parallel", "comm", "pipeline/execute.py", "nn")
+ROOMS = ("train", "features", "parallel", "comm", "pipeline/execute.py", "nn")
 
 
 def main() -> int:
