@@ -218,7 +218,10 @@ def _ranks(layouts: list[Layout], folder: Path, *, lines: bool = False) -> Itera
 
 def _is_asleep(pid: int) -> bool:
     """Whether no thread of a process runs or waits for a core, however busy the machine is."""
-    stats = [path.read_text("ascii") for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    try:
+        stats = [path.read_text("ascii") for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
+        return False
     return all(stat.rpartition(") ")[2][0] in "SZ" for stat in stats)
 
 
