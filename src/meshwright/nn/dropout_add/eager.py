@@ -1,5 +1,4 @@
-"""Dropout + add with torch operations, the reference of the Triton program, and counter-based masks: Philox4x32-10
-(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+"""Dropout + add with torch operations, the reference of the Triton program, and counter-based masks (`philox`).
 
 Whether an element is kept is a function of the seed, the number of the dropout in the model, the token's number in the
 run and the channel. No state advances, so the mask of a shard is that shard of the mask, on every layout, schedule and
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import ConfigError
+from meshwright.nn.philox import LANES, LOW_HALF, philox
 
 CHUNK = {"cpu": 2**18}
 """Elements of a chunk of rows, by type of device: a mask takes some hundred operations on integers, so chunks stay in a
@@ -52,14 +52,6 @@ def dropout_add(
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to compute a result of `dtype` in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-LANES = 4
-"""Words of an output of Philox, hence columns that share a counter."""
-_ROUNDS = 10
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_LOW_HALF = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -127,24 +119,8 @@ def keep_bits(rows_r: Tensor, num_columns: int, words: Sequence[int], threshold:
     groups = range(first_column // LANES, -(-(first_column + num_columns) // LANES))
     group_q = torch.arange(groups.start, groups.stop, device=rows_r.device)
     row_r1 = rows_r.unsqueeze(1)
-    counter = row_r1 & _LOW_HALF, (row_r1 >> 32) & _LOW_HALF, group_q.unsqueeze(0), torch.full_like(group_q, site)
-    word_rql = torch.stack(philox(counter, (seed & _LOW_HALF, (seed >> 32) & _LOW_HALF)), -1)
+    counter = row_r1 & LOW_HALF, (row_r1 >> 32) & LOW_HALF, group_q.unsqueeze(0), torch.full_like(group_q, site)
+    word_rql = torch.stack(philox(counter, (seed & LOW_HALF, (seed >> 32) & LOW_HALF)), -1)
     start = first_column - groups.start * LANES
     bits_rd = torch.rsub(word_rql, threshold - 1).bitwise_right_shift_(63).flatten(1)
     return bits_rd[:, start : start + num_columns]
-
-
-def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the four words of Philox4x32-10's output, int64 in [0, 2^32), as the counter's are, of shapes that
-    broadcast."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
-        # The products wrap around to negative numbers, with the right 64 bits. Words 1 and 3 keep the upper half, too:
-        # they only enter an exclusive or, which the mask follows.
-        product0, product2 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product2 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_LOW_HALF)
-        c2 = ((product0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_LOW_HALF)
-        c1, c3 = product2, product0
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW_HALF, (k1 + _KEY_STEPS[1]) & _LOW_HALF
-    return c0, c1 & _LOW_HALF, c2, c3 & _LOW_HALF

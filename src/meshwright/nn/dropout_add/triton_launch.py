@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.nn.dropout_add import triton_program
-from meshwright.nn.dropout_add.eager import LANES, keep_scale
+from meshwright.nn.dropout_add.eager import keep_scale
+from meshwright.nn.philox import LANES
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 """Launch options. Fused multiply-adds are disabled: they round once where `eager` rounds twice."""
