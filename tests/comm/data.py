@@ -8,12 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from meshwright.comm.compression.catalogue import Codec, Method
+from meshwright.comm.compression.codecs import encode
+
 KINDS = ("gaussian", "heavy", "constant", "denormal", "tiny", "huge", "zero", "sparse", "mixed", "infinite", "nan",
          "ties")  # fmt: skip
 
 
 def fresh(kind: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor:
-    """Values of a kind; the same seed gives the same ones."""
+    """Values of a kind; the same seed gives the same ones. In float16, some values of `heavy` and `mixed` overflow
+    to infinity, and those of `tiny` are zero."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     sign = x.sign()
@@ -48,6 +52,16 @@ def assorted(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> Tensor
     num_groups = -(-length // 128)
     shards = [fresh(KINDS[(seed + i) % len(KINDS)], (*outer, 128), dtype, seed=seed + i) for i in range(num_groups)]
     return torch.cat(shards, -1)[..., :length].contiguous()
+
+
+def method_of(codec: Codec, *, rotate: bool = False, feedback: bool = False) -> Method:
+    """A method that the catalogue need not have."""
+    return Method(f"test-{codec.value}", codec, (), rotate=rotate, feedback=feedback)
+
+
+def encode_by(method: Method, x: Tensor) -> Tensor:
+    """What a method sends of `x` in a first step, in which no error from before is added."""
+    return encode(x, method.codec, rotate=method.rotate)
 
 
 @contextmanager

@@ -18,24 +18,29 @@ from meshwright.comm.compression.catalogue import (
     METHODS,
     Codec,
     Use,
-    codec_of_sum,
     encoded_bytes,
     find_method,
     is_lossy,
     lossless_names,
     names,
 )  # fmt: skip
-from meshwright.comm.compression.codecs import decode, encode
+from meshwright.comm.compression.codecs import decode
 from meshwright.errors import ConfigError
+from tests.comm.data import encode_by
 
 ALL = [method.name for method in METHODS]
 LENGTHS = sorted({0, 1, 2, *(n + i for n in (GROUP, 2 * GROUP, 8 * GROUP, 64 * GROUP) for i in (-1, 0, 1)), 100_003})
 """Around ends of groups and of what alignment adds."""
 
+CODECS_OF_SUMS = {
+    "exact": "exact", "exact-via-all-to-all": "exact", "bf16": "bf16",
+    "int8": "int8", "int4": "int8", "loco4": "int4", "int2": "int8", "loco2": "int2",
+}  # fmt: skip
+"""By method of gradients, the codec of the sum in an all-reduce."""
+
 
 def size_of(name, num_elements, dtype):
-    method = find_method(name)
-    return len(encode(torch.ones(num_elements, dtype=dtype), method.codec, rotate=method.rotate))
+    return len(encode_by(find_method(name), torch.ones(num_elements, dtype=dtype)))
 
 
 @given(
@@ -69,7 +74,7 @@ def test_every_method_brings_elements_back(use):
     x = torch.rand(1000) * 2 - 1
     for name in names(use):
         method = find_method(name, use)
-        payload = encode(x, method.codec, rotate=method.rotate)
+        payload = encode_by(method, x)
         found = decode(payload, method.codec, num_elements=1000, dtype=x.dtype, rotate=method.rotate)
         assert torch.equal(found, x) != method.is_lossy
         assert float((found - x).norm()) <= limit(method.codec) * float(x.norm())
@@ -77,8 +82,7 @@ def test_every_method_brings_elements_back(use):
 
 def test_what_is_for_what():
     """Names that configurations have stay; there may be more."""
-    gradients = {"exact", "exact-via-all-to-all", "bf16", "int8", "int4", "loco4", "int2", "loco2"}
-    assert gradients <= set(names(Use.GRADIENTS))
+    assert CODECS_OF_SUMS.keys() <= set(names(Use.GRADIENTS))
     assert {"exact", "bf16", "int8"} <= set(names(Use.WEIGHTS))
     assert {"exact", "bf16", "int8", "int4"} <= set(names(Use.INSIDE_NODE))
     assert {name for use in Use for name in names(use)} == set(ALL), "each method is for something"
@@ -94,11 +98,8 @@ def test_what_is_lossless():
 
 def test_codecs_of_stages():
     """The sum of an all-reduce is int8 without feedback; inside a node what is exact stays so."""
-    of_sums = {one.name: codec_of_sum(one.codec, feedback=one.feedback).value for one in METHODS}
-    assert of_sums.items() >= {
-        "exact": "exact", "exact-via-all-to-all": "exact", "bf16": "bf16",
-        "int8": "int8", "int4": "int8", "loco4": "int4", "int2": "int8", "loco2": "int2",
-    }.items()  # fmt: skip
+    of_sums = {one.name: one.codec_of_sum.value for one in METHODS}
+    assert of_sums.items() >= CODECS_OF_SUMS.items()
     inside = {method.name for method in METHODS if method.codec_inside_node(Codec.INT4) is Codec.EXACT}
     assert inside == {"exact", "exact-via-all-to-all"}
     assert find_method("loco4").codec_inside_node(Codec.BF16) is Codec.BF16

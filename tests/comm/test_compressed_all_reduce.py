@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from meshwright.comm.compression.catalogue import Codec
+from meshwright.comm.compression.catalogue import EXACT, Codec, find_method
 from meshwright.comm.compression.fsdp_collectives import AllReduceHook, CompressedAllReduce
 from meshwright.comm.compression.fsdp_compress import Compression
 from meshwright.errors import InputError
 from meshwright.mesh.local_shards import to_local
-from tests.comm.data import logged
+from tests.comm.data import logged, method_of
 
 SIZES = (0, 1, 2, 5, 130, 1000, 1001)
 """Among them are fewer elements than ranks, and shards that nothing is left for."""
@@ -30,7 +30,7 @@ def reduced(rank, world_size, codec, dtypes, factor):
     for dtype in dtypes:
         for n in SIZES:
             x = randn(n, 1000 * n + rank, dtype)
-            CompressedAllReduce("x", codec)(x, group=dist.group.WORLD, factor=factor)
+            CompressedAllReduce("x", method_of(codec))(x, group=dist.group.WORLD, factor=factor)
             found[dtype, n] = x, torch.stack([randn(n, 1000 * n + one, dtype) for one in range(world_size)])
     return found
 
@@ -65,7 +65,7 @@ def test_a_lossy_all_reduce_is_as_far_off_as_its_codec(gang, codec, limit):
 
 def summed(rank, world_size, codec, feedback, rotate, num_steps=100, n=999):
     """Relative error of the sum over the steps, and bytes sent: a direction that stays, and noise."""
-    comm = CompressedAllReduce("x", codec, feedback=feedback, rotate=rotate)
+    comm = CompressedAllReduce("x", method_of(codec, feedback=feedback, rotate=rotate))
     got, total = torch.zeros(n), torch.zeros(n)
     for step in range(num_steps):
         gradients = [0.1 * randn(n, 1) + randn(n, 2 + step * world_size + one) for one in range(world_size)]
@@ -87,7 +87,7 @@ def test_feedback_makes_up_for_both_encodings(gang, num_ranks):
 
 def poisoned(rank, world_size, feedback, codec):
     """Whether what came is finite, in the poisoned step and in the next one."""
-    comm = CompressedAllReduce("x", codec, feedback=feedback)
+    comm = CompressedAllReduce("x", method_of(codec, feedback=feedback))
     x, clean = torch.ones(600), torch.ones(600)
     if rank == 1:
         x[77] = torch.inf
@@ -104,7 +104,7 @@ def test_what_is_not_finite_arrives_so_on_all_ranks_and_is_gone_in_the_next_step
 
 def interrupted(rank, world_size, what):
     """Five sums with feedback; after the second a state is saved and loaded, or a step is taken back."""
-    comm = CompressedAllReduce("x", Codec.INT2, feedback=True)
+    comm = CompressedAllReduce("x", find_method("loco2"))
     sums = []
     for step in range(5):
         x = randn(201, 10 * step + rank)
@@ -113,7 +113,7 @@ def interrupted(rank, world_size, what):
         sums.append(x)
         if what == "resume" and step == 1:
             state = comm.state_dict()
-            comm = CompressedAllReduce("x", Codec.INT2, feedback=True)
+            comm = CompressedAllReduce("x", find_method("loco2"))
             comm.load_state_dict(state)
             assert comm.state_dict().keys() == state.keys()  # also before the sizes are known
         if what == "skip" and step == 1:
@@ -130,7 +130,7 @@ def test_a_saved_error_and_a_skipped_step_change_no_bit(gang, what):
 
 def resized(rank, world_size):
     """Warnings of a change of size, and whether the errors started from zero."""
-    first, second = (CompressedAllReduce("x", Codec.INT4, feedback=True) for _ in range(2))
+    first, second = (CompressedAllReduce("x", find_method("loco4")) for _ in range(2))
     results = [randn(300, 2), randn(300, 2)]
     with logged() as warnings:
         first(randn(100, 1), group=dist.group.WORLD)
@@ -151,12 +151,12 @@ def test_an_error_of_another_size_is_not_used(gang):
 def test_a_world_of_one_loses_nothing():
     x = randn(10, 1)
     expected = x * 0.5
-    CompressedAllReduce("x", Codec.INT4, feedback=True)(x, group=None, factor=0.5)
+    CompressedAllReduce("x", find_method("loco4"))(x, group=None, factor=0.5)
     assert torch.equal(x, expected)
 
 
 def test_bad_input():
-    comm = CompressedAllReduce("x", Codec.INT4)
+    comm = CompressedAllReduce("x", find_method("int4"))
     for x in (torch.zeros(3, 4), torch.zeros(8)[::2]):
         with pytest.raises(InputError, match="cannot be all-reduced in place"):
             comm(x, group=None)
@@ -174,7 +174,7 @@ def sharded(mesh, is_native, is_sum, policy):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if not is_native:
-            hooks[name] = CompressedAllReduce(name, Codec.EXACT)
+            hooks[name] = CompressedAllReduce(name, find_method(EXACT))
             factor = 1.0 if is_sum else 1 / 2
             module.set_all_reduce_hook(AllReduceHook(hooks[name], mesh.get_group("dp_replicate"), factor))
     return model, Compression(hooks, {})

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.compression.catalogue import Use, find_method, names
-from meshwright.comm.compression.codecs import decode, encode
+from meshwright.comm.compression.codecs import decode
+from tests.comm.data import encode_by
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs/examples/compressed_fsdp2.py"
@@ -64,6 +65,5 @@ def test_the_page_says_what_is_lost():
         method = find_method(name)
         assert float(bits) == pytest.approx(method.codec.encoded_bytes(n) * 8 / n, rel=1e-3)
         for x, expected in zip((gaussian, heavy), map(float, errors), strict=True):
-            payload = encode(x, method.codec, rotate=method.rotate)
-            found = decode(payload, method.codec, num_elements=n, dtype=x.dtype, rotate=method.rotate)
+            found = decode(encode_by(method, x), method.codec, num_elements=n, dtype=x.dtype, rotate=method.rotate)
             assert float((found - x).norm() / x.norm()) == pytest.approx(expected, rel=0.05)

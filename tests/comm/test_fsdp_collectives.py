@@ -14,6 +14,7 @@ from meshwright.comm.compression.catalogue import GROUP, Codec, Use, find_method
 from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.local_shards import to_local
+from tests.comm.data import method_of
 
 # FSDP2 makes its product-and-sum by this function in torch 2.11, and by calling the operation in 2.13.
 premul_sum = getattr(dist, "_make_nccl_premul_sum", None) or dist.ReduceOp.PREMUL_SUM
@@ -31,7 +32,7 @@ def reduce_scattered(rank, world_size, sizes, codec, dtype):
         dist.all_gather(everyone, x)
         for name, op in OPS.items():
             out = torch.full((n,), torch.nan, dtype=dtype)
-            CompressedReduceScatter("x", codec)(out, x.clone(), dist.group.WORLD, op)
+            CompressedReduceScatter("x", method_of(codec))(out, x.clone(), dist.group.WORLD, op)
             found[name, n] = (out, torch.stack(everyone).view(world_size, world_size, n)[:, rank])
     return found
 
@@ -69,7 +70,7 @@ def gathered(rank, world_size, codec, dtype):
     out = torch.zeros(world_size * n, dtype=dtype)
     own = out[rank * n : (rank + 1) * n]  # as FSDP2 has it: the input lies in the output
     own.copy_(mine)
-    CompressedAllGather("x", codec)(out, own, dist.group.WORLD)
+    CompressedAllGather("x", method_of(codec))(out, own, dist.group.WORLD)
     return mine, out
 
 
@@ -164,14 +165,14 @@ def poisoned(rank, world_size):
                 x, out = torch.ones(600, dtype=dtype), torch.empty(300, dtype=dtype)
                 if rank == 0:
                     x[400] = value  # element 100 of rank 1's shard
-                comm = CompressedReduceScatter("x", method.codec, rotate=method.rotate, feedback=method.feedback)
+                comm = CompressedReduceScatter("x", method)
                 comm(out, x, dist.group.WORLD, dist.ReduceOp.AVG)
                 found[method.name, str(value), dtype] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
     for method in map(find_method, names(Use.WEIGHTS)[1:]):
         out = torch.ones(600)
         own = out[300 * rank :][:300]
         own[100] = torch.nan if rank == 0 else 1.0
-        CompressedAllGather("x", method.codec, rotate=method.rotate)(out, own, dist.group.WORLD)
+        CompressedAllGather("x", method)(out, own, dist.group.WORLD)
         found[method.name] = bool(out[100].isfinite()), bool(out[GROUP:].isfinite().all())
     return found
 
@@ -191,7 +192,7 @@ def alone(rank, world_size):
     for codec in Codec:
         for name, op in OPS.items():
             out = torch.empty_like(x)
-            CompressedReduceScatter("x", codec)(out, x.clone(), groups[rank], op)
+            CompressedReduceScatter("x", method_of(codec))(out, x.clone(), groups[rank], op)
             found[codec, name] = out, x * FACTORS[name](1)
     return found
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.comm import Compression, compress
 from meshwright.comm.collective_log import CollectiveError
-from meshwright.comm.compression.catalogue import Codec
+from meshwright.comm.compression.catalogue import find_method
 from meshwright.comm.compression.fsdp_collectives import CompressedReduceScatter, ErrorLayout
 from meshwright.errors import ConfigError
 from meshwright.mesh.local_shards import to_local
@@ -72,7 +72,7 @@ def test_parameters_that_a_step_does_not_use(gang, includes):
 
 def test_a_state_is_of_exactly_the_module_that_it_names():
     names = ("layers", "layers.1", "layers.1.norm")
-    comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in names}
+    comms = {name: CompressedReduceScatter(name, find_method("loco4")) for name in names}
     comms["layers.1"]._feedback.state_for(ErrorLayout(2, 8), torch.device("cpu"))
     saved = Compression(comms, {}).state_dict()
     fresh = {name: mock.Mock() for name in names}
@@ -83,7 +83,7 @@ def test_a_state_is_of_exactly_the_module_that_it_names():
 
 
 def test_saved_errors_of_modules_that_are_not_there_are_told(caplog):
-    comms = {name: CompressedReduceScatter(name, Codec.INT4, feedback=True) for name in ("", "a", "b")}
+    comms = {name: CompressedReduceScatter(name, find_method("loco4")) for name in ("", "a", "b")}
     for comm in comms.values():
         comm._feedback.state_for(ErrorLayout(2, 8), torch.device("cpu"))
     saved = Compression(comms, {}).state_dict()

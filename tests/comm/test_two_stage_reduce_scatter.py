@@ -13,6 +13,7 @@ from meshwright.comm.collectives import reduce_scatter_sum
 from meshwright.comm.compression.catalogue import GROUP, Codec
 from meshwright.comm.compression.fsdp_collectives import CompressedAllGather, CompressedReduceScatter, ErrorLayout
 from meshwright.comm.compression.fsdp_compress import TwoStageReduceScatter
+from tests.comm.data import method_of
 from tests.comm.test_fsdp_collectives import FACTORS, OPS, assert_equal_parameters, assert_near, trained
 
 PLACEMENTS = [[0, 0, 1, 1], [0, 1, 0, 1], [5, 2, 2, 5]]
@@ -27,7 +28,7 @@ def stages_on(nodes):
 def new_comm(nodes, codec, *, inside=Codec.INT8, on=None, **options):
     """The reduce-scatter of four ranks; `on` is what `stages_on` has given for the nodes, if it was asked before."""
     found, stages = on or stages_on(nodes)
-    return TwoStageReduceScatter("x", codec, inside=inside, stages=stages, nodes=found.nodes, **options)
+    return TwoStageReduceScatter("x", method_of(codec, **options), inside=inside, stages=stages, nodes=found.nodes)
 
 
 def reduce_scattered(rank, world_size, cases):
@@ -167,8 +168,8 @@ def counted(rank, world_size):
     """Bytes of one call each: in two stages, in one, and a gather; shards of 256 elements."""
     found, stages = stages_on([0, 0, 1, 1])
     two = new_comm([0, 0, 1, 1], Codec.INT4, on=(found, stages), feedback=True)
-    one = CompressedReduceScatter("x", Codec.INT4, nodes=found.nodes)
-    gather = CompressedAllGather("x", Codec.INT8, nodes=found.nodes)
+    one = CompressedReduceScatter("x", method_of(Codec.INT4), nodes=found.nodes)
+    gather = CompressedAllGather("x", method_of(Codec.INT8), nodes=found.nodes)
     for comm in (two, one):
         comm(torch.empty(256), torch.ones(1024), dist.group.WORLD, dist.ReduceOp.SUM)
     gather(torch.empty(1024), torch.ones(256), dist.group.WORLD)

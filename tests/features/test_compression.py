@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from meshwright.checkpoint import save_load
 from meshwright.config.resolve import notes_of
-from meshwright.features.compression.run import _difference, _without_compression
+from meshwright.features.compression.run import CompressionOnRank, _difference, _without_compression
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import Purpose
@@ -133,6 +134,19 @@ def test_a_run_with_several_codecs_goes_on_with_its_feedback(gang, tmp_path):
     notes = resumed(gang, out, broken, WORDS, mixed)
     assert_bitwise_equal(broken, out)
     assert not [note for note in notes if "error" in note]
+
+
+def test_what_was_saved_is_restored_whatever_the_method_keeps(monkeypatch, tmp_path):
+    """Also of a method without error feedback, which may count its random draws."""
+    one, part = CompressionOnRank.__new__(CompressionOnRank), mock.Mock()
+    part.state_dict.return_value = {"num_draws": torch.tensor(3)}
+    one._has_feedback, one._name, one.identity, one._parts = False, "comm.rank0", {"gradients": "a"}, {0: part}
+    monkeypatch.setattr(save_load, "tensor_names", lambda path: list(one.state()))
+    monkeypatch.setattr(save_load, "read_tensors", lambda path, names: one.state())
+    assert one.restore(tmp_path, mock.Mock(run={"comm": {"gradients": "b"}})) == ""
+    assert not part.load_state_dict.called
+    assert one.restore(tmp_path, mock.Mock(run={"comm": {"gradients": "a"}})) == ""
+    part.load_state_dict.assert_called_once_with({"num_draws": torch.tensor(3)})
 
 
 @pytest.mark.slow

@@ -123,6 +123,8 @@ LEAVING = {
 
 
 def all_leaving(rank, world_size, words):
+    """Bytes that leave a rank in a step, the second one, whatever they are for, where every group has two ranks; without
+    the step's one final all-reduce, as predicted. By link, and for compression over more ranks, see `compressed`."""
     job, step = make_job(rank, world_size, words)
     step(1)
     in_all_to_alls = -bytes_of_all_to_alls()
@@ -163,7 +165,7 @@ def test_everything_that_is_sent_is_predicted_exactly(gang, corpus, world_size, 
 
 
 def compressed(rank, world_size, words):
-    """What the compressed collectives count in a step."""
+    """What the compressed collectives count of themselves in a step, over any number of ranks and nodes."""
     job, step = make_job(rank, world_size, words)
     step(1)
     found = job.features["compression"]._sent()
@@ -186,6 +188,8 @@ def compressed(rank, world_size, words):
     ],
 )
 def test_compressed_bytes_are_predicted_exactly(gang, corpus, world_size, words):
+    """By link, and with what exact collectives would have sent. Layouts have data axes alone: the prediction is of all
+    that is sent, and only gradients and weights count themselves."""
     full = ("" if "." in word else "mesh." if word.startswith("dp_") else "comm." for word in words)
     words = [*(section + word for section, word in zip(full, words, strict=True)), *corpus]
     for rank, found in enumerate(gang(world_size).run(compressed, words)):

@@ -82,8 +82,7 @@ def reduce_scatters(num_elements: int, dtype: torch.dtype) -> dict[str, Collecti
     x, out = _random(num_elements, dtype), torch.empty(num_elements // num_ranks, dtype=dtype)
     sides = {BUILTIN: CollectiveSide(lambda: collectives.REDUCE_SCATTER(out, x, op=MEAN, group=group), out)}
     for name in COMPRESSED_SIDES[REDUCE_SCATTER]:
-        method = find_method(name, Use.GRADIENTS)
-        comm = CompressedReduceScatter(name, method.codec, rotate=method.rotate, feedback=method.feedback)
+        comm = CompressedReduceScatter(name, find_method(name, Use.GRADIENTS))
         sides[name] = _reduce_scatter(comm, x, torch.empty_like(out))
     return sides
 
@@ -95,8 +94,7 @@ def all_gathers(num_elements: int, dtype: torch.dtype) -> dict[str, CollectiveSi
     x, out = _random(num_elements // group.size(), dtype), torch.empty(num_elements, dtype=dtype)
     sides = {BUILTIN: CollectiveSide(lambda: collectives.ALL_GATHER(out, x, group=group), out)}
     for name in COMPRESSED_SIDES[ALL_GATHER]:
-        method = find_method(name, Use.WEIGHTS)
-        comm = CompressedAllGather(name, method.codec, rotate=method.rotate)
+        comm = CompressedAllGather(name, find_method(name, Use.WEIGHTS))
         sides[name] = _all_gather(comm, x, torch.empty_like(out))
     return sides
 

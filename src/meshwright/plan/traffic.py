@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from math import prod
 
-from meshwright.comm.compression.catalogue import EXACT, codec_of_sum, encoded_bytes, find_method
+from meshwright.comm.compression.catalogue import EXACT, encoded_bytes, find_method
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
 from meshwright.pipeline.split_layers import stage_groups
@@ -134,8 +134,7 @@ def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool)
             yield Message(Purpose.GRADIENTS, far, encoded_bytes(name, elements, element_bytes=size))
         share = -(-elements // len(replicas))
         # The all-reduce is a reduce-scatter followed by an all-gather of the sums.
-        second = codec_of_sum(method.codec, feedback=method.feedback)
-        for codec, in_ring in ((method.codec, name == EXACT), (second, True)):
+        for codec, in_ring in ((method.codec, name == EXACT), (method.codec_of_sum, True)):
             num_bytes = codec.encoded_bytes(share, element_bytes=size)
             yield Message(Purpose.REPLICAS, _peers(rank, replicas), num_bytes, in_ring=in_ring)
 

@@ -4,15 +4,22 @@ A *codec* encodes tensor elements as a block of bytes; `codecs` specifies the fo
 with or without rotation and error feedback; the configuration's `comm` section and `meshwright.comm.compress` accept
 its name. The planner, the configuration and the collectives all use this file, which does not import torch.
 
-[Note: adding a codec] A method with an existing codec only needs a row in `METHODS`. A new codec also needs a member of
-`Codec` and an implementation:
+[Note: adding a codec] A method that encodes as others do, with a codec and flags that there are, only needs a row in
+`METHODS`. A new codec also needs a member of `Codec` and an implementation:
 
 - `codecs.py`: `encode`, and `_elements` for decoding. Quantised codecs are generic in `Codec.bits`, tested with 8, 4
   and 2.
 - `cpu_kernels.cpp` and `triton_kernels.py`, which implement 8, 4 and 2 bits; `dispatch.py` sends quantised codecs to
   them (`_kernels`, `requantise`) and others to the torch reference.
 
-In both cases, add a row to the table in `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets
+Another way of rounding, or something kept between steps, is a flag of `Method`, as `rotate` and `feedback` are:
+
+- `fsdp_collectives.py`: reductions take the method and encode by its flags. What they keep between steps is a part
+  (`ErrorFeedback.parts`), which checkpoints then save and restore; `plan/memory.py` counts its bytes.
+- `prove/as_run/plain_quantiser.py`: a proof of a run in its own precision has a quantiser of its own, which must know
+  the rounding. If it doesn't, right runs are NOT PROVED.
+
+In all cases, add a row to the table in `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets
 --keys`). Tests check both files against this one, and the size of every method against an encoded block.
 """
 
@@ -108,6 +115,11 @@ class Method:
     def is_lossy(self) -> bool:
         return self.codec is not Codec.EXACT
 
+    @property
+    def codec_of_sum(self) -> Codec:
+        """Codec of the sum in an all-reduce, which is encoded again."""
+        return self.codec if self.feedback or not self.codec.is_quantised else Codec.INT8
+
     def codec_inside_node(self, configured: Codec) -> Codec:
         """Return the first stage's codec, given the codec of `comm.inside_node`; exact methods stay exact."""
         return configured if self.is_lossy else Codec.EXACT
@@ -172,10 +184,6 @@ def encoded_bytes(name: str, num_elements: int, *, element_bytes: int) -> int:
         element_bytes: size in bytes of an uncompressed element; used by lossless methods only.
     """
     return find_method(name).codec.encoded_bytes(num_elements, element_bytes=element_bytes)
-
-
-def codec_of_sum(codec: Codec, *, feedback: bool) -> Codec:
-    return codec if feedback or not codec.is_quantised else Codec.INT8
 
 
 def num_groups(num_elements: int) -> int:

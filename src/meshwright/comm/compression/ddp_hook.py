@@ -149,8 +149,7 @@ class BucketReduction(Reduction):
         comm(gradients, group=self._group, factor=1.0 / world_size(self._group))
 
     def _new(self, bucket: Bucket) -> CompressedAllReduce:
-        method, name = self._method, f"DDP's bucket from parameter {bucket[0]}"
-        comm = CompressedAllReduce(name, method.codec, rotate=method.rotate, feedback=method.feedback)
+        comm = CompressedAllReduce(f"DDP's bucket from parameter {bucket[0]}", self._method)
         comm.sent = self.sent  # also of buckets that will be dropped
         if self._loss_scale is not None:
             comm.follow_loss_scale(self._loss_scale)

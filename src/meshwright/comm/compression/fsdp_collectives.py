@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from meshwright.comm.alltoallv import all_to_all
 from meshwright.comm.collectives import all_gather_rows, world_size
-from meshwright.comm.compression.catalogue import ERROR_CODEC, Codec, codec_of_sum
+from meshwright.comm.compression.catalogue import ERROR_CODEC, Codec, Method
 from meshwright.comm.compression.codecs import join_block, split_block
 from meshwright.comm.kernels import dispatch
 from meshwright.comm.node_groups import Links, group_links
@@ -73,7 +73,10 @@ class ErrorLayout:
 
 
 class ErrorFeedback:
-    """Errors of parts that begin and end their steps together."""
+    """What reductions keep between steps: errors of parts that begin and end their steps together.
+
+    Whatever else a method keeps, such as a count of random draws, is a part, too: runs save and restore all of them.
+    """
 
     def parts(self) -> Mapping[str, ErrorFeedback]:
         """Return the parts by the prefix of their keys in a state dict."""
@@ -298,8 +301,8 @@ class SentBytes:
 class _Collective:
     """Collective of one FSDP2 module that counts the bytes it sends, given the node of each global rank."""
 
-    def __init__(self, name: str, codec: Codec, *, rotate: bool, nodes: Nodes) -> None:
-        self.name, self._codec, self._rotate = name, codec, rotate
+    def __init__(self, name: str, method: Method, *, nodes: Nodes = None) -> None:
+        self.name, self._codec, self._rotate = name, method.codec, method.rotate
         self._nodes = nodes
         self._links: dict[ProcessGroup | None, Links] = {}
         self.sent = SentBytes()
@@ -327,18 +330,13 @@ class CompressedReduction(_Collective, Reduction):
 
     Args:
         name: name of the module or bucket in messages.
-        codec: codec of the shards; `exact` sends them unchanged.
-        rotate: spread outliers before quantising.
-        feedback: carry each step's error into the next one (LoCo).
+        method: how the shards are sent; methods of the codec `exact` send them unchanged.
         nodes: node of each global rank, for the byte counts; None for a single node.
     """
 
-    def __init__(
-        self, name: str, codec: Codec, *, rotate: bool = False, feedback: bool = False, nodes: Nodes = None
-    ) -> None:
-        super().__init__(name, codec, rotate=rotate, nodes=nodes)
-        assert not (feedback and (rotate or not codec.is_quantised)), "feedback needs quantised, unrotated shards"
-        self._feedback = LazyErrorState(name) if feedback else None
+    def __init__(self, name: str, method: Method, *, nodes: Nodes = None) -> None:
+        super().__init__(name, method, nodes=nodes)
+        self._feedback = LazyErrorState(name) if method.feedback else None
 
     def parts(self) -> Mapping[str, ErrorFeedback]:
         return {} if self._feedback is None else {"": self._feedback}
@@ -374,8 +372,8 @@ class CompressedReduceScatter(CompressedReduction):
 class CompressedAllGather(_Collective):
     """Compressed all-gather of one FSDP2 module's weights; all ranks decode the same values."""
 
-    def __init__(self, name: str, codec: Codec, *, rotate: bool = False, nodes: Nodes = None) -> None:
-        super().__init__(name, codec, rotate=rotate, nodes=nodes)
+    def __init__(self, name: str, method: Method, *, nodes: Nodes = None) -> None:
+        super().__init__(name, method, nodes=nodes)
         self._most_ranks = 0
         self._has_warned = False
 
@@ -428,12 +426,10 @@ def reduce_factor(op: Any, num_ranks: int) -> float:
 class CompressedAllReduce(CompressedReduction):
     """Compressed all-reduce, bitwise equal on all ranks. [Note: the second encoding]"""
 
-    def __init__(
-        self, name: str, codec: Codec, *, rotate: bool = False, feedback: bool = False, nodes: Nodes = None
-    ) -> None:
-        super().__init__(f"the shards of {name}", codec, rotate=rotate, feedback=feedback, nodes=nodes)
-        self._codec_of_sum = codec_of_sum(codec, feedback=feedback)
-        self._of_sum = LazyErrorState(f"the sum of {name}") if feedback else None
+    def __init__(self, name: str, method: Method, *, nodes: Nodes = None) -> None:
+        super().__init__(f"the shards of {name}", method, nodes=nodes)
+        self._codec_of_sum = method.codec_of_sum
+        self._of_sum = LazyErrorState(f"the sum of {name}") if method.feedback else None
 
     def parts(self) -> Mapping[str, ErrorFeedback]:
         return {} if not (self._feedback and self._of_sum) else {"pieces.": self._feedback, "sum.": self._of_sum}

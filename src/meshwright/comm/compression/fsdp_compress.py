@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from meshwright.comm.compression.fsdp_collectives import (
     CompressedReduceScatter,
     ErrorFeedback,
     ErrorLayout,
+    Nodes,
     Reduction,
     SentBytes,
     reduce_factor,
@@ -138,8 +138,7 @@ def compress(
             codec = method.codec_inside_node(of_inside[name].codec)
             reductions |= _compress_gradients(name, module, method, codec, placement, replicas)
         if of_weights[name].name != EXACT:
-            codec, rotate = of_weights[name].codec, of_weights[name].rotate
-            all_gathers[name] = CompressedAllGather(name or ROOT, codec, rotate=rotate, nodes=placement.nodes)
+            all_gathers[name] = CompressedAllGather(name or ROOT, of_weights[name], nodes=placement.nodes)
             module.set_custom_all_gather(all_gathers[name])  # type: ignore[arg-type]
     return Compression(reductions, all_gathers)
 
@@ -170,16 +169,13 @@ def _compress_gradients(
     """
     group = shard_group(module)
     stages = None if group is None else placement.two_stage_groups(group)
-    rotate, feedback, nodes = method.rotate, method.feedback, placement.nodes
-    comm = CompressedReduceScatter(name or ROOT, method.codec, rotate=rotate, feedback=feedback, nodes=nodes)
+    comm = CompressedReduceScatter(name or ROOT, method, nodes=placement.nodes)
     if stages is not None:
-        comm = TwoStageReduceScatter(
-            name or ROOT, method.codec, inside=inside, stages=stages, rotate=rotate, feedback=feedback, nodes=nodes
-        )
+        comm = TwoStageReduceScatter(name or ROOT, method, inside=inside, stages=stages, nodes=placement.nodes)
     module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
     if replicas is None:
         return {name: comm}
-    all_reduce = CompressedAllReduce(name or ROOT, method.codec, rotate=rotate, feedback=feedback, nodes=nodes)
+    all_reduce = CompressedAllReduce(name or ROOT, method, nodes=placement.nodes)
     module.set_all_reduce_hook(
         AllReduceHook(all_reduce, replicas.group, 1.0 if replicas.sums else 1.0 / replicas.group.size())
     )
@@ -207,15 +203,17 @@ def _methods(names: Names, modules: Collection[str], use: Use) -> dict[str, Meth
 class TwoStageReduceScatter(CompressedReduceScatter):
     """Reduce-scatter that sends encoded shards inside each node, and encoded sums between nodes."""
 
-    def __init__(self, name: str, codec: Codec, *, inside: Codec, stages: TwoStageGroups, **options: Any) -> None:
+    def __init__(
+        self, name: str, method: Method, *, inside: Codec, stages: TwoStageGroups, nodes: Nodes = None
+    ) -> None:
         """Create the reduce-scatter of one FSDP2 module.
 
         Args:
-            name, codec, options: as in `CompressedReduction`, for the sums between nodes.
+            name, method, nodes: as in `CompressedReduction`, for the sums between nodes.
             inside: codec of the shards inside a node; rotated if it is quantised.
             stages: two-stage groups of the module's shard group.
         """
-        super().__init__(name, codec, **options)
+        super().__init__(name, method, nodes=nodes)
         self._inside, self._groups = inside, stages
         plan = stages.plan
         self._shards = plan.shards_of(stages.rank)

@@ -93,11 +93,12 @@ class CompressionOnRank(OnRank):
         return {self._name: torch.frombuffer(bytearray(safetensors.torch.save(errors)), dtype=torch.uint8)}
 
     def restore(self, path: Path, manifest: Manifest) -> str:
-        """Restore error feedback from the checkpoint at `path`; return the reason if it starts from zero, else ''."""
-        if not self._has_feedback:
-            return ""
+        """Restore what this rank saved in the checkpoint at `path`; return the reason if error feedback starts from
+        zero, else ''."""
         saved = manifest.run.get(self.saved_as)
         if saved is None or any(self.identity.get(key) != value for key, value in saved.items()):
+            if not self._has_feedback:
+                return ""
             found = saved or _without_compression(manifest)
             return f"error feedback starts from zero: the checkpoint {_difference(found, self.identity)}"
         if self._name in save_load.tensor_names(path):
