@@ -123,8 +123,8 @@ LEAVING = {
 
 
 def all_leaving(rank, world_size, words):
-    """Bytes that leave a rank in a step, the second one, whatever they are for, where every group has two ranks; without
-    the step's one final all-reduce, as predicted. By link, and for compression over more ranks, see `compressed`."""
+    """Bytes that leave a rank in a step, the second one, whatever they are for, where every group has two ranks; not
+    those of the step's one final all-reduce, as predicted. By link, and of more ranks, see `compressed`."""
     job, step = make_job(rank, world_size, words)
     step(1)
     in_all_to_alls = -bytes_of_all_to_alls()

@@ -83,7 +83,10 @@ def context_bytes(plan: RunPlan, rank: int) -> int:
 
 
 def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Message]:
-    """Yield all messages that a rank sends in a training step, except the reductions of the loss and gradient norm.
+    """Yield all messages that a rank sends in a training step, except sums of scalars.
+
+    Those are the step's one final all-reduce, of the loss and the gradient norm, and the number of loss units if it
+    varies. The reductions in cross-entropy over a sharded vocabulary, `LOSS_REDUCTIONS`, are messages of its head.
 
     Args:
         plan: plan of the run.

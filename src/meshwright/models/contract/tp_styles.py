@@ -110,4 +110,4 @@ GATHERED_COLUMN, SPLIT_ROW = Style(StyleKind.COLUMN, gathered=True), Style(Style
 
 LOSS_REDUCTIONS = 3
 """Number of all-reduces in cross-entropy over a sharded vocabulary, each with one value per token: maximum, sum and
-target logit."""
+target logit. PyTorch runs them in `vocab_context` of `train.train_step`."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
 from meshwright.optim.role import Role
 from meshwright.plan.run_plan import Buffer, Collective, LayerSpec, Parameter, RunPlan
 from meshwright.plan.stage_sizes import LOAD_DTYPE
@@ -174,16 +174,13 @@ def _style_collectives(plan: RunPlan, kind: LayerSpec) -> Iterator[PlanError]:
             if style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                 due.update(summed)
             if style.kind is StyleKind.HEAD:
-                due["all_reduce", "forward"] += 1  # for the loss
+                due["all_reduce", "forward"] += LOSS_REDUCTIONS
             if style.gathered:
                 due["all_gather", "forward" if style.kind is StyleKind.COLUMN else "backward"] += 1
-    has = Counter(
-        (one.op, name)
-        for one in kind.collectives
-        if one.purpose == Purpose.TENSOR
-        for name, count in (("forward", one.forward), ("backward", one.backward))
-        if count
-    )
+    has: Counter[tuple[str, str]] = Counter()
+    for one in kind.collectives:
+        if one.purpose == Purpose.TENSOR:
+            has.update({(one.op, "forward"): one.forward, (one.op, "backward"): one.backward})
     for op, name in dict.fromkeys((*due, *has)):
         if has[op, name] != due[op, name]:
             what = f"{kind.name} calls {op} {has[op, name]}× in {name}, but its styles imply {due[op, name]}×"
