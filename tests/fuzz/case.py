@@ -149,7 +149,7 @@ def _numbers(kind: Any, default: Any, metadata: Sequence[Any]) -> list[Any]:
     if kind is int:
         values = [*lowest, default - 1, default, default + 1]
     elif kind is float:
-        values = [*map(float, lowest), default / 2, default, 2 * default]
+        values = [*map(float, lowest), default / 2, default, 2 * default or 0.01]
     else:
         return []
     return sorted({value for value in values if all(test(value, bound) for test, bound in bounds)})

@@ -13,6 +13,7 @@ from meshwright.comm.compression.catalogue import METHODS
 from meshwright.config.overlay import fields, is_valid
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.family import family_names
+from meshwright.models.dit.description import UNUSED_KEYS
 from meshwright.optim.catalogue import BUILT_IN
 from meshwright.pipeline.generate import ScheduleKind
 from tests.fuzz.case import Case, key_of, schema_values
@@ -43,13 +44,7 @@ def test_a_command_gives_the_case_back() -> None:
 def test_every_key_of_a_schema_is_drawn(kind: str) -> None:
     drawn = {key_of(word) for case in cases() if case.kind == kind for word in case.words}
     known = {key for key, field in fields(kind).items() if schema_values(field)}
-    assert known - drawn <= NEVER.keys() | _unread(kind)
-
-
-def _unread(kind: str) -> set[str]:
-    """Keys that mean nothing to a family's data: text has no images, and images have no text."""
-    own = {"dit": "train.seq_len train.sample_tokens data.separator data.token_dtype data.packing"}
-    return set(own.get(kind, "").split())
+    assert known - drawn <= NEVER.keys() | (UNUSED_KEYS.keys() if kind == "dit" else set())
 
 
 def test_every_name_of_a_catalogue_is_drawn() -> None:

@@ -1,7 +1,8 @@
 """Collectives, channels between pipeline stages, and exchanges between any ranks of a group.
 
-Without an initialised process group, each collective behaves as if the world size were 1, so callers need no special
-case. `collective_log` tracks each call, so that a hang can be identified.
+`group=None` is all ranks, the default group, as in torch.distributed. Without an initialised process group, each
+collective behaves as if the world size were 1, so callers need no special case. `collective_log` tracks each call, so
+that a hang can be identified.
 
 There is one channel, a communicator, per direction, pair of ranks and kind of traffic. All channels are created at
 startup in the same order. Traffic on a channel follows the schedule table, so channels cannot block each other, and a

@@ -129,7 +129,7 @@ class Task(ABC):
 
     @abstractmethod
     def validation_sums(self, out: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses, like `loss_sum`, and its number of loss units."""
+        """Return the sum of losses, like `loss_sum` but without terms for training alone, and its number of units."""
 
     def after_validation(self, forward: Forward, step: int, folder: Path) -> Mapping[str, float | Path]:
         """Write files that show what the model has learned to the run folder, and return additional metrics and, for
