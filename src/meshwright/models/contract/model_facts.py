@@ -245,7 +245,8 @@ class ModelFacts:
     """A matrix whose gradient no layer can defer (`nn/linear.py`), so that schedules can't split the
     backward; empty if there is none, or if it is unknown."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys ignored by the family, with the models they apply to."""
+    """Configuration keys ignored by the family, with the models they apply to. A key that models must be built for is
+    allowed by a fact instead, like `has_dropout`."""
 
     @property
     def num_layers(self) -> int:
