@@ -243,6 +243,10 @@ def test_a_key_of_another_kind_of_model():
     assert "model.vocab_size" not in error.rule
 
 
+def test_a_key_of_another_kind_of_model_that_another_section_has():
+    assert "llama has the keys comm.weights, model." in outcome(["model.weights=none"], "llama-tiny").rule
+
+
 def test_a_preset_of_another_kind_of_model():
     """Its keys can't be left out."""
     error = outcome(["model.kind=llama"], "dit-digits")

@@ -39,8 +39,6 @@ LAYOUTS = [
          "model.tie_embeddings=true", "train.freeze=embed.*"]),
 ]  # fmt: skip
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 def planned(name, words=()):
     return make_plan(load(name, words))
@@ -59,7 +57,7 @@ def held(rank, world_size, words):
     job, step = make_job(rank, world_size, ["model.num_layers=1", *words])
     step.accumulate(1)
     parameters = list(job.model.parameters())
-    moments = [state[name] for state in job.optimizer.state.values() for name in MOMENTS]
+    moments = [one for state in job.optimizer.state.values() for one in state.values() if one.dim()]
     stored = [*parameters, *(buffer for _, buffer in job.model.named_buffers())]
     return num_bytes(stored), num_bytes(p.grad for p in parameters if p.grad is not None), num_bytes(moments)
 

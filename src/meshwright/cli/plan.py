@@ -108,7 +108,8 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
 
 
 def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, Any]:
-    """Return the JSON output: bytes by type and purpose, optimizer groups, the hashes, and the plan itself."""
+    """Return the JSON output: bytes by type and purpose, optimizer groups, the hashes (`fingerprint`, `model` and
+    `layout`), and the plan itself."""
     from meshwright.cli.plan_page import optimizer_groups
     from meshwright.plan.compare import hashes
     from meshwright.plan.memory import predict_memory, predict_process_memory

@@ -175,7 +175,8 @@ class _FamilyKeys:
         if leaf.startswith("model."):
             # Users can't remove a preset's keys, so treat the kind as the wrong setting.
             is_of_preset = origin.startswith("preset ")
-            own = ", ".join(k for k in fields(self.kind) if k.startswith("model."))
+            alike = [k for k in fields(self.kind) if k.endswith(leaf.removeprefix("model"))]  # in other sections
+            own = ", ".join([*alike, *(k for k in fields(self.kind) if k.startswith("model."))])
             rule = f"model.kind={self.kind} has the keys {own}"
             fix = f"model.kind={self.kind}, or start from a preset for {self.kind}" if is_of_preset else leaf
             what = f"{self.kind} models have no {leaf}"

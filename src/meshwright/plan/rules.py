@@ -227,7 +227,7 @@ def check_fits(plan: RunPlan, config: RunConfig, *, where: str) -> RunPlan:
     for one in differences(plan, made):
         if one.path.startswith(CONFIG_FIELDS) or one.path.endswith(".trained"):
             what = f"{one.path} is {one.first} in the plan, but {one.second} in the configuration"
-            rule = "mesh, batch, dtypes and frozen parameters are set in the configuration"
+            rule = "mesh, batch, dtypes, optimizer and frozen parameters are set in the configuration"
             raise _mismatch(what, rule, where, " ".join(_settings(plan, made, config)))
     model_kinds = {kind.described: kind for kind in made.kinds}
     for kind in plan.kinds:
