@@ -23,7 +23,6 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
 from meshwright.plan.traffic import predict_traffic
 from tests.gangs.gang import GangPool
-from tests.plan.test_memory import MOMENTS
 from tests.prove.proofs import SOURCE
 from tests.train.jobs import load_words, make_job, run_on
 from tests.train.test_traffic import all_leaving
@@ -67,7 +66,7 @@ def live(rank: int, world_size: int, words: list[str]) -> tuple[int, int]:
     job, step = make_job(rank, world_size, words)
     step(1)
     gc.collect()
-    moments = [state[name] for state in job.optimizer.state.values() for name in MOMENTS]
+    moments = [one for state in job.optimizer.state.values() for one in state.values() if one.dim()]
     kept = [*job.model.parameters(), *(buffer for _, buffer in job.model.named_buffers()), *moments]
     mode = LiveTensors(*map(to_local, kept))
     stored = mode.peak

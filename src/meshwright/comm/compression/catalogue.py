@@ -15,7 +15,8 @@ its name. The planner, the configuration and the collectives all use this file, 
 Another way of rounding, or something kept between steps, is a flag of `Method`, as `rotate` and `feedback` are:
 
 - `fsdp_collectives.py`: reductions take the method and encode by its flags. What they keep between steps is a part
-  (`ErrorFeedback.parts`), which checkpoints then save and restore; `plan/memory.py` counts its bytes.
+  (`ErrorFeedback.parts`), which checkpoints save, and which starts from zero on another layout: runs say so of error
+  feedback only (`features/compression/run.py`). `plan/memory.py` counts its bytes.
 - `prove/as_run/plain_quantiser.py`: a proof of a run in its own precision has a quantiser of its own, which must know
   the rounding. If it doesn't, right runs are NOT PROVED.
 
