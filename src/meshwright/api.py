@@ -21,7 +21,7 @@ from meshwright.config.load import known_keys
 from meshwright.config.rules import check
 from meshwright.config.schema import RunConfig
 from meshwright.data.packed_corpus import WARNING
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, RunError
 from meshwright.models.contract.model_facts import unit_of_metric
 from meshwright.models.hf.config import check_installed
 from meshwright.models.hf.tiny_config import causal_types, text_type
@@ -31,12 +31,21 @@ from meshwright.plan.rules import check_fits, load, load_plan, violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
-from meshwright.prove.as_run.configuration import as_configured, num_steps, plan_as_configured, set_aside_as_run
 from meshwright.prove.bodies import compare_body, locate_body, locate_compare_body, record_body
-from meshwright.prove.catalogue.case import ALL, LAYOUTS, SETTINGS, Result
-from meshwright.prove.catalogue.catalogue import prove_all
+from meshwright.prove.catalogue import ALL, LAYOUTS, SETTINGS, Result, prove_all
+from meshwright.prove.report import ended_to_json, render_ended
 from meshwright.prove.script.proof import prove_layouts
-from meshwright.prove.spec import PROOF_STEPS, ProofSpec, as_proof, plan_in_float64, set_aside
+from meshwright.prove.spec import (
+    PROOF_STEPS,
+    ProofSpec,
+    as_configured,
+    as_proof,
+    num_steps,
+    plan_as_configured,
+    plan_in_float64,
+    set_aside,
+    set_aside_as_run,
+)
 from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import BusyCores, advice, check_machine
@@ -203,7 +212,7 @@ def prove(
         say: called with the reason for a long wait.
 
     Raises:
-        MeshwrightError: the input is invalid (raised before any process starts), or a rank failed.
+        MeshwrightError: the input is invalid (raised before any process starts).
     """
     say = say or _ignore
     _check(config)
@@ -224,14 +233,12 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
         say(f"{proved.name} · {axes} · {counted(steps, 'step')} in {proved.train.precision} …")
-        launch(
-            record_body,
-            spec,
-            num_ranks=axes.num_ranks(),
-            threads=threads,
-            describe_action=made.describe_action,
-            preload=proved.family.preload,
-        )
+        try:
+            _record(spec, threads=threads)
+        except RunError as error:
+            say("")
+            lines = (*warnings, *said, *notes, *render_ended(error))
+            return Proof(False, lines, {**ended_to_json(error), "set_aside": list(notes)})
         say("comparing with the reference: one process, a plain module, a plain loop …")
         launch(compare_body, spec, num_ranks=1, threads=threads, preload=proved.family.preload)
         if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
@@ -244,6 +251,22 @@ def prove(
         report["passed"],
         (*warnings, *said, *notes, *replicated_note(made), *answer["lines"]),
         {**report, "set_aside": list(notes)},
+    )
+
+
+def _record(spec: ProofSpec, *, threads: int | None) -> None:
+    """Train as the ranks of a layout.
+
+    Raises:
+        RunError: a rank failed, or waited for too long.
+    """
+    launch(
+        record_body,
+        spec,
+        num_ranks=spec.config.mesh.axes().num_ranks(),
+        threads=threads,
+        describe_action=spec.plan.describe_action,
+        preload=spec.config.family.preload,
     )
 
 

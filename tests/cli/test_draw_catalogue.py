@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.prove.catalogue.case import Outcome, Result
-from meshwright.prove.catalogue.report import page, read_report, to_json
+from meshwright.prove.catalogue import Outcome, Result, page, read_report, to_json
 from tests.helpers import shown_error
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --seed N --count K [--prove|--stop]`: random configurations, each run and judged.
+"""`python -m tests.fuzz --seed N --count K [--prove [--as-run]|--stop]`: random configurations, each run and judged.
 
 Each case is printed as its command, to be typed in the folder with the files that it names. It fails on a crash, a
 hang, a refusal whose fix is refused, or losses that aren't those of one process; with --prove, on a proof that fails;
@@ -39,13 +39,15 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--only", type=int, help="number of a single case")
     parser.add_argument("--prove", action="store_true", help="prove the configurations instead of running them")
+    parser.add_argument("--as-run", action="store_true", help="with --prove: as configured, in the run's precision")
     parser.add_argument("--stop", action="store_true", help="stop each run, and continue it by the command it prints")
     parser.add_argument("--no-shrink", action="store_true", help="leave failed cases as they were drawn")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="files and runs of the cases")
     options = parser.parse_args()
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     start_server(PRELOADED)
-    run, verb = Commands(options.folder.absolute()), "prove" if options.prove else "run"
+    proves = ("--as-run",) if options.as_run else ("--steps", "2")
+    run, verb = Commands(options.folder.absolute(), proves), "prove" if options.prove else "run"
 
     def decide(case: Case, number: int) -> Verdict:
         return judge_stopped(run, case, seed=number) if options.stop else judge(run, case, verb=verb, seed=number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -55,16 +55,17 @@ Run = Callable[[str, Case], Outcome]
 class Commands:
     """Runs cases in a folder with the files that they name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, proves: Sequence[str] = ("--steps", "2")) -> None:
+        self.folder, self._options = folder, {"run": ("--out", "run"), "prove": tuple(proves)}
         write_files(folder)
 
     def __call__(self, verb: str, case: Case) -> Outcome:
         out = self.folder / "run"
         shutil.rmtree(out, ignore_errors=True)
-        options = {"run": ["--out", "run"], "prove": ["--steps", "2"]}.get(verb, [])
         try:
-            done = forked_meshwright(verb, case.preset, *case.words, *options, cwd=self.folder, timeout_s=TIMEOUT_S)
+            done = forked_meshwright(
+                verb, case.preset, *case.words, *self._options.get(verb, ()), cwd=self.folder, timeout_s=TIMEOUT_S
+            )
         except subprocess.TimeoutExpired:
             return Outcome(Status.HUNG, f"no end within {TIMEOUT_S:.0f} s")
         return read_outcome(done, out / "metrics.jsonl")

@@ -209,7 +209,7 @@ def test_a_failure_is_made_small() -> None:
 def test_the_program_fails_where_a_case_does(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(program, "start_server", lambda _modules: None)
     for run, code, says in ((runs(RIGHT, RIGHT), 0, "2  ran"), (lambda _v, _c: FAULTS["hang"], 1, "2  failed")):
-        monkeypatch.setattr(program, "Commands", lambda _folder, run=run: run)
+        monkeypatch.setattr(program, "Commands", lambda *_, run=run: run)
         monkeypatch.setattr("sys.argv", ["fuzz", "--seed", "5", "--count", "2", "--folder", str(tmp_path)])
         assert program.main() == code
         shown = capsys.readouterr().out

@@ -80,15 +80,12 @@ TORCH_FREE = (
     "checkpoint/manifest.py", "checkpoint/atomic_directory.py",
     "train/launch/__init__.py", "train/launch/launcher.py", "train/launch/machine_limits.py",
     "train/launch/rank_context.py", "train/launch/rank_start.py", "train/launch/cluster_job.py",
-    "train/launch/cluster_job.py",
-    "train/record/__init__.py", "train/record/reporter.py", "train/record/loss_curves.py", "train/record/reporter.py",
+    "train/record/__init__.py", "train/record/reporter.py", "train/record/loss_curves.py",
     "train/record/record_files.py", "train/record/figures.py", "train/record/sink.py", "train/record/trackers.py",
     "train/report/*", "train/record/step_parts.py",
     "train/run_folder.py", "train/choose_folder.py",
-    "prove/script/__init__.py", "prove/script/layout_choice.py", "prove/script/proof.py",
-    "prove/spec.py", "prove/bodies.py", "prove/catalogue/__init__.py", "prove/catalogue/case.py",
-    "prove/catalogue/catalogue.py",
-    "prove/catalogue/case.py",
+    "prove/script/__init__.py", "prove/script/proof.py", "prove/script/layout_choice.py",
+    "prove/spec.py", "prove/bodies.py", "prove/catalogue.py",
     "meshwright_bench/benchmarks.py", "meshwright_bench/command.py", "meshwright_bench/report.py",
     "meshwright_bench/alternate.py", "meshwright_bench/ranks.py", "meshwright_bench/devices.py",
     "meshwright_bench/*/benchmark.py", "meshwright_bench/*/cases.py", "meshwright_bench/comm/loss_cost.py",
@@ -102,7 +99,7 @@ LATE_TORCH_ALLOWED = (
     "meshwright_bench/comm/loss_cost.py",
     "optim/catalogue.py", "prove/script/proof.py", "prove/bodies.py", "train/launch/rank_start.py",
     "train/record/sink.py", "models/*/family.py", "models/foreign/foreign_family.py",
-    "prove/catalogue/catalogue.py",
+    "prove/catalogue.py",
 )  # fmt: skip
 """Of those, files that start work that needs torch: they may import it inside functions."""
 

@@ -6,7 +6,7 @@ the proof must say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.mesh.local_shards import to_local
-from meshwright.nn.attention.attention import AttentionCore
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.attention.positions import RotaryEmbedding, rope_tables, shard_indices
 from meshwright.nn.transformer_block import Attention
@@ -26,26 +24,24 @@ from meshwright.prove.record.layout_run import Tamper
 from meshwright.train import train_step as step_module
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
+from tests.prove.forward_faults import module_of
 from tests.prove.seeded_faults import (
     Fault,
     OwnChunk,
-    after_backward,
+    changing,
     drop_all_reduce_of_replicas,
     keep_only_last_microbatch,
     leave_out_of_norm,
+    loss_times,
+    modules,
     on,
+    replacing,
     serve_share_0_everywhere,
 )
 
 
-def position(job: Job) -> int:
-    """This rank's place on the axis cp."""
-    return job.axes.coordinate(job.context.rank)["cp"]
-
-
-def on_rank(rank: int, tamper: Tamper) -> Tamper:
-    """Damage one cp rank only."""
-    return on(lambda job: position(job) == rank, tamper)
+def on_cp_rank(rank: int, tamper: Tamper) -> Tamper:
+    return on(lambda job: job.axes.coordinate(job.context.rank)["cp"] == rank, tamper)
 
 
 # ---- sums of gradients
@@ -60,42 +56,30 @@ class Weighted(OwnChunk):
     part: tuple[int | None, int | None] = (None, None)
     """Start and end."""
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: object, async_op: bool = False
-    ) -> None:
-        rank, size, num_ranks = dist.get_rank(group), output_tensor.numel(), dist.get_world_size(group)
-        everything = [torch.empty_like(input_tensor) for _ in range(num_ranks)]
-        dist.all_gather(everything, input_tensor, group=group)
-        chunks = torch.stack([one[rank * size : (rank + 1) * size] for one in everything])
-        output_tensor.copy_(chunks.sum(0))
-        weights = torch.tensor(self.weights(rank, num_ranks), dtype=chunks.dtype)
-        part = slice(*self.part)
-        output_tensor[part] = (weights @ chunks)[part]
+    def reduce(self, chunks: Tensor, group: Any) -> Tensor:
+        rank, everything = dist.get_rank(group), [torch.empty_like(chunks) for _ in chunks]
+        dist.all_gather(everything, chunks, group=group)
+        mine = torch.stack([one[rank] for one in everything])
+        total, part = mine.sum(0), slice(*self.part)
+        total[part] = (torch.tensor(self.weights(rank, len(chunks)), dtype=mine.dtype) @ mine)[part]
+        return total
 
 
 def sums(weights: Callable[[int, int], list[float]], *, unit: str | None = None, parameter: str = "") -> Tamper:
     """Weigh the contributions to the gradients of all units, of one, or of one parameter in it."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        for module in fsdp_modules(job.model) if unit is None else [_unit(job, unit)]:
+        for module in fsdp_modules(job.model) if unit is None else [module_of(job, unit)]:
             part = _part(module, parameter, job) if parameter else (None, None)
             module.set_custom_reduce_scatter(Weighted(weights, part))
 
     return tamper
 
 
-def _unit(job: Job, name: str) -> Any:
-    return next(m for part in job.parts().values() for path, m in part.module.named_modules() if path == name)
-
-
 def _part(module: Any, parameter: str, job: Job) -> tuple[int, int]:
-    num_shards, start = job.axes.dp_shard * job.axes.cp, 0
-    for name, value in module.named_parameters():
-        size = value.numel() // num_shards
-        if name == parameter:
-            return start, start + size
-        start += size
-    raise AssertionError(f"{parameter} is not in the unit")
+    sizes = {name: value.numel() // (job.axes.dp_shard * job.axes.cp) for name, value in module.named_parameters()}
+    start = sum(list(sizes.values())[: list(sizes).index(parameter)])
+    return start, start + sizes[parameter]
 
 
 def own(rank: int, num_ranks: int) -> list[float]:
@@ -114,80 +98,64 @@ def last_times(factor: float) -> Callable[[int, int], list[float]]:
     return lambda rank, num_ranks: [1.0] * (num_ranks - 1) + [factor]
 
 
-def report_own_loss(job: Job, step: TrainStep) -> None:
+def own_loss(job: Job, real: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The loss is reported without the sum over ranks."""
-    real = step_module.all_reduce_sum
 
     def reduce(totals: Tensor) -> Tensor:
-        own_loss = totals[0].clone()
-        found: Tensor = real(totals)
-        return torch.cat((own_loss[None], found[1:])) if totals.dim() else found
+        own = totals[0].clone()
+        found = real(totals)
+        return torch.cat((own[None], found[1:])) if totals.dim() else found
 
-    step_module.all_reduce_sum = reduce
-
-
-def divide_by_cp(job: Job, step: TrainStep) -> None:
-    """The loss divisor counts cp ranks as data-parallel ranks."""
-    real = step._task.loss_sum
-    step._task.loss_sum = lambda out, targets: real(out, targets) / job.axes.cp  # type: ignore[method-assign]
+    return reduce
 
 
 # ---- attention
 
 
-def layers(job: Job) -> Iterator[Attention]:
-    return (m for part in job.parts().values() for m in part.module.modules() if isinstance(m, Attention))
-
-
-def preparing(change: Callable[..., Any]) -> Tamper:
+def preparing(change: Callable[[Any, Any, TokenLayout], Any]) -> Tamper:
     """Change what all attention cores prepare for their masks and layouts, with a dense mask."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        for layer in layers(job):
+        for layer in modules(job, Attention):
             real = layer.core.prepare
             layer.core.backend = "reference"
-            layer.core.prepare = lambda mask, layout, *rest, real=real: change(  # type: ignore[method-assign, misc]
-                real(mask, layout, *rest), layout
+            layer.core.prepare = lambda mask, layout, *rest, real=real: change(
+                lambda mask, layout: real(mask, layout, *rest), mask, layout
             )
 
     return tamper
 
 
-def own_keys_only(prepared: Any, layout: TokenLayout) -> Any:
-    return replace(prepared, hops=())
+def prepared(change: Callable[[Any, TokenLayout], Any]) -> Tamper:
+    return preparing(lambda real, mask, layout: change(real(mask, layout), layout))
 
 
-def all_keys_of_hops(prepared: Any, layout: TokenLayout) -> Any:
-    for mask in (mask for hop in prepared.hops for mask in hop.masks):
+def all_keys_of_hops(found: Any, layout: TokenLayout) -> Any:
+    for mask in (mask for hop in found.hops for mask in hop.masks):
         mask.visible_bst.fill_(True)
-    return prepared
+    return found
 
 
-def local_mask(prepared: Any, layout: TokenLayout) -> Any:
+def local_mask(found: Any, layout: TokenLayout) -> Any:
     """Each query sees keys whose place in their rank's shard is not after its own; by heads, so all are there."""
-    place_t = prepared.received_t % layout.num_tokens
-    prepared.mask.visible_bst = (place_t[:, None] >= place_t[None, :])[None]
-    return prepared
+    place_t = found.received_t % layout.num_tokens
+    found.mask.visible_bst = (place_t[:, None] >= place_t[None, :])[None]
+    return found
 
 
-def received_order(prepared: Any, layout: TokenLayout) -> Any:
+def received_order(found: Any, layout: TokenLayout) -> Any:
     """By heads: the mask is that of tokens in their order, but they stay in the order in which they were received."""
     in_place = torch.arange(layout.seq_len)
-    return replace(prepared, received_t=in_place, token_t=in_place)
+    return replace(found, received_t=in_place, token_t=in_place)
 
 
-def without_documents(job: Job, step: TrainStep) -> None:
-    for layer in layers(job):
-        real = layer.core.prepare
-        layer.core.backend = "reference"
-        layer.core.prepare = lambda mask, layout, *rest, real=real: real(  # type: ignore[method-assign, misc]
-            replace(mask, documents=None), replace(layout, documents=None), *rest
-        )
-
-
-def merge_nothing(job: Job, step: TrainStep) -> None:
-    """What arrives from other ranks is not merged into the result."""
-    context_attention.merge = lambda out, lse, other, other_lse: (out + 0.0 * other, lse)
+without_documents = preparing(
+    lambda real, mask, layout: real(replace(mask, documents=None), replace(layout, documents=None))
+)
+merge_nothing = replacing(
+    context_attention, "merge", lambda job, real: lambda out, lse, other, other_lse: (out + 0.0 * other, lse)
+)
+"""What arrives from other ranks is not merged into the result."""
 
 
 def without_source(rank: int) -> Tamper:
@@ -213,38 +181,25 @@ def without_source(rank: int) -> Tamper:
 def received_gradient_times(factor: float, *, only_values: bool = False) -> Tamper:
     """Scale the gradients that are returned for received keys and values."""
 
-    def tamper(job: Job, step: TrainStep) -> None:
-        real = context_attention.RingAttention._start
-
+    def wrap(job: Job, real: Callable[..., Any]) -> Callable[..., Any]:
         def start(self: Any, kv_bs2mh: Tensor, hop: Any) -> Any:
             scaled = factor * kv_bs2mh + (1.0 - factor) * kv_bs2mh.detach()
             if only_values:
                 scaled = torch.stack((kv_bs2mh[:, :, 0], scaled[:, :, 1]), dim=2)
             return real(self, scaled, hop)
 
-        context_attention.RingAttention._start = start  # type: ignore[method-assign]
+        return start
 
-    return tamper
+    return replacing(context_attention.RingAttention, "_start", wrap)
 
 
 def scores_times(factor: float) -> Tamper:
     """Scale the scores of attention, which is no fault of cp."""
-
-    def tamper(job: Job, step: TrainStep) -> None:
-        for layer in layers(job):
-            real: AttentionCore = layer.core
-            layer.core = _Scaled(real, factor)  # type: ignore[assignment]
-
-    return tamper
-
-
-class _Scaled(AttentionCore):
-    def __init__(self, real: AttentionCore, factor: float) -> None:
-        self.real, self.factor, self.backend = real, factor, real.backend
-        self.prepare = real.prepare  # type: ignore[method-assign]
-
-    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any) -> Tensor:
-        return self.real(self.factor * q_bsnh, k_bsnh, v_bsnh, mask)
+    return replacing(
+        context_attention.RingAttention,
+        "__call__",
+        lambda job, real: lambda self, q, *rest: real(self, factor * q, *rest),
+    )
 
 
 # ---- positions and shards of tokens
@@ -258,7 +213,7 @@ def positions(find: Callable[[TokenLayout], Tensor]) -> Tamper:
             return rope_tables(find(layout), self.head_dim, theta=self.theta, scaling=self.scaling, dtype=dtype)
 
     def tamper(job: Job, step: TrainStep) -> None:
-        for module in (m for part in job.parts().values() for m in part.module.modules()):
+        for module in modules(job):
             for name, value in dict(vars(module)).items():
                 if isinstance(value, RotaryEmbedding):
                     setattr(module, name, Other(value.head_dim, value.theta, value.scaling))
@@ -330,96 +285,91 @@ UP, WQ, NORM = "blocks.1.ffn.up.weight", "blocks.0.attention.wq.weight", "blocks
 EMBED = "embed.weight"
 
 
-def times(name: str, factor: float) -> Tamper:
-    def scale(job: Job) -> None:
-        to_local(job.model.get_parameter(name).grad).mul_(factor)  # type: ignore[arg-type]
-
-    return after_backward(scale)
-
-
 CONTEXT_FAULTS: dict[str, Fault] = {
     # Gradients.
-    "the sum over cp is missing": Fault(sums(own), RING,
-        ("the sum over cp is missing", "each rank holds only its local contribution"), UP),
+    "the sum over cp is missing": Fault(sums(own), RING, ("the sum over cp is missing",
+        "each rank holds only its local contribution"), UP),
     "the sum over cp is missing, not that over dp_shard": Fault(sums(same_cp_rank_of_2), SHARDED,
         ("the sum over cp is missing", "contributions at its own cp coordinate"), UP),
     "the sums over dp_shard and cp are missing": Fault(sums(own), SHARDED, ("the sum over dp_shard and cp is missing",),
         UP),
-    "the sum over cp of one unit is missing": Fault(sums(own, unit="blocks.1"), RING,
-        ("the sum over cp is missing", "of 21 gradients"), UP),
+    "the sum over cp of one unit is missing": Fault(sums(own, unit="blocks.1"), RING, ("the sum over cp is missing",
+        "of 21 gradients"), UP),
     "the sum over cp of one norm is missing": Fault(sums(own, unit="blocks.1", parameter="ffn_norm.weight"), RING,
         (f"✗ {NORM} each rank holds only its local contribution", "the sum over cp is missing"), NORM),
-    "the sum over cp is done twice": Fault(sums(all_times(2.0)), RING,
-        ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP),
+    "the sum over cp is done twice": Fault(sums(all_times(2.0)), RING, ("2.000 × the reference",
+        "summed over cp (2 ranks) once more"), UP),
     "the sum over cp of one unit is done twice": Fault(sums(all_times(3.0), unit="blocks.1"), RING3,
         ("3.000 × the reference", "summed over cp (3 ranks) once more"), UP),
-    "the sum over cp of one norm is done twice": Fault(times(NORM, 2.0), RING,
+    "the sum over cp of one norm is done twice": Fault(changing(NORM, lambda g: g.mul_(2.0)), RING,
         (f"✗ {NORM} 2.000 × the reference", "summed over cp (2 ranks) once more"), NORM),
-    "the sum over cp is done twice, by heads with documents": Fault(sums(all_times(2.0)),
-        (*HEADS, "data.packing=documents"), ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP),
-    "the sum over cp is done twice in zb-v": Fault(sums(all_times(2.0)), ZB_V,
-        ("2.000 × the reference", "or over cp (2 ranks)"), UP),
+    "the sum over cp is done twice, by heads with documents": Fault(sums(all_times(2.0)), (*HEADS,
+        "data.packing=documents"), ("2.000 × the reference", "summed over cp (2 ranks) once more"), UP),
+    "the sum over cp is done twice in zb-v": Fault(sums(all_times(2.0)), ZB_V, ("2.000 × the reference",
+        "or over cp (2 ranks)"), UP),
     "the last cp rank is left out": Fault(sums(last_times(0.0)), RING3, ("the contribution of cp rank 2 is missing",),
         UP),
     "the last cp rank is counted twice": Fault(sums(last_times(2.0)), RING, ("cp rank 1 counted twice",), UP),
-    "the loss divisor counts cp ranks": Fault(divide_by_cp, HEADS,
-        ("0.500 × the reference", "averaged over cp (2 ranks) instead of summed"), UP),
-    "the reported loss is not summed over cp": Fault(report_own_loss, RING,
+    "the loss divisor counts cp ranks": Fault(loss_times(lambda job: 1 / job.axes.cp), HEADS, ("0.500 × the reference",
+        "averaged over cp (2 ranks) instead of summed"), UP),
+    "the reported loss is not summed over cp": Fault(replacing(step_module, "all_reduce_sum", own_loss), RING,
         ("ranks report different losses", "the sum over cp is missing")),
     # Positions.
-    "RoPE at local positions": Fault(positions(local_positions), RING,
-        ("RoPE uses local positions", "places in the cp rank's shard"), WQ),
-    "RoPE at local positions on cp rank 1": Fault(on_rank(1, positions(local_positions)), SHARDED,
-        ("RoPE uses local positions", "cp rank 1 (ranks 1 and 3)"), WQ),
+    "RoPE at local positions": Fault(positions(local_positions), RING, ("RoPE uses local positions",
+        "places in the cp rank's shard"), WQ),
+    "RoPE at local positions on cp rank 1": Fault(on_cp_rank(1, positions(local_positions)), SHARDED,
+        ("RoPE uses local positions", "only on ranks 1 and 3 (cp = 1)"), WQ),
     "RoPE at local positions in a pipeline": Fault(positions(local_positions), PIPELINE, ("RoPE uses local positions",),
         WQ),
     "RoPE at positions of a contiguous order": Fault(positions(contiguous_positions), HEADS,
         ("RoPE uses positions of consecutive tokens", "balanced order"), WQ),
     # Masks.
-    "queries miss the keys of other ranks": Fault(preparing(own_keys_only), RING,
+    "queries miss the keys of other ranks": Fault(prepared(lambda found, layout: replace(found, hops=())), RING,
         ("queries miss the keys of other cp ranks",), WQ),
-    "queries of cp rank 1 miss the keys of other ranks": Fault(on_rank(1, merge_nothing), RING,
-        ("queries miss the keys of other cp ranks", "cp rank 1 (rank 1)"), WQ),
+    "queries of cp rank 1 miss the keys of other ranks": Fault(on_cp_rank(1, merge_nothing), RING,
+        ("queries miss the keys of other cp ranks", "only on rank 1"), WQ),
     "keys of cp rank 2 are lost": Fault(without_source(2), RING3,
         ("keys and values of cp rank 2 don't reach the other cp ranks",), WQ),
-    "keys of cp rank 1 are lost on cp rank 0": Fault(on_rank(0, without_source(1)), RING3,
+    "keys of cp rank 1 are lost on cp rank 0": Fault(on_cp_rank(0, without_source(1)), RING3,
         ("keys and values of cp rank 1 don't reach cp rank 0",), WQ),
-    "received keys are not masked": Fault(preparing(all_keys_of_hops), RING, ("keys of other cp ranks are not masked",),
+    "received keys are not masked": Fault(prepared(all_keys_of_hops), RING, ("keys of other cp ranks are not masked",),
         WQ),
-    "the mask is at local positions": Fault(preparing(local_mask), HEADS, ("the mask is evaluated at local positions",),
+    "the mask is at local positions": Fault(prepared(local_mask), HEADS, ("the mask is evaluated at local positions",),
         WQ),
-    "tokens stay in the order received": Fault(preparing(received_order), HEADS,
+    "tokens stay in the order received": Fault(prepared(received_order), HEADS,
         ("takes the tokens of each cp rank for consecutive ones",), WQ),
-    "documents are ignored": Fault(without_documents, DOCUMENTS,
-        ("documents are ignored under cp", "attend across documents"), WQ),
+    "documents are ignored": Fault(without_documents, DOCUMENTS, ("documents are ignored", "attend across documents"),
+        WQ),
     # Gradients of keys and values.
     "gradients of keys and values are not returned": Fault(received_gradient_times(0.0), RING,
-        ("gradients of keys and values are not returned to the cp rank",), WQ),
+        ("gradients of keys are not returned to the cp rank",), WQ),
     "gradients of keys and values are returned twice": Fault(received_gradient_times(2.0), RING,
-        ("gradients of keys and values are returned twice",), WQ),
+        ("gradients of keys are returned twice",), WQ),
     "gradients of values are not returned": Fault(received_gradient_times(0.0, only_values=True), RING,
         ("gradients of values are not returned",), WQ),
-    "gradients of keys and values are not returned to cp rank 1": Fault(on_rank(1, received_gradient_times(0.0)), RING,
-        ("gradients of keys and values are not returned", "cp rank 1 (rank 1)"), WQ),
+    "gradients of keys and values are not returned to cp rank 1": Fault(on_cp_rank(1, received_gradient_times(0.0)),
+        RING, ("gradients of keys are not returned", "only on rank 1"), WQ),
     # Tokens.
     "targets are sharded in another order": Fault(reading(contiguous_tokens, inputs=False), RING,
-        ("inputs and targets of cp ranks are sharded apart", "targets in a contiguous order"), WQ),
-    "two ranks hold the same tokens": Fault(on_rank(1, reading(tokens_of_rank(0))), RING,
-        ("cp rank 1 (rank 1) holds the tokens of cp rank 0, which are there twice",), EMBED),
-    "tokens of cp rank 1 are swapped": Fault(on_rank(1, reading(halves_swapped)), RING,
-        ("halves swapped", "cp rank 1 (rank 1)"), EMBED),
+        ("inputs and targets are sharded apart", "targets: tokens are in a contiguous order"), WQ),
+    "two ranks hold the same tokens": Fault(on_cp_rank(1, reading(tokens_of_rank(0))), RING,
+        ("cp rank 1 holds the tokens of cp rank 0, which are there twice", "only on rank 1",), EMBED),
+    "tokens of cp rank 1 are swapped": Fault(on_cp_rank(1, reading(halves_swapped)), RING, ("halves swapped",
+        "only on rank 1"), EMBED),
 }  # fmt: skip
 
 NEAR_MISSES: dict[str, Fault] = {
     "the sum over dp_replicate is missing": Fault(drop_all_reduce_of_replicas, (*RING, "mesh.dp_replicate=2"),
         ("the sum over dp_replicate is missing",), UP),
-    "a parameter is left out of the norm": Fault(leave_out_of_norm, (*RING, "mesh.tp=2"),
-        ("left out of the norm", "blocks.0.ffn.down.weight")),
-    "a gradient is counted three times": Fault(times(UP, 3.0), RING, ("3.000 × the reference", "a factor that no axis"),
-        UP),
-    "accumulation is overwritten": Fault(keep_only_last_microbatch, TWICE, ("only the last micro-batch",), UP),
+    "a parameter is left out of the norm": Fault(leave_out_of_norm, (*RING, "mesh.tp=2"), ("left out of the norm",
+        "blocks.0.ffn.down.weight")),
+    "a gradient is counted three times": Fault(changing(UP, lambda g: g.mul_(3.0)), RING, ("3.000 × the reference",
+        "a factor that no axis"), UP),
+    "accumulation is overwritten": Fault(keep_only_last_microbatch, TWICE, ("only the last micro-batch",),
+        "head.weight"),
     "a data-parallel rank reads another's samples": Fault(serve_share_0_everywhere, SHARDED,
-        ("read the samples of data-parallel rank 0",), UP),
-    "scores are a tenth too large": Fault(scores_times(1.1), RING, ("not recognised",), WQ),
+        ("given those of ranks 0 and 1",), UP),
+    "scores are a tenth too large": Fault(scores_times(1.1), RING, ("the output of blocks.0.attention.core",
+        "so the fault is in it"), WQ),
 }  # fmt: skip
 """Faults under cp of something else, whose cause may not speak of cp."""

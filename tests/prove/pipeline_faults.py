@@ -21,7 +21,7 @@ from meshwright.pipeline.actions import RECVS, Action, ActionKind
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job, initialize
 from meshwright.train.train_step import TrainStep
-from tests.prove.seeded_faults import Fault, after_backward, drop_reduce_scatter, on
+from tests.prove.seeded_faults import Fault, after_backward, drop_reduce_scatter, on, on_rank, wrapping
 
 K = ActionKind
 Row = list[Action]
@@ -36,14 +36,17 @@ def run_row(job: Job, step: TrainStep, row: Iterable[Action] | None = None) -> N
     step._executor = step.pipeline.executor(table, batch_size=job.microbatch_size)
 
 
+def on_stage(pp: int, tamper: Tamper) -> Tamper:
+    return on(lambda job: job.pipeline_rank == pp, tamper)
+
+
 def rows(change: Callable[[Row], Iterable[Action]], *, pp: int) -> Tamper:
     """One rank of the pipeline runs a damaged row."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        if job.pipeline_rank == pp:
-            run_row(job, step, change([part for action in job.schedule.actions[pp] for part in action.parts()]))
+        run_row(job, step, change([part for action in job.schedule.actions[pp] for part in action.parts()]))
 
-    return tamper
+    return on_stage(pp, tamper)
 
 
 def without(*names: str) -> Callable[[Row], Iterable[Action]]:
@@ -100,7 +103,7 @@ class SendsZeros(OtherPayload):
     """A gradient gets lost."""
 
     def send(self, x: Tensor) -> Any:
-        return self._real.send(torch.zeros_like(x) if self._is_it() else x)
+        return self._real.send(0.0 * x if self._is_it() else x)
 
 
 class SendsThePrevious(OtherPayload):
@@ -123,28 +126,21 @@ def channel(damage: type[OtherPayload], kind: ActionKind, *, pp: int, number: in
     """Damage transfer `number`, from 0, on the only channel of this kind that a rank of the pipeline has."""
 
     def tamper(job: Job, step: TrainStep) -> None:
-        if job.pipeline_rank == pp:
-            end = 1 if hasattr(damage, "receive") else 0
-            channels = dict(step.pipeline._channels)
-            [key] = [key for key in channels if key[2] is kind and key[end] == pp]
-            channels[key] = damage(channels[key], number)  # type: ignore[assignment]
-            step.pipeline._channels = channels
-            run_row(job, step)
+        end, channels = int(hasattr(damage, "receive")), dict(step.pipeline._channels)
+        [key] = [key for key in channels if key[2] is kind and key[end] == pp]
+        step.pipeline._channels = {**channels, key: damage(channels[key], number)}
+        run_row(job, step)
 
-    return tamper
+    return on_stage(pp, tamper)
 
 
 # ---- shared parameters
 
 
-def sync_shared(times: int) -> Tamper:
-    def tamper(job: Job, step: TrainStep) -> None:
-        for stage in step.pipeline.stages.values():
-            real = stage.sync_shared
-            stage.sync_shared = lambda n, real=real: [real(n) for _ in range(times)]  # type: ignore[method-assign]
-        run_row(job, step)
-
-    return tamper
+def no_sync(job: Job, step: TrainStep) -> None:
+    for stage in step.pipeline.stages.values():
+        stage.sync_shared = lambda n: None
+    run_row(job, step)
 
 
 @torch.no_grad()
@@ -161,13 +157,10 @@ def copy_starts_elsewhere(job: Job, step: TrainStep) -> None:
 
 def swap_chunks(job: Job, step: TrainStep) -> None:
     """What stage 1 gives goes to stage 3's layers, and on to stage 2's."""
-    if job.pipeline_rank == 1:
-        stages = step.pipeline.stages
-        first, second = sorted(stages)
-        ours, theirs = stages[first], stages[second]
-        ours._module, theirs._module = theirs._module, ours._module
-        ours._is_last, theirs._is_last = theirs._is_last, ours._is_last
-        run_row(job, step)
+    ours, theirs = (step.pipeline.stages[number] for number in sorted(step.pipeline.stages))
+    ours._module, theirs._module = theirs._module, ours._module
+    ours._is_last, theirs._is_last = theirs._is_last, ours._is_last
+    run_row(job, step)
 
 
 def hand_over_the_previous(job: Job, step: TrainStep) -> None:
@@ -185,49 +178,34 @@ def hand_over_the_previous(job: Job, step: TrainStep) -> None:
 
 def layer_of_another_stage(job: Job, step: TrainStep) -> None:
     """Layers are counted from one too low: stage 1 has stage 0's layer again."""
-    for part in job.parts().values() if job.pipeline_rank == 1 else ():
+    for part in job.parts().values():
         part.module.blocks = nn.ModuleDict({"0": part.module.blocks["1"]})
         initialize(part.named_parameters(), job.family, run_facts(job.config))
 
 
 def run_layer_twice(job: Job, step: TrainStep) -> None:
-    for part in job.parts().values() if job.pipeline_rank == 1 else ():
+    for part in job.parts().values():
         part.module.blocks["again"] = part.module.blocks["1"]
 
 
-def loss_on_every_rank(job: Job, step: TrainStep) -> None:
-    real = step.accumulate
-
+def loss_on_every_rank(job: Job, real: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
     def accumulate(number: int) -> Tensor:
         loss = real(number).double()
         dist.all_reduce(loss)
         return loss / job.axes.data_parallel()
 
-    step.accumulate = accumulate  # type: ignore[method-assign]
+    return accumulate
 
 
 def targets_of_the_next(job: Job, step: TrainStep) -> None:
     """The last stage reads the targets of another micro-batch."""
-    if job.pipeline_rank == 1:
-        num, [stage] = job.config.train.num_microbatches, step.pipeline.stages.values()
-        real = stage.forward
-        stage.forward = lambda m, x: real((m + 1) % num, x)  # type: ignore[method-assign]
-        run_row(job, step)
+    num, [stage] = job.config.train.num_microbatches, step.pipeline.stages.values()
+    real = stage.forward
+    stage.forward = lambda m, x: real((m + 1) % num, x)
+    run_row(job, step)
 
 
-def norm_without_stage_1(job: Job, step: TrainStep) -> None:
-    if job.pipeline_rank == 1:
-        step._counted = []
-
-
-def norm_with_copies(job: Job, step: TrainStep) -> None:
-    step._counted = list(job.model.parameters())
-
-
-def no_gradients(job: Job) -> None:
-    """All of a stage's gradients are zero: its backward is cut off."""
-    for parameter in job.model.parameters():
-        to_local(parameter.grad).zero_()  # type: ignore[arg-type]
+norm_with_copies = wrapping("step._counted", lambda job, real: list(job.model.parameters()))
 
 
 def free_input_early(row: Row) -> Row:
@@ -251,11 +229,10 @@ UP = "blocks.1.ffn.up.weight"
 UP_0 = "blocks.0.ffn.up.weight"
 
 PIPELINE_FAULTS: dict[str, Fault] = {
-    "two micro-batches are swapped on the way to stage 1": Fault(
-        rows(swap_microbatches(K.FORWARD, K.SEND_FORWARD, K.FREE_OUTPUT), pp=0), PIPE,
-        ("rank 0 read", "with micro-batches in a different order"), UP),
-    "a W is lost": Fault(rows(without("1W1"), pp=1), (*PIPE, SPLIT),
-        ("micro-batch 1 is missing on stage 1 (pp rank 1)", "deferred weight gradients", "1W1"), UP),
+    "two micro-batches are swapped on the way to stage 1": Fault(rows(swap_microbatches(K.FORWARD, K.SEND_FORWARD,
+        K.FREE_OUTPUT), pp=0), PIPE, ("rank 0 read", "with micro-batches in a different order"), UP),
+    "a W is lost": Fault(rows(without("1W1"), pp=1), (*PIPE, SPLIT), ("micro-batch 1 is missing on stage 1 (pp rank 1)",
+        "deferred weight gradients", "1W1"), UP),
     "a W is run twice": Fault(rows(repeat("1F1", "1I1", "1W1"), pp=1), (*PIPE, SPLIT),
         ("micro-batch 1 counted twice on stage 1",), UP),
     "a micro-batch counts twice on one stage": Fault(rows(repeat("0F1", "0B1"), pp=0), PIPE,
@@ -265,46 +242,46 @@ PIPELINE_FAULTS: dict[str, Fault] = {
     "a gradient is lost on the way from stage 2 to stage 1": Fault(channel(SendsZeros, K.SEND_BACKWARD, pp=2, number=2),
         LONG, ("micro-batch 2 is missing on stages 0 and 1 (pp ranks 0 and 1)", "from stage 2 to stage 1"), UP_0),
     "a gradient is sent twice and the next one never": Fault(channel(SendsThePrevious, K.SEND_BACKWARD, pp=1, number=2),
-        PIPE, ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "1SEND_B", "0RECV_B"), UP_0),
-    "a stage gets the gradients of other micro-batches": Fault(
-        rows(swap_microbatches(K.RECV_BACKWARD, K.BACKWARD, K.FREE_GRADIENT), pp=0), GPIPE,
-        ("wrong up to stage 0 (pp rank 0)", "correct from stage 1 (pp rank 1) on", "0RECV_B"), UP_0),
+        PIPE, ("micro-batch 2 has the value of micro-batch 1",
+        "the gradient that stage 0 (pp rank 0) receives is not what", "1SEND_B and 0RECV_B"), UP_0),
+    "a stage gets the gradients of other micro-batches": Fault(rows(swap_microbatches(K.RECV_BACKWARD, K.BACKWARD,
+        K.FREE_GRADIENT), pp=0), GPIPE, ("micro-batch 0 has the value of micro-batch 1",
+        "the gradient that stage 0 (pp rank 0) receives is not what", "1SEND_B and 0RECV_B"), UP_0),
     "an input's buffer is stale": Fault(channel(LeavesSlotStale, K.SEND_FORWARD, pp=1, number=3), PIPE,
         ("stage 1 (pp rank 1) receives",), UP),
-    "inputs are overwritten before their backward": Fault(rows(one_slot(K.RECV_FORWARD), pp=1),
-        (*GPIPE, "recompute.policy=full"), ("gradients are wrong",), "blocks.1.attention.wq.weight"),
-    "shared gradients are not added up": Fault(sync_shared(0), (*PIPE, TIED),
-        ("the sum over pp is missing", "a shared parameter needs the sum of its gradients on stages 0 and 1"),
-        "embed.weight"),
-    "shared gradients are not added up, on one rank": Fault(sync_shared(0), (*VEE, TIED), (), "embed.weight"),
+    "inputs are overwritten before their backward": Fault(rows(one_slot(K.RECV_FORWARD), pp=1), (*GPIPE,
+        "recompute.policy=full"), ("the gradient of the output of blocks.1.ffn.up",
+        "look at the backward between them"), "blocks.1.attention.wq.weight"),
+    "shared gradients are not added up": Fault(no_sync, (*PIPE, TIED), ("the sum over pp is missing",
+        "a shared parameter needs the sum of its gradients on stages 0 and 1"), "embed.weight"),
+    "shared gradients are not added up, on one rank": Fault(no_sync, (*VEE, TIED), (), "embed.weight"),
     "a copy of the tied embedding starts elsewhere": Fault(copy_starts_elsewhere, (*PIPE, TIED),
         ("initial weights differ on rank 1",), "embed.weight"),
-    "a stage is not reduced": Fault(rows(without("1REDUCE"), pp=1), (*SHARDED, SPLIT),
-        ("no gradient", "stage 1 (pp rank 1)"), UP),
+    "a stage is not reduced": Fault(rows(without("1REDUCE"), pp=1), (*SHARDED, SPLIT), ("no gradient",
+        "stage 1 (pp rank 1)"), UP),
     "a stage is reduced before its last W": Fault(rows(reduce_before_last_weights, pp=1), (*SHARDED, SPLIT),
         ("micro-batch 3 is missing on stage 1",), UP),
-    "one rank of a stage loses a W": Fault(on(lambda job: job.context.rank == 3, rows(without("1W2"), pp=1)),
-                                           (*SHARDED, SPLIT),
+    "one rank of a stage loses a W": Fault(on_rank(3, rows(without("1W2"), pp=1)), (*SHARDED, SPLIT),
         ("for data-parallel rank 1 (ranks 1 and 3), micro-batch 2 is missing on stage 1 (pp rank 1)",), UP),
-    "one stage is not summed over its ranks": Fault(on(lambda job: job.pipeline_rank == 1, drop_reduce_scatter),
-                                                    SHARDED,
+    "one stage is not summed over its ranks": Fault(on_stage(1, drop_reduce_scatter), SHARDED,
         ("the sum over dp_shard is missing", "on stage 1 (pp rank 1)"), UP),
-    "a stage's backward is cut off": Fault(on(lambda job: job.pipeline_rank == 0, after_backward(no_gradients)), PIPE,
+    "a stage's backward is cut off": Fault(on_stage(0,
+        after_backward(lambda job: [to_local(p.grad).zero_() for p in job.model.parameters()])), PIPE,
         ("zero on stage 0 (pp rank 0)", "no gradient reached"), UP_0),
-    "every rank counts the loss": Fault(loss_on_every_rank, PIPE,
-        ("2.000 × the reference", "summed over pp (2 ranks)")),
-    "the last stage reads another micro-batch's targets": Fault(targets_of_the_next, PIPE,
+    "every rank counts the loss": Fault(wrapping("step.accumulate", loss_on_every_rank), PIPE, ("2.000 × the reference",
+        "summed over pp (2 ranks)")),
+    "the last stage reads another micro-batch's targets": Fault(on_stage(1, targets_of_the_next), PIPE,
         ("with micro-batches in a different order", "rank 1 read"), UP),
-    "the norm leaves out a stage": Fault(norm_without_stage_1, SHARDED,
+    "the norm leaves out a stage": Fault(on_stage(1, wrapping("step._counted", lambda job, real: [])), SHARDED,
         ("left out of the norm", "the shards of ranks 2 and 3 (pp = 1)")),
-    "the norm counts both copies of the tied embedding": Fault(norm_with_copies, (*PIPE, TIED),
-        ("counted pp (2) times", "embed.weight")),
-    "chunks of a rank are exchanged": Fault(swap_chunks, VEE, ("what stage 3 (pp rank 0) receives",), UP),
+    "the norm counts both copies of the tied embedding": Fault(norm_with_copies, (*PIPE, TIED), ("counted pp (2) times",
+        "embed.weight")),
+    "chunks of a rank are exchanged": Fault(on_stage(1, swap_chunks), VEE, ("what stage 3 (pp rank 0) receives",), UP),
     "the next chunk is handed another micro-batch": Fault(hand_over_the_previous, VEE,
         ("1 has the value of micro-batch 0", "stage 2 (pp rank 1) receives"), UP),
-    "a stage has another stage's layer": Fault(layer_of_another_stage, PIPE,
+    "a stage has another stage's layer": Fault(on_stage(1, layer_of_another_stage), PIPE,
         ("in the reference but not in the layout", "blocks.1")),
-    "a layer runs twice": Fault(run_layer_twice, PIPE, ("the input of norm",), UP),
+    "a layer runs twice": Fault(on_stage(1, run_layer_twice), PIPE, ("the input of norm",), UP),
 }  # fmt: skip
 
 LOUD_FAULTS: dict[str, Fault] = {

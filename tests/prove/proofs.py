@@ -6,14 +6,14 @@ import importlib
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, lru_cache
-from itertools import tee
+from dataclasses import dataclass, replace
+from functools import cache, partialmethod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.config.schema import RunConfig
 from meshwright.data.images import ImageDataset
@@ -21,18 +21,15 @@ from meshwright.models.dit.description import DiTConfig
 from meshwright.parallel import context_attention, pipeline_shared_gradients
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
-from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import ProofResult
-from meshwright.prove.driver import context_contributions, known_variants
-from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
-from meshwright.prove.locate.layout_pass import RankPass, record_activations
-from meshwright.prove.placement import stage_placement_of
-from meshwright.prove.record.evidence import ReferenceEvidence, Variant, Variants
-from meshwright.prove.record.layout_run import RankRecord, Tamper, gather_evidence, record_rank
-from meshwright.prove.record.reference_run import compute_reference
+from meshwright.prove.conclude import conclude, sides_of
+from meshwright.prove.record.evidence import RankRecord
+from meshwright.prove.record.layout_run import Tamper, gather_evidence, record_rank
+from meshwright.prove.record.reference_run import PlainModel
 from meshwright.prove.report import render, to_json
+from meshwright.prove.result import ProofResult
 from meshwright.prove.spec import as_proof
-from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches
+from meshwright.prove.trace.conclude import find_place, with_place
+from meshwright.prove.trace.probe import RankTrace, trace_rank
 from meshwright.train import optimizer, pipeline_stages, train_step
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data, rank_context
@@ -95,57 +92,69 @@ def _pictures(source: str, num_frames: int) -> ImageDataset:
     return found
 
 
-def _damage(module: str, table: str, fault: str) -> Tamper | None:
-    return getattr(importlib.import_module(module), table)[fault].tamper if fault else None
+@dataclass(frozen=True)
+class Seed:
+    """A fault of a table of a module, or none; modules may name more of what faults replace, and what comes first."""
+
+    module: str = ""
+    table: str = ""
+    fault: str = ""
+
+    @contextmanager
+    def planted(self, *, as_run: bool = False) -> Iterator[Tamper | None]:
+        """Yield what damages a job, and put back in the end what it replaced: the gang's processes live on."""
+        module = importlib.import_module(self.module) if self.module else None
+        with restored(*REPLACED, *getattr(module, "REPLACED", ())):
+            if as_run:  # beside others a rank runs the graphs of compiled blocks as they are: Inductor takes a minute
+                nn.Module.compile = partialmethod(nn.Module.compile, backend="aot_eager")  # type: ignore[assignment]
+            getattr(module, "BEFORE", {}).get(self.fault, lambda: None)()
+            found = getattr(module, self.table)[self.fault] if module is not None and self.fault else None
+            yield getattr(found, "tamper", found)
 
 
-def locate_on_rank(
-    rank: int,
-    world_size: int,
-    config: RunConfig,
-    module: str,
-    table: str,
-    fault: str,
-    step: int,
-    data: ImageDataset | None = None,
-) -> RankPass:
+RIGHT = Seed()
+
+
+def trace_on_rank(
+    rank: int, world_size: int, config: RunConfig, seed: Seed, step: int, data: ImageDataset | None = None
+) -> RankTrace:
     """Gang body: the second pass of this rank, with the same fault seeded."""
     context, corpus, plan = rank_context(rank, world_size), data or open_data(config), make_plan(config)
-    with restored(*REPLACED):
-        tamper = _damage(module, table, fault)
-        return record_activations(config, context, corpus, step=step, plan=plan, tamper=tamper)
+    with seed.planted() as tamper:
+        return trace_rank(config, context, corpus, step=step, plan=plan, tamper=tamper)
 
 
 def record_on_rank(
     rank: int,
     world_size: int,
     config: RunConfig,
-    module: str,
-    table: str,
-    fault: str,
+    seed: Seed = RIGHT,
     data: ImageDataset | None = None,
     *,
-    few: bool = False,
+    steps: int = NUM_STEPS,
+    as_run: bool = False,
 ) -> RankRecord:
-    """Gang body: train as this rank, with the fault of that name in that table of that module seeded.
+    """Gang body: train as this rank, with a fault seeded.
 
-    A few steps are enough for what is wrong in the first; steps that must be skipped are tried after the others only.
+    A few steps are enough for what is wrong in the first; steps that must be skipped are tried after `NUM_STEPS` only.
     """
-    context, corpus, steps = rank_context(rank, world_size), data or open_data(config), FEW_STEPS if few else NUM_STEPS
-    with restored(*REPLACED):
-        tamper = _damage(module, table, fault)
-        return record_rank(config, context, corpus, num_steps=steps, tamper=tamper, nonfinite=not few)
-
-
-def record_few_steps(rank: int, world_size: int, config: RunConfig, data: ImageDataset | None = None) -> RankRecord:
-    """Gang body: train as this rank for two steps, and try no steps that must be skipped."""
-    corpus = data or open_data(config)
-    return record_rank(config, rank_context(rank, world_size), corpus, num_steps=FEW_STEPS, nonfinite=False)
+    context, corpus, plan = rank_context(rank, world_size), data or open_data(config), make_plan(config)
+    with seed.planted(as_run=as_run and world_size > 1) as tamper:
+        return record_rank(
+            config,
+            context,
+            corpus,
+            num_steps=steps,
+            plan=plan,
+            as_run=as_run,
+            tamper=tamper,
+            nonfinite=steps == NUM_STEPS,
+        )
 
 
 REPLACED = (
     train_step, pipeline_stages, optimizer, pipeline_shared_gradients, context_attention,
-    context_attention.RingAttention, dist,
+    context_attention.RingAttention, dist, nn.Module,
 )  # fmt: skip
 """Modules and classes in which faults replace functions."""
 
@@ -164,88 +173,40 @@ def restored(*owners: ModuleType | type) -> Iterator[None]:
 
 
 @cache
-def reference(config: RunConfig, num_steps: int = NUM_STEPS) -> ReferenceEvidence:
-    """The reference of a configuration, computed once."""
-    data, stages = few_pictures(config) or open_data(config), stage_placement_of(make_plan(config))
-    return compute_reference(config, data, num_steps=num_steps, stages=stages)
+def plain_model(config: RunConfig) -> PlainModel:
+    """The reference's module of a configuration, made once."""
+    return PlainModel(config, few_pictures(config) or open_data(config))
 
 
-class Remembered:
-    """Known variants that several proofs of a configuration share: computing them takes most of a failed proof.
-
-    Each is computed once, when it is first asked for.
-    """
-
-    def __init__(self, variants: Variants) -> None:
-        self._first, self._later = variants.of_first_step(), variants.of_later_steps()
-
-    def of_first_step(self) -> Iterator[Variant]:
-        self._first, found = tee(self._first)
-        return found
-
-    def of_later_steps(self) -> Iterator[Variant]:
-        self._later, found = tee(self._later)
-        return found
-
-
-@lru_cache(maxsize=8)
-def remembered_variants(config: RunConfig, num_steps: int) -> Remembered:
-    """The known variants of a configuration."""
-    plan, data = make_plan(config), few_pictures(config) or open_data(config)
-    return Remembered(known_variants(config, data, plan, num_steps=num_steps))
-
-
-def prove_with(records: list[RankRecord], config: RunConfig) -> ProofResult:
+def prove_with(records: list[RankRecord], config: RunConfig, *, as_run: bool = False) -> ProofResult:
     """What the proof concludes from the ranks' records."""
-    plan, data = make_plan(config), few_pictures(config) or open_data(config)
-    layout, num_steps = gather_evidence(config, records), len(records[0].losses)
-    return compare(
-        layout,
-        reference(config, num_steps),
-        variants=remembered_variants(config, num_steps),
-        by_context=context_contributions(config, data, plan),
-        branches=diagnose_branches(config, data, layout),
-    )
+    plan, data, steps = make_plan(config), few_pictures(config) or open_data(config), len(records[0].steps)
+    return conclude(config, plan, records, data, num_steps=steps, as_run=as_run, plain=plain_model(config))
 
 
-def proof(
-    gang: GangPool,
-    config: RunConfig,
-    module: str = "",
-    table: str = "",
-    fault: str = "",
-    *,
-    second_pass: bool = False,
-    few: bool = False,
-) -> ProofResult:
-    """The proof of a configuration on a gang, with a fault where one is named; one rank is this process.
+def on_ranks(gang: GangPool, config: RunConfig, body: Callable[..., Any], *more: Any, **named: Any) -> list[Any]:
+    """What the ranks of a configuration return; one rank is this process."""
+    world_size = config.mesh.axes().num_ranks()
+    if world_size == 1 and not named.get("as_run"):
+        return [body(0, 1, config, *more, **named)]
+    return gang(world_size).run(body, config, *more, timeout_s=300, **named)
 
-    The second pass that names the place of a forward's fault is left out unless a test is about it. `few`: as
-    `record_on_rank`.
-    """
-    world_size, pictures = config.mesh.axes().num_ranks(), few_pictures(config)
-    seeded = (config, module, table, fault)
 
-    def on_ranks(body: Callable[..., Any], *more: Any, **named: Any) -> list[Any]:
-        if world_size == 1:
-            return [body(0, 1, *seeded, *more, **named)]
-        return gang(world_size).run(body, *seeded, *more, **named)
+def records_of(gang: GangPool, config: RunConfig, seed: Seed = RIGHT, steps: int = FEW_STEPS) -> list[RankRecord]:
+    """What the ranks record."""
+    return on_ranks(gang, config, record_on_rank, seed, few_pictures(config), steps=steps)
 
-    result = prove_with(on_ranks(record_on_rank, pictures, few=few), config)
-    step = step_to_locate(result) if second_pass else None
-    if step is None:
+
+def proof(gang: GangPool, config: RunConfig, seed: Seed = RIGHT, *, steps: int = FEW_STEPS) -> ProofResult:
+    """The proof of a configuration on a gang, with a fault seeded, and the second pass where one is due."""
+    records = records_of(gang, config, seed, steps)
+    result, pictures = prove_with(records, config), few_pictures(config)
+    if result.locate_step is None:
         return result
-    data = pictures or open_data(config)
-    place = find_place(config, data, make_plan(config), on_ranks(locate_on_rank, step, pictures), step=step)
-    return with_place(result, place)
-
-
-def records_of(gang: GangPool, config: RunConfig) -> list[RankRecord]:
-    """What the ranks of a right layout record in a few steps; one rank is this process."""
-    world_size, arguments = config.mesh.axes().num_ranks(), (config, few_pictures(config))
-    if world_size == 1:
-        return [record_few_steps(0, 1, *arguments)]
-    return gang(world_size).run(record_few_steps, *arguments)
+    data, plan, plain = pictures or open_data(config), make_plan(config), plain_model(config)
+    ranks = on_ranks(gang, config, trace_on_rank, seed, result.locate_step, pictures)
+    sides = sides_of(config, gather_evidence(config, plan, records), plain, as_run=False)
+    return with_place(result, find_place(config, plan, ranks, data, plain, sides, step=result.locate_step))
 
 
 def assert_proved(gang: GangPool, config: RunConfig, records: list[RankRecord] | None = None) -> ProofResult:

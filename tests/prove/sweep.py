@@ -10,10 +10,8 @@ from itertools import product
 
 from meshwright.config.source import preset_names
 from meshwright.plan.rules import load
-from meshwright.prove.as_run.configuration import as_configured
-from meshwright.prove.as_run.driver import render as render_as_run
 from meshwright.prove.report import render
-from meshwright.prove.spec import as_proof
+from meshwright.prove.spec import as_configured, as_proof
 from tests.gangs.gang import GangPool
 from tests.prove import proofs
 from tests.prove.as_run import proofs as as_run
@@ -65,7 +63,7 @@ def _proofs(
     yield "in float64", [] if exact.passed else render(exact)
     rounded = as_configured(load(preset, [*sizes, "train.precision=bfloat16", *words]))
     found = as_run.proof(gang, rounded, steps=2)
-    yield "as run", [] if found.passed else render_as_run(found)
+    yield "as run", [] if found.passed else render(found)
 
 
 if __name__ == "__main__":

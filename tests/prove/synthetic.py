@@ -1,25 +1,35 @@
-"""Made-up evidence: a reference with random parts, and the layout that holds exactly that, to be damaged by tests.
+"""Made-up evidence: a reference with random parts, and ranks that train on exactly that, to be damaged by tests.
 
-Gradients of later steps don't depend on the weights, so a fault of the optimizer can be made by running it with other
-settings. Everything is a random float64 tensor: no structure that a wrong diagnosis could happen to fit.
+Gradients don't depend on the weights. Everything is a random float64 tensor: no structure that a wrong diagnosis could
+happen to fit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from meshwright.config.schema import TrainConfig
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.record.evidence import LayoutEvidence, RecordedShard, ReferenceEvidence
+from meshwright.optim.role import Role
+from meshwright.plan.rules import load
+from meshwright.prove.conclude import with_verdicts
+from meshwright.prove.explain.explain import Explainer
+from meshwright.prove.judge.counts import LayoutCounts
+from meshwright.prove.judge.judge import Sides, Tolerances, audit_steps, compare
+from meshwright.prove.placement import StagePlacement
+from meshwright.prove.record.evidence import Evidence, RankRecord, RecordedShard, Shards, ShardsByName, StepRecord
+from meshwright.prove.record.plain_optimizer import RIGHT, Replay, UpdateFault, clip_factor, plain_learning_rate
+from meshwright.prove.record.reference_run import Contributions, StepReference
+from meshwright.prove.result import Diagnosis, FaultKind, Finding, ProofResult
 
 STEPS = 3
 SAMPLES_PER_CELL = 2
+TRAIN = load("llama-tiny", ["train.warmup_steps=1", "train.max_grad_norm=5.0", "train.lr=0.001"]).train
 
 SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "embed.weight": ((10, 6), 0),
@@ -38,67 +48,53 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {
 }
 """Shape, and the dim that tensor parallel divides."""
 
+ROLES = {name: Role.MATRIX if len(shape) > 1 else Role.VECTOR for name, (shape, _) in SHAPES.items()}
 REPLICATED_OVER_TP = [name for name, (_, dim) in SHAPES.items() if dim is None]
 EVERY, MATRIX = list(SHAPES), "blocks.0.attn.q.weight"
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    """AdamW's settings; decay is of matrices only, unless `decay_all`."""
+@dataclass
+class Reference:
+    """A reference whose batch falls into `shares` × `microbatches` cells; gradients of each step are random."""
 
-    lr: float = 1e-3
-    decay: float = 0.1
-    decay_all: bool = False
-    num_steps: int = STEPS
+    shares: int
+    microbatches: int
+    seed: int = 0
+    roles: Mapping[str, Role] = field(default_factory=lambda: ROLES)
+    bias_rates: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.seed)
 
-def make_reference(shares: int, microbatches: int, *, seed: int = 0) -> ReferenceEvidence:
-    """A reference whose batch falls into `shares` × `microbatches` cells."""
-    draw = torch.Generator().manual_seed(seed)
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+        grid = (self.shares, self.microbatches)
+        self.initial = {
+            name: 0.1 * rand(*shape) if len(shape) > 1 else torch.ones(shape).double()
+            for name, (shape, _) in SHAPES.items()
+        }
+        self.parts = [{name: rand(*grid, *shape) for name, (shape, _) in SHAPES.items()} for _ in range(STEPS)]
+        self.losses = [rand(*grid).abs() / (self.shares * self.microbatches) + 0.5 for _ in range(STEPS)]
 
-    parts = {name: rand(shares, microbatches, *shape) for name, (shape, _) in SHAPES.items()}
-    gradients = {name: part.sum((0, 1)) for name, part in parts.items()}
-    norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
-    initial = {
-        name: 0.1 * rand(*shape) if len(shape) > 1 else torch.ones(shape).double()
-        for name, (shape, _) in SHAPES.items()
-    }
-    batch = shares * microbatches * SAMPLES_PER_CELL
-    losses = rand(shares, microbatches).abs() / (shares * microbatches) + 0.5
-    return ReferenceEvidence(
-        losses=[float(losses.sum()), *(4.0 + rand(STEPS - 1)).tolist()],
-        grad_norms=[norm, *(2.0 + rand(STEPS - 1)).abs().tolist()],
-        samples=[list(range(step * batch, (step + 1) * batch)) for step in range(STEPS)],
-        gradients=gradients,
-        partial_gradients=parts,
-        parameters=optimize(initial, gradients, Optimizer(), seed=seed),
-        after_first=optimize(initial, gradients, Optimizer(num_steps=1), seed=seed),
-        initial=initial,
-        partial_losses=losses,
-    )
+    def units(self, step: int) -> Tensor:
+        return torch.ones(self.shares, self.microbatches)
 
+    def gradients(self, step: int = 1) -> dict[str, Tensor]:
+        return {name: parts.sum((0, 1)) for name, parts in self.parts[step - 1].items()}
 
-def optimize(
-    initial: dict[str, Tensor], first: dict[str, Tensor], how: Optimizer, *, seed: int = 0
-) -> dict[str, Tensor]:
-    """The parameters after AdamW's steps, whose gradients after the first are random."""
-    draw, result = torch.Generator().manual_seed(seed + 1000), {}
-    for name, start in initial.items():
-        p, mean, square = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-        for step in range(1, STEPS + 1):
-            fresh = torch.randn(start.shape, generator=draw, dtype=torch.float64)
-            g = first[name] if step == 1 else first[name] + 0.3 * fresh
-            mean, square = 0.9 * mean + 0.1 * g, 0.95 * square + 0.05 * g * g
-            if step > how.num_steps:
-                continue
-            if p.dim() > 1 or how.decay_all:
-                p = p * (1 - how.lr * how.decay)
-            p = p - how.lr * (mean / (1 - 0.9**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
-        result[name] = p
-    return result
+    def batch(self, step: int) -> list[int]:
+        size = self.shares * self.microbatches * SAMPLES_PER_CELL
+        return list(range((step - 1) * size, step * size))
+
+    def step(self, step: int, weights: Mapping[str, Tensor]) -> StepReference:
+        return StepReference(float(self.losses[step - 1].sum()), self.gradients(step), {})
+
+    def contributions(self, step: int, weights: Mapping[str, Tensor]) -> Contributions:
+        return Contributions(self.losses[step - 1], self.parts[step - 1], {})
+
+    def by_stage(self, step: int, weights: Mapping[str, Tensor], stages: StagePlacement) -> dict[str, Tensor]:
+        return {}
 
 
 def box(name: str, rank: int, axes: Axes) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -121,7 +117,7 @@ def cut(full: Tensor, name: str, rank: int, axes: Axes) -> Tensor:
     return full[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))].clone()
 
 
-def shards(fulls: dict[str, Tensor], axes: Axes) -> dict[str, list[RecordedShard]]:
+def shards(fulls: Mapping[str, Tensor], axes: Axes) -> Shards:
     """Every rank's pieces."""
     return {
         name: [RecordedShard(r, box(name, r, axes)[0], cut(full, name, r, axes)) for r in range(axes.num_ranks())]
@@ -129,37 +125,13 @@ def shards(fulls: dict[str, Tensor], axes: Axes) -> dict[str, list[RecordedShard
     }
 
 
-def make_layout(reference: ReferenceEvidence, axes: Axes) -> LayoutEvidence:
-    """Evidence of a layout without a fault. Its tensors and lists are its own: tests damage them."""
-    num_ranks = axes.num_ranks()
-    microbatches = next(iter(reference.partial_gradients.values())).shape[1]
-
-    def read(rank: int, batch: list[int]) -> list[int]:
-        size, share = len(batch) // axes.data_parallel(), axes.data_index(rank)
-        return batch[share * size : (share + 1) * size]
-
-    return LayoutEvidence(
-        axes=axes,
-        num_microbatches=microbatches,
-        losses=[list(reference.losses) for _ in range(num_ranks)],
-        grad_norms=[list(reference.grad_norms) for _ in range(num_ranks)],
-        samples=[[read(rank, batch) for batch in reference.samples] for rank in range(num_ranks)],
-        gradients=shards(reference.gradients, axes),
-        parameters=shards(reference.parameters, axes),
-        initial=shards(reference.initial, axes),
-        after_first=shards(reference.after_first, axes),
-    )
-
-
-def hold(pieces: dict[str, list[RecordedShard]], axes: Axes, name: str, full: Callable[[int], Tensor]) -> None:
+def hold(pieces: Shards, axes: Axes, name: str, full: Callable[[int], Tensor]) -> None:
     """Let every rank hold its piece of `full(rank)` instead."""
     for shard in pieces[name]:
         shard.value.copy_(cut(full(shard.rank), name, shard.rank, axes))
 
 
-def scale(
-    pieces: dict[str, list[RecordedShard]], names: list[str], factor: float, ranks: set[int] | None = None
-) -> None:
+def scale(pieces: Shards, names: Sequence[str], factor: float, ranks: set[int] | None = None) -> None:
     """Multiply the pieces of some ranks, or of all."""
     for name in names:
         for shard in pieces[name]:
@@ -167,43 +139,148 @@ def scale(
                 shard.value.mul_(factor)
 
 
+Change = Callable[[int, int, str, Tensor, Tensor], Tensor]
+"""Return what a rank holds after a step, given rank, step, name, and its pieces before and after the right update."""
+
+
+class Layout:
+    """Ranks that train; tests damage what they compute of it."""
+
+    def __init__(self, reference: Reference, axes: Axes, train: TrainConfig = TRAIN) -> None:
+        self.axes, num_ranks = axes, axes.num_ranks()
+        self.initial = shards(reference.initial, axes)
+        self.by_step = [shards(reference.gradients(step), axes) for step in range(1, STEPS + 1)]
+        losses = [float(one.sum()) for one in reference.losses]
+        self.losses = [list(losses) for _ in range(num_ranks)]
+        self.samples = [
+            [self._read(rank, reference.batch(step)) for step in range(1, STEPS + 1)] for rank in range(num_ranks)
+        ]
+        self.norms: dict[tuple[int, int], float] = {}
+        """Reported norms by rank and step, where they are not those of the gradients."""
+        self.rates: dict[tuple[int, int], float] = {}
+        self.given: Callable[[int, int, str, Tensor], Tensor | None] = lambda rank, step, name, clipped: clipped
+        """What the optimizer is given, from rank, step, name and clipped gradient; None for nothing."""
+        self.train = train
+        """Settings of the optimizer."""
+        self.faults: dict[str, UpdateFault] = {}
+        """Faults of the optimizer, by parameter."""
+        self.after: Change = lambda rank, step, name, old, new: new
+
+    @property
+    def gradients(self) -> Shards:
+        """Gradients of step 1."""
+        return self.by_step[0]
+
+    def _read(self, rank: int, batch: list[int]) -> list[int]:
+        size, share = len(batch) // self.axes.data_parallel(), self.axes.data_index(rank)
+        return batch[share * size : (share + 1) * size]
+
+    def norm(self, step: int) -> float:
+        """The norm of a step's gradients, replicas averaged."""
+        squares = 0.0
+        for name, pieces in self.by_step[step - 1].items():
+            distinct = sum(piece.value.numel() for piece in pieces) / math.prod(SHAPES[name][0]) or 1.0
+            squares += sum(float((piece.value**2).sum()) for piece in pieces) / distinct
+        return math.sqrt(squares)
+
+    def records(self) -> list[RankRecord]:
+        """What the ranks record."""
+        return [self._record(rank) for rank in range(self.axes.num_ranks())]
+
+    def _record(self, rank: int) -> RankRecord:
+        weights = self._of_rank(self.initial, rank)
+        record = RankRecord(initial=dict(weights))
+        replays = {name: Replay(self.train, ROLES, self.faults.get(name, RIGHT)) for name in SHAPES}
+        for step in range(1, STEPS + 1):
+            gradients = self._of_rank(self.by_step[step - 1], rank)
+            norm = self.norms.get((rank, step), self.norm(step))
+            rate = self.rates.get((rank, step), plain_learning_rate(step, self.train))
+            factor, skipped = clip_factor(norm, self.train.max_grad_norm), not math.isfinite(norm)
+            pairs = ((name, at, self.given(rank, step, name, factor * v)) for name, (at, v) in gradients.items())
+            given = {name: (at, value) for name, at, value in pairs if value is not None}
+            after: ShardsByName = {}
+            for name, (at, old) in weights.items():
+                new = old
+                if name in given and not skipped:
+                    new = replays[name].step(step, rate, {name: old}, {name: given[name][1]}, factor)[name]
+                after[name] = at, self.after(rank, step, name, old, new)
+            found = StepRecord(
+                self.losses[rank][step - 1], norm, math.nan if skipped else rate, skipped, self.samples[rank][step - 1],
+                {}, gradients, {} if skipped else given, after,
+            )  # fmt: skip
+            record.steps.append(vars(found))
+            weights = after
+        return record
+
+    @staticmethod
+    def _of_rank(pieces: Shards, rank: int) -> ShardsByName:
+        return {
+            name: (shard.offset, shard.value.clone())
+            for name, found in pieces.items()
+            for shard in found
+            if shard.rank == rank
+        }
+
+
 class Case:
     """A faultless layout with what a test needs to damage it, and what the proof says then."""
 
-    def __init__(self, axes: Axes, microbatches: int = 1) -> None:
-        self.axes = axes
-        self.reference = make_reference(axes.data_parallel(), microbatches)
-        self.layout = make_layout(self.reference, axes)
+    def __init__(self, axes: Axes, microbatches: int = 1, *, seed: int = 0, train: TrainConfig = TRAIN) -> None:
+        self.axes, self.train = axes, train
+        self.reference = Reference(axes.data_parallel(), microbatches, seed)
+        self.layout = Layout(self.reference, axes, train)
 
     def give(self, full_of: Callable[[int, Tensor], Tensor], names: Sequence[str] = EVERY) -> None:
-        """Let each rank hold its piece of the gradient `full_of(rank, parts)`, for every parameter."""
+        """Let each rank hold its piece of the gradient `full_of(rank, parts)` of step 1, for every parameter."""
         for name in names:
-            parts = self.reference.partial_gradients[name]
+            parts = self.reference.parts[0][name]
             hold(self.layout.gradients, self.axes, name, lambda rank, parts=parts: full_of(rank, parts))  # type: ignore[misc]
 
     def share(self, rank: int) -> int:
         return self.axes.data_index(rank)
 
-    def diagnoses(self, names: Sequence[str] = EVERY, tensors: str = "gradient") -> list[Diagnosis]:
+    def proof(self) -> ProofResult:
+        """What the proof concludes."""
+        return conclude_with(self.reference, self.layout.records(), self.axes, self.train)
+
+    def diagnoses(self, names: Sequence[str] = EVERY, about: str = "gradient") -> list[Diagnosis]:
         """What the proof says of some gradients, or of other tensors; all others must be right."""
-        result = compare(self.layout, self.reference)
+        result = self.proof()
         assert not result.passed
-        found = {p.name: getattr(p, tensors) for p in result.parameters}
+        found = {p.name: p.tensors()[about] for p in result.parameters}
         assert sorted(name for name, one in found.items() if not one.ok) == sorted(names)
-        assert tensors != "gradient" or all(one.diagnosis is None for one in found.values() if one.ok)
-        return [found[name].diagnosis for name in names]
+        diagnoses = [found[name].diagnosis for name in names]
+        return [one for one in diagnoses if one is not None]
 
     def says(
-        self, *words: str, kind: FaultKind | None = None, names: Sequence[str] = EVERY, tensors: str = "gradient"
+        self, *words: str, kind: FaultKind | None = None, names: Sequence[str] = EVERY, about: str = "gradient"
     ) -> None:
-        for diagnosis in self.diagnoses(names, tensors):
+        found = self.diagnoses(names, about)
+        assert len(found) == len(names)
+        for diagnosis in found:
             check(diagnosis, words, kind)
 
-    def says_of(self, what: str, *words: str, kind: FaultKind | None = None) -> None:
-        """What is said of the losses, or of the norm."""
-        result = compare(self.layout, self.reference)
-        assert not result.passed and not getattr(result, what).ok
-        check(getattr(result, what).diagnosis, words, kind)
+    def says_of(self, about: str, *words: str, kind: FaultKind | None = None) -> Finding:
+        """What is said of the losses, of the norm, …"""
+        result = self.proof()
+        assert not result.passed
+        found = [one for one in result.findings if one.about == about]
+        assert found, [one.diagnosis.text for one in result.findings]
+        check(found[0].diagnosis, words, kind)
+        return found[0]
+
+
+def conclude_with(
+    reference: Reference, records: list[RankRecord], axes: Axes, train: TrainConfig = TRAIN
+) -> ProofResult:
+    """What a proof concludes from records."""
+    evidence = Evidence(axes, reference.microbatches, tuple(records))
+    result = ProofResult(axes, reference.microbatches, STEPS, "float64", (), (), (), ())
+    if incomplete := audit_steps(evidence, STEPS):
+        return replace(result, findings=tuple(Finding("evidence", one) for one in incomplete))
+    counts = LayoutCounts(axes, reference.microbatches, len(reference.batch(1)))
+    comparison = compare(Sides(evidence, reference, train, (train.max_grad_norm,) * STEPS, counts), Tolerances())
+    return with_verdicts(result, comparison, Explainer(comparison).explain())
 
 
 def check(diagnosis: Diagnosis, words: Sequence[str], kind: FaultKind | None) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.assemble_shards import assemble
+from meshwright.prove.judge.tensors import assemble
 from meshwright.prove.record.evidence import RecordedShard
 from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, shards
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -11,12 +9,20 @@ from meshwright.config.resolve import learning_rate
 from meshwright.data.sampler import WindowOrder
 from meshwright.mesh.axes import Axes
 from meshwright.plan.rules import load
+from meshwright.prove import conclude as branches
+from meshwright.prove.conclude import diagnose_branches
+from meshwright.prove.record.evidence import Evidence, RankRecord
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
-from meshwright.prove.untaken_paths import diagnose_branches as branches
-from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches
 from tests.helpers import open_data
-from tests.prove.proofs import few_pictures, record_on_rank, small_config, small_dit_config, small_expert_config
-from tests.prove.synthetic import make_layout, make_reference
+from tests.prove.proofs import (
+    Seed,
+    few_pictures,
+    plain_model,
+    record_on_rank,
+    small_config,
+    small_dit_config,
+    small_expert_config,
+)
 
 AXES = Axes(dp_shard=2)
 SCHEDULES = {
@@ -28,9 +34,14 @@ SCHEDULES = {
 }
 
 
-def found_in(config, layout=None):
-    layout = layout or make_layout(make_reference(2, 1), AXES)
-    return " / ".join(one.text for one in diagnose_branches(config, few_pictures(config) or open_data(config), layout))
+def evidence(*norms):
+    """Records of steps with these norms."""
+    return Evidence(AXES, 1, tuple(RankRecord(steps=[{"grad_norm": norm} for norm in norms]) for _ in range(2)))
+
+
+def found_in(config):
+    data = few_pictures(config) or open_data(config)
+    return " / ".join(one.text for one in diagnose_branches(config, data, evidence(1.0)))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -58,7 +69,7 @@ def test_right_layouts_skip_what_is_not_finite(gang, name):
     make, layout = RIGHT[name]
     config = make(*layout)
     pictures = few_pictures(config)
-    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, "", "", "", pictures)
+    records = gang(config.mesh.axes().num_ranks()).run(record_on_rank, config, Seed(), pictures)
     assert {what for record in records for what in record.nonfinite} == {"loss", "gradient"}
     assert not any(changed for record in records for changed in record.nonfinite.values())
 
@@ -66,7 +77,7 @@ def test_right_layouts_skip_what_is_not_finite(gang, name):
 def test_all_ranks_agree_whether_to_try_them(gang):
     """The first stage has a dense layer only, and would wait for the one with experts."""
     config = small_expert_config("mesh.pp=2", "model.num_dense_layers=1", "train.num_microbatches=2")
-    records = gang(2).run(record_on_rank, config, "", "", "")
+    records = gang(2).run(record_on_rank, config)
     assert [record.nonfinite for record in records] == [{}, {}]
 
 
@@ -83,22 +94,16 @@ def test_a_rate_after_the_steps_of_the_proof(monkeypatch, words, change):
     assert words in text and "the schedule has the learning rate" in text
 
 
-def test_a_rate_that_a_rank_used():
-    layout = make_layout(make_reference(2, 1), AXES)
-    config = small_config()
-    due = [plain_learning_rate(step, config.train) for step in (1, 2)]
-    layout.rates.extend([due, [due[0], due[1] * 1.5]])
-    assert "rank 1 used the learning rate" in found_in(config, layout)
-
-
 def test_what_is_not_proved_is_said():
-    config, reference = small_config("train.max_grad_norm=100.0"), make_reference(2, 1)
-    one_step = replace(reference, grad_norms=[1.0])
-    data = open_data(config)
-    assert branches.unproved(config, data, replace(reference, grad_norms=[1.0, 1.0])) == ()
-    [note] = branches.unproved(config, data, one_step)
+    config = small_config("train.max_grad_norm=100.0")
+    data, plain = open_data(config), plain_model(config)
+    assert not list(branches.unproved(config, data, evidence(1.0, 1.0), plain))
+    [note] = branches.unproved(config, data, evidence(1.0), plain)
     assert "clipping" in note and "--steps 2" in note
-    assert branches.unproved(small_config("train.max_grad_norm=0.5"), data, one_step) == ()
+    assert not list(branches.unproved(small_config("train.max_grad_norm=0.5"), data, evidence(1.0), plain))
+    experts = small_expert_config()
+    [note] = branches.unproved(experts, open_data(experts), evidence(1.0, 1.0), plain_model(experts))
+    assert "in a model with experts" in note
 
 
 def test_an_epoch_that_visits_a_window_twice(monkeypatch):

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.tensor_verdict import compare_tensors
-from meshwright.prove.diagnose.expert_counts import balancing_step, diagnose_bias, diagnose_counts
-from meshwright.prove.diagnose.experts import narrow_to_experts
-from meshwright.prove.diagnose.factors import LayoutCounts
-from meshwright.prove.diagnose.suspect import unrecognised
+from meshwright.prove.explain.experts import balancing_step, diagnose_bias, diagnose_counts, narrow_to_experts
+from meshwright.prove.explain.gradients import unrecognised
+from meshwright.prove.judge.counts import LayoutCounts
+from meshwright.prove.judge.verdicts import compare_tensors
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.evidence import RecordedShard
 
@@ -27,8 +26,8 @@ LOCAL = NUM_EXPERTS // EP
 def verdict_on(held, expected, contributions=None):
     """The verdict on a tensor of which each rank holds `held(rank)`: an offset and values."""
     shards = [RecordedShard(rank, held(rank)[0], torch.from_numpy(held(rank)[1])) for rank in range(4)]
-    parts = {} if contributions is None else {NAME: contributions}
-    verdict = compare_tensors({NAME: shards}, {NAME: expected}, COUNTS, 1e-12, parts)[NAME]
+    parts = lambda _: contributions  # noqa: E731
+    verdict = compare_tensors({NAME: shards}, {NAME: expected}, COUNTS, 1e-12, contributions=parts)[NAME]
     return verdict.with_diagnosis(unrecognised(verdict.suspect))
 
 

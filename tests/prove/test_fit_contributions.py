@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.diagnose.factors import LayoutCounts, factor_cause
-from meshwright.prove.diagnose.fit_contributions import FitProblem, contribution_weights, typical_weights
+from meshwright.prove.explain.contributions import FitProblem, contribution_weights, typical_weights
+from meshwright.prove.judge.counts import LayoutCounts, factor_cause
 
 COUNTS = LayoutCounts(Axes(dp_replicate=2, dp_shard=2), 2, 16)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.conclude import compare
-from meshwright.prove.compare.result import FaultKind as K
+from meshwright.prove.result import FaultKind as K
 from tests.prove.synthetic import Case
 
 TWO = Axes(dp_shard=2)
@@ -16,11 +15,11 @@ LAYOUTS = (TWO, HSDP, Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2))
 
 def share(c, rank):
     """The loss of a rank's share of the samples."""
-    return c.reference.partial_losses[c.share(rank)].sum()
+    return c.reference.losses[0][c.share(rank)].sum()
 
 
 def last(c):
-    return c.reference.partial_losses[:, -1].sum()
+    return c.reference.losses[0][:, -1].sum()
 
 
 OWN, LAST = "each rank holds only its local contribution: the sum over", "only the last micro-batch (2)"
@@ -29,17 +28,17 @@ LOSSES = {
     "own of 3": (LAYOUTS, 3, lambda c, r: share(c, r), [OWN], K.SUM_MISSING),
     "own mean": (LAYOUTS, 3, lambda c, r: share(c, r) * c.axes.data_parallel(),
         ["its local contribution: the mean over"], K.SUM_MISSING),
-    "sum": (LAYOUTS, 5, lambda c, r: c.reference.losses[0] * 5,
+    "sum": (LAYOUTS, 5, lambda c, r: c.reference.losses[0].sum() * 5,
         ["5.000 × the reference on every rank: summed over the 5 micro-batches"], K.SCALED),
-    "mean": (LAYOUTS, 5, lambda c, r: c.reference.losses[0] / 5, ["averaged over the 5 micro-batches instead of"],
+    "mean": (LAYOUTS, 5, lambda c, r: c.reference.losses[0].sum() / 5, ["averaged over the 5 micro-batches instead of"],
         K.SCALED),
     "last": ((TWO,), 3, lambda c, r: last(c), [LAST], K.CONTRIBUTIONS),
     "mean of last": ((TWO,), 3, lambda c, r: last(c) * 3, [f"{LAST} is present, counted 3 times"], K.CONTRIBUTIONS),
-    "anything": ((HSDP,), 1, lambda c, r: c.reference.losses[0] * 1.01,
+    "anything": ((HSDP,), 1, lambda c, r: c.reference.losses[0].sum() * 1.01,
         ["not recognised: the forward pass differs"], K.UNRECOGNISED),
-    "one rank": ((HSDP,), 1, lambda c, r: c.reference.losses[0] * (1 + 0.01 * (r == 2)),
+    "one rank": ((HSDP,), 1, lambda c, r: c.reference.losses[0].sum() * (1 + 0.01 * (r == 2)),
         ["report different losses", "on rank 2"], K.UNRECOGNISED),
-    "infinite": ((HSDP,), 1, lambda c, r: float("inf") if r == 1 else c.reference.losses[0],
+    "infinite": ((HSDP,), 1, lambda c, r: float("inf") if r == 1 else c.reference.losses[0].sum(),
         ["not finite only on rank 1"], K.NON_FINITE),
 }  # fmt: skip
 
@@ -54,26 +53,14 @@ def with_losses(case, loss_of_rank):
 def test_a_wrong_loss_is_named(name):
     layouts, micro, loss_of_rank, words, kind = LOSSES[name]
     for axes in layouts:
-        with_losses(Case(axes, micro), loss_of_rank).says_of("losses", *words, kind=kind)
+        with_losses(Case(axes, micro), loss_of_rank).says_of("loss", *words, kind=kind)
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_losses_that_add_up_need_no_partial_losses(axes):
-    for factor, words in ((axes.data_parallel(), "the mean over"), (1, "the sum over")):
-        case = Case(axes)
-        with_losses(case, lambda c, rank, factor=factor: share(c, rank) * factor)
-        object.__setattr__(case.reference, "partial_losses", None)
-        case.says_of("losses", "ranks report different losses, each its local", words, kind=K.SUM_MISSING)
-
-
-def test_later_losses():
+def test_the_losses_of_later_steps_are_compared_like_the_first() -> None:
     case = Case(TWO)
     for losses in case.layout.losses:
-        losses[1:] = losses[:-1]
-    case.says_of("losses", "loss of step 2 matches step 1 of the reference: one step behind", kind=K.OUT_OF_STEP)
-    case = Case(TWO)
-    case.layout.losses[1][2] += 1e-3
-    case.says_of("losses", "loss correct in step 1, wrong from step 3 on", "not recognised")
+        losses[2] *= 2
+    assert case.says_of("loss", "2.000 × the reference", "summed over dp_shard", kind=K.SCALED).step == 3
 
 
 def first(*samples_of_rank):
@@ -122,6 +109,6 @@ def test_wrong_samples_are_named(name):
     axes, micro, damage, words = SAMPLES[name]
     case = Case(axes, micro)
     damage(case.layout.samples)
-    result = compare(case.layout, case.reference)
-    text = " / ".join(one.text for one in result.samples)
+    result = case.proof()
+    text = " / ".join(one.diagnosis.text for one in result.findings if one.about == "samples")
     assert not result.passed and all(word in text for word in words), text

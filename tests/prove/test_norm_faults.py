@@ -7,8 +7,8 @@ import math
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.compare.result import FaultKind as K
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, Case, hold, scale
+from meshwright.prove.result import FaultKind as K
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, Case, scale
 
 HSDP, FSDP, FSDP_TP = Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=4), Axes(dp_shard=2, tp=2)
 ODD, ALL = Axes(dp_shard=3, tp=2), Axes(dp_replicate=2, dp_shard=2, tp=2)
@@ -20,10 +20,10 @@ class Norms(Case):
 
     def __init__(self, axes):
         super().__init__(axes)
-        self.due = self.reference.grad_norms[0]
+        self.due = self.layout.norm(1)
 
     def squares(self, names=SHAPES):
-        return sum(float((self.reference.gradients[name] ** 2).sum()) for name in names)
+        return sum(float((self.reference.gradients()[name] ** 2).sum()) for name in names)
 
     def local(self, rank, weight=lambda name: 1.0):
         """Sum of squares of what a rank holds."""
@@ -36,10 +36,10 @@ class Norms(Case):
 
     def report(self, squares_of_rank):
         for rank in range(self.axes.num_ranks()):
-            self.layout.grad_norms[rank][0] = math.sqrt(squares_of_rank(rank))
+            self.layout.norms[rank, 1] = math.sqrt(squares_of_rank(rank))
 
     def says(self, *words, kind=None):
-        self.says_of("grad_norm", *words, kind=kind)
+        self.says_of("norm", *words, kind=kind)
 
 
 def without(names):
@@ -109,20 +109,10 @@ def test_norms_reduced_over_one_axis_only(axis):
     case.says(f"local norms not reduced over {axis}", kind=K.NORM_MEMBERS)
 
 
-def test_the_norm_of_wrong_gradients_follows_from_them():
+def test_a_norm_is_that_of_the_gradients_as_they_are() -> None:
+    """Wrong gradients have a norm, too; and each step's is compared."""
     case = Norms(FSDP_TP)
     scale(case.layout.gradients, list(SHAPES), 2.0)
-    case.report(lambda rank: 4 * case.due**2)
-    case.says("follows from the wrong gradients", kind=K.CONSEQUENCE)
-
-
-def test_later_norms():
-    case = Norms(Axes(dp_shard=2))
-    for norms in case.layout.grad_norms:
-        norms[1] = case.reference.grad_norms[0]
-    case.says("gradient norm of step 2 matches step 1 of the reference", "one step behind", kind=K.OUT_OF_STEP)
-    case = Norms(Axes(dp_shard=2))
-    case.layout.grad_norms[0][2] *= 1.5
-    case.says("gradient norm correct in step 1, wrong from step 3 on", "not recognised")
-    hold(case.layout.after_first, case.axes, HEAD, lambda rank: case.reference.initial[HEAD])
-    case.says("follows from a wrong update", kind=K.CONSEQUENCE)
+    assert all(step.ok for step in case.proof().norms)
+    case.layout.norms[0, 3] = 1.5 * case.layout.norm(3)
+    assert case.says_of("norm", "not recognised").step == 3

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
 
 from meshwright.data.windows import JoinedWindows
+from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.data.chats.formats import CHATML, build, many_chats, write_lines
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data
-from tests.prove.proofs import assert_proved, proof, small_config
-from tests.prove.seeded_faults import Fault
+from tests.prove.proofs import Seed, assert_proved, proof, small_config
+from tests.prove.seeded_faults import Fault, wrapping
 
 SEPARATOR = 255
 LENGTHS = (10, 90, 12, 2, 11, 41, 10, 3, 3, 11, 10, 2, 12, 64, 4, 12)
@@ -72,13 +74,12 @@ def test_conversations_are_as_if_alone(gang: GangPool, chats: list[str], layout:
 
 def mean_of_means(job: Job, step: TrainStep) -> None:
     """Average over a micro-batch's targets first, as in transformers#34191."""
-    task: Any = step._task
-    loss_sum, count = task.loss_sum, job.plan.batch.global_batch * job.plan.batch.tokens
+    batch, task = job.plan.batch, step._task
+    loss_sum, count = task.loss_sum, batch.global_batch * batch.tokens
 
     def loss(out: Tensor, targets: Tensor) -> Tensor:
-        real = (targets != -100).sum()
-        mean: Tensor = loss_sum(out, targets) / real.clamp_min(1) * (count // job.plan.batch.num_microbatches)
-        return mean
+        num = (targets != -100).sum().clamp_min(1)
+        return loss_sum(out, targets) / num * (count // batch.num_microbatches)
 
     task.loss_sum, step._count_units = loss, lambda samples: count
 
@@ -89,44 +90,32 @@ def divisor_of_a_rank(job: Job, step: TrainStep) -> None:
     step._count_units = lambda samples: ranks * sum(step._task.count(one) for one in samples)
 
 
-def task_of(step: TrainStep) -> Any:
-    return cast(Any, step._task)._task  # what the proof records is what the model reads
-
-
-def one_document_each(job: Job, step: TrainStep) -> None:
+def one_document_each(job: Job, batch: Any) -> Any:
     """Attend across documents."""
-    task = task_of(step)
-    batch = task.batch
 
     def unpacked(samples: range) -> Any:
         found = batch(samples)
         return replace(found, layout=replace(found.layout, documents=None))
 
-    task.batch = unpacked
+    return unpacked
 
 
-def shifted_mask(job: Job, step: TrainStep) -> None:
-    """Count the token before each that counts."""
-    loader = task_of(step)._loader
-    loader._windows = JoinedWindows(
-        tuple(replace(one, mask=replace(one.mask, start=one.mask.start + 1)) for one in loader._windows.sources)
-    )
+def masks(change: Callable[[Any], Any]) -> Tamper:
+    """Change which tokens count."""
 
+    def changed(job: Job, windows: JoinedWindows) -> JoinedWindows:
+        return JoinedWindows(tuple(replace(one, mask=change(one.mask)) for one in windows.sources))
 
-def no_mask(job: Job, step: TrainStep) -> None:
-    """Train on what everybody says."""
-    loader = task_of(step)._loader
-    loader._windows = JoinedWindows(tuple(replace(one, mask=None) for one in loader._windows.sources))
+    return wrapping("step._task._task._loader._windows", changed)
 
 
 def divisor_of_all_tokens(job: Job, step: TrainStep) -> None:
     """Divide by the tokens that are no padding, as if all of them counted."""
-    task = task_of(step)
-    loader = task._loader
+    task: Any = step._task._task  # what the proof records is what the model reads
 
     def count(samples: range) -> int:
-        (windows,) = loader._windows.sources
-        bounds = (windows.first_pieces[number : number + 2] for number in loader.order.windows(samples))
+        (windows,) = task._loader._windows.sources
+        bounds = (windows.first_pieces[number : number + 2] for number in task._loader.order.windows(samples))
         return sum(int(windows.pieces["length"][first:last].sum()) for first, last in bounds)
 
     task.count = count
@@ -135,11 +124,12 @@ def divisor_of_all_tokens(job: Job, step: TrainStep) -> None:
 FAULTS = {
     "mean of means": Fault(mean_of_means, ("train.num_microbatches=4",), ()),
     "divisor of a rank": Fault(divisor_of_a_rank, (SHARD,), ()),
-    "attention across documents": Fault(one_document_each, (SHARD,), ()),
-    "the mask is shifted by one": Fault(shifted_mask, (SHARD_TWICE,), ("the targets of samples differ",)),
+    "attention across documents": Fault(wrapping("step._task._task.batch", one_document_each), (SHARD,), ()),
+    "the mask is shifted by one": Fault(masks(lambda mask: replace(mask, start=mask.start + 1)), (SHARD_TWICE,), ()),
     "the divisor ignores the mask": Fault(divisor_of_all_tokens, (SHARD_TWICE,), ()),
-    "everything counts": Fault(no_mask, (SHARD_TWICE,), ("the targets of samples differ",)),
+    "everything counts": Fault(masks(lambda mask: None), (SHARD_TWICE,), ()),
 }
+MASKED, SAID_OF_SAMPLES = "the targets of samples differ", ("the mask is shifted by one", "everything counts")
 QUICK = ("mean of means", "the divisor ignores the mask")
 
 
@@ -147,7 +137,9 @@ QUICK = ("mean of means", "the divisor ignores the mask")
 def test_packing_gone_wrong_fails(gang: GangPool, source: list[str], chats: list[str], name: str) -> None:
     data = chats if FAULTS[name].layout == (SHARD_TWICE,) else source
     config = small_config(*data, *" ".join(FAULTS[name].layout).split())
-    assert not proof(gang, config, "tests.prove.test_packing", "FAULTS", name, few=True).passed
+    result = proof(gang, config, Seed(__name__, "FAULTS", name))
+    assert not result.passed
+    assert any(MASKED in one.diagnosis.symptom for one in result.findings) == (name in SAID_OF_SAMPLES)
 
 
 def test_samples_differ_wildly(source: list[str]) -> None:

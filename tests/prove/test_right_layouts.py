@@ -183,7 +183,7 @@ def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang
     assert len(shared) == 2
     for parameter in shared:
         assert parameter.gradient.replicated == ("pp",) and parameter.gradient.replicas_equal
-        assert parameter.final.replicas_equal
+        assert parameter.update.replicas_equal
 
 
 @pytest.mark.parametrize(

@@ -9,32 +9,40 @@ from importlib import import_module
 import pytest
 
 from meshwright.config.schema import RunConfig
-from meshwright.prove.compare.result import FaultKind
 from meshwright.prove.report import render, to_json
+from meshwright.prove.result import FaultKind
 from tests.gangs.gang import GangError, GangPool
-from tests.prove.proofs import assert_named, proof, record_on_rank, small_config, small_dit_config, small_expert_config
+from tests.prove.proofs import (
+    FEW_STEPS,
+    NUM_STEPS,
+    Seed,
+    assert_named,
+    proof,
+    records_of,
+    small_config,
+    small_dit_config,
+    small_expert_config,
+)
 from tests.prove.seeded_faults import FAULTS, Fault
 
 TABLES = {
-    "seeded_faults.FAULTS": 25,
+    "seeded_faults.FAULTS": 28,
     "pipeline_faults.PIPELINE_FAULTS": 26,
     "shared_faults.SHARED_FAULTS": 21,
-    "forward_faults.FORWARD_FAULTS": 22,
-    "forward_faults.DROPOUT_FAULTS": 3,
-    "optimizer_faults.OPTIMIZER_FAULTS": 20,
-    "data_faults.DATA_FAULTS": 7,
+    "forward_faults.FORWARD_FAULTS": 26,
+    "forward_faults.DROPOUT_FAULTS": 4,
+    "optimizer_faults.OPTIMIZER_FAULTS": 25,
+    "data_faults.DATA_FAULTS": 8,
     "data_faults.IMAGE_FAULTS": 2,
-    "branch_faults.BRANCH_FAULTS": 4,
-    "muon_faults.MUON_FAULTS": 5,
-    "muon_faults.UNKNOWN_MUON_FAULTS": 2,
+    "branch_faults.BRANCH_FAULTS": 5,
+    "optimizer_faults.MUON_FAULTS": 5,
+    "optimizer_faults.UNKNOWN_MUON_FAULTS": 2,
     "context_faults.CONTEXT_FAULTS": 33,
     "context_faults.NEAR_MISSES": 6,
-    "expert_faults.EXPERT_FAULTS": 33,
+    "expert_faults.EXPERT_FAULTS": 38,
     "expert_faults.UNKNOWN_FAULTS": 2,
 }
 """Tables of faults, and how many each has at least."""
-PLACED = {"pipeline_faults", "forward_faults", "optimizer_faults", "data_faults", "branch_faults"}
-"""Modules whose faults are named with their place in the forward, by a second pass."""
 QUICK = {
     "accumulation is overwritten",
     "two micro-batches are swapped on the way to stage 1",
@@ -77,13 +85,11 @@ def config_of(where: str, layout: tuple[str, ...], documents: str) -> RunConfig:
 @pytest.mark.parametrize(("where", "name"), CASES)
 def test_a_seeded_fault_is_caught_and_named(gang: GangPool, documents: str, where: str, name: str) -> None:
     fault, (module, found) = table(where)[name], where.split(".")
-    few = module != "branch_faults" and name not in MORE_STEPS
+    steps = NUM_STEPS if module == "branch_faults" or name in MORE_STEPS else FEW_STEPS
     config = config_of(where, fault.layout, documents)
-    result = proof(gang, config, f"tests.prove.{module}", found, name, second_pass=module in PLACED, few=few)
+    result = proof(gang, config, Seed(f"tests.prove.{module}", found, name), steps=steps)
     assert_named(result, fault)
     text = "\n".join(render(result))
-    if "UNKNOWN" in found:
-        assert "not recognised" in text and not result.known
     if module == "shared_faults":
         assert "not recognised" not in text
     if found == "NEAR_MISSES":
@@ -106,7 +112,7 @@ def test_the_quick_ones_are_there() -> None:
 def test_a_fault_of_cp_is_named_beside_experts(gang: GangPool, name: str) -> None:
     fault = table("context_faults.CONTEXT_FAULTS")[name]
     config = small_expert_config(*fault.layout, "mesh.ep=2")
-    found = proof(gang, config, "tests.prove.context_faults", "CONTEXT_FAULTS", name, few=True)
+    found = proof(gang, config, Seed("tests.prove.context_faults", "CONTEXT_FAULTS", name))
     assert_named(found, replace(fault, at=""))
 
 
@@ -118,9 +124,8 @@ DENSE = [name for name, fault in FAULTS.items() if "ffn" not in fault.at and "le
 def test_a_fault_of_other_parameters_keeps_its_cause_beside_experts(gang: GangPool, name: str) -> None:
     fault = FAULTS[name]
     ep = ("mesh.ep=2",) if "mesh.dp_shard=2" in fault.layout else ()
-    result = proof(gang, small_expert_config(*fault.layout, *ep), "tests.prove.seeded_faults", "FAULTS", name, few=True)
+    result = proof(gang, small_expert_config(*fault.layout, *ep), Seed("tests.prove.seeded_faults", "FAULTS", name))
     assert_named(result, replace(fault, at=""))
-    assert not result.known
 
 
 @pytest.mark.slow
@@ -128,5 +133,5 @@ def test_a_buffer_that_is_used_after_its_free_ends_the_step(gang: GangPool) -> N
     """Autograd sees that what it saved was poisoned."""
     for name, fault in table("pipeline_faults.LOUD_FAULTS").items():
         with pytest.raises(GangError) as caught:
-            gang(2).run(record_on_rank, small_config(*fault.layout), "tests.prove.pipeline_faults", "LOUD_FAULTS", name)
+            records_of(gang, small_config(*fault.layout), Seed("tests.prove.pipeline_faults", "LOUD_FAULTS", name))
         assert caught.value.ranks[0] == 1 and all(words in caught.value.what for words in fault.says)

@@ -39,7 +39,7 @@ def body(rank, world_size, words, is_wrong):
         forget_plans()
         config = as_proof(load(str(EXAMPLE / "gpt.toml"), words))
         try:
-            return record_on_rank(rank, world_size, config, "", "", "")
+            return record_on_rank(rank, world_size, config)
         finally:
             forget_plans()
 

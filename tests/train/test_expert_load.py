@@ -87,7 +87,7 @@ def test_counts_are_those_of_one_process(gang, corpus, world_size, layout):
 @pytest.mark.parametrize(("world_size", "layout"), quick_and_slow([LAYOUTS[1], LAYOUTS[3]], [LAYOUTS[1]]))
 def test_counts_are_those_of_the_reference(gang, corpus, world_size, layout):
     config = as_proof(load(PRESET, [*corpus, *layout]))
-    result = prove_with(gang(world_size).run(record_on_rank, config, "", "", "", timeout_s=120), config)
+    result = prove_with(gang(world_size).run(record_on_rank, config, timeout_s=120), config)
     assert result.passed, "\n".join(render(result))
 
 

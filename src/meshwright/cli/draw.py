@@ -38,9 +38,7 @@ def catalogue(
     table: Annotated[Path | None, typer.Option("--table", help="Write a table in Markdown.")] = None,
 ) -> None:
     """Show which models a catalogue has proved on which layouts."""
-    from meshwright.prove.catalogue.case import counts
-    from meshwright.prove.catalogue.draw import draw_catalogue
-    from meshwright.prove.catalogue.report import page, read_report
+    from meshwright.prove.catalogue import counts, draw_catalogue, page, read_report
 
     if out is not None:
         check_figure(out)

@@ -90,8 +90,7 @@ def show_catalogue(words: list[str], steps: int | None, json_path: Path | None) 
     `words` are model types, and keys of every case.
     """
     from meshwright import api
-    from meshwright.prove.catalogue.case import Outcome, Result, counts, table
-    from meshwright.prove.catalogue.report import to_json
+    from meshwright.prove.catalogue import Outcome, Result, counts, table, to_json
 
     _check_start(json_path)
     models = [word for word in words if "=" not in word]

@@ -11,29 +11,27 @@ if TYPE_CHECKING:
 
 def record_body(context: RankContext, spec: ProofSpec) -> None:
     """Run one rank of the layout under test."""
-    from meshwright.prove import driver
-    from meshwright.prove.as_run import driver as as_run
+    from meshwright.prove.conclude import record_layout
 
-    (as_run if spec.as_run else driver).record_layout(context, spec)
+    record_layout(context, spec)
 
 
 def compare_body(context: RankContext, spec: ProofSpec) -> None:
     """Compute the reference and compare the results."""
-    from meshwright.prove import driver
-    from meshwright.prove.as_run import driver as as_run
+    from meshwright.prove.conclude import compare_with_reference
 
-    (as_run if spec.as_run else driver).compare_with_reference(context, spec)
+    compare_with_reference(context, spec)
 
 
 def locate_body(context: RankContext, spec: ProofSpec) -> None:
     """Run one rank of the second pass."""
-    from meshwright.prove.driver import locate_on_ranks
+    from meshwright.prove.conclude import trace_on_ranks
 
-    locate_on_ranks(context, spec)
+    trace_on_ranks(context, spec)
 
 
 def locate_compare_body(context: RankContext, spec: ProofSpec) -> None:
     """Compare the second pass with the reference."""
-    from meshwright.prove.driver import locate_with_reference
+    from meshwright.prove.conclude import trace_with_reference
 
-    locate_with_reference(context, spec)
+    trace_with_reference(context, spec)

@@ -17,7 +17,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.split_layers import SharedParameter
 from meshwright.plan.context.layers import batch_shards
 from meshwright.plan.run_plan import RunPlan
-from meshwright.prove.diagnose.phrases import index_words, rank_words
+from meshwright.prove.result import index_words, rank_words
 from meshwright.units import join_words
 
 

@@ -1,9 +1,9 @@
 """Report of a proof, as JSON and as at most one screen of text.
 
 The JSON has the keys `passed`, `losses`, `parameters`, `grad_norm` and more. Non-finite numbers become null and are
-described in the cause. A parameter's `max_abs_error`, `relative_error` and `cause` refer to its gradient at step 1 or,
-if that is correct, to its earliest wrong value (see `about`). All three also appear under `initial`, `gradient`,
-`after_first_step` and `after_steps`.
+described in the cause. A parameter's `max_abs_error`, `relative_error` and `cause` refer to its gradient or, if another
+value is wrong first, to that (see `about`). Each tensor is that of the first step in which it is wrong or, if it is
+right in all, of the step with the largest error.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.errors import RunError
 from meshwright.models.contract.model_facts import LossUnit
-from meshwright.prove.compare.result import Diagnosis, FaultKind, ParameterResult, ProofResult, StepValue, TensorResult
+from meshwright.prove.result import Diagnosis, Finding, ParameterResult, ProofResult, StepValue, TensorResult
 from meshwright.units import counted
 
 MAX_LINES = 24
@@ -26,33 +27,61 @@ NO_BREAK = "\u00a0"
 
 def to_json(result: ProofResult, *, loss_unit: str) -> dict[str, Any]:
     """Convert the result to JSON-serializable values; `loss_unit` is the name of the unit of its losses."""
+    samples = [finding.diagnosis.text for finding in result.findings if finding.about == "samples"]
+    causes = {name: one.diagnosis for one in reversed(result.findings) for name in one.members}
+    norm = next((step.diagnosis for step in result.norms if step.diagnosis is not None), None)
     found: dict[str, Any] = {
         "passed": result.passed,
-        LossUnit(loss_unit).metric("losses"): [_step(step, result.losses.diagnosis) for step in result.losses.steps],
-        "parameters": [_parameter(parameter) for parameter in result.parameters],
+        "as_run": result.as_run,
+        "precision": result.precision,
+        LossUnit(loss_unit).metric("losses"): [_step(step) for step in result.losses],
+        "parameters": [_parameter(parameter, causes.get(parameter.name)) for parameter in result.parameters],
         "grad_norm": {
-            **_verdict(result.grad_norm.ok, result.grad_norm.diagnosis),
-            "steps": [_step(step, result.grad_norm.diagnosis) for step in result.grad_norm.steps],
+            **_verdict(all(step.ok for step in result.norms), norm),
+            "steps": [_step(step) for step in result.norms],
         },
-        "samples": {
-            "verdict": _verdict_word(not result.samples),
-            "findings": [finding.text for finding in result.samples],
-        },
+        "samples": {"verdict": _verdict_word(not samples), "findings": samples},
+        "error_feedback": None
+        if result.feedback is None
+        else {**asdict(result.feedback), "verdict": _verdict_word(result.feedback.ok)},
         "checks": {check.name: check.ok for check in checks(result)},
         "causes": [
-            {"kind": g.diagnosis.kind.value, "about": g.about, "cause": g.diagnosis.text, "members": list(g.members)}
-            for g in reported_findings(result)
+            {
+                "kind": one.diagnosis.kind.value,
+                "about": one.about,
+                "step": one.step,
+                "cause": one.diagnosis.text,
+                "members": list(one.members),
+            }
+            for one in result.findings
         ],
-        "evidence": [finding.text for finding in result.findings],
+        "evidence": [finding.diagnosis.text for finding in result.findings if finding.about == "evidence"],
         "notes": list(result.notes),
         "axes": asdict(result.axes),
         "num_ranks": result.axes.num_ranks(),
         "num_microbatches": result.num_microbatches,
         "num_steps": result.num_steps,
-        "tolerance": {"step_1": result.gradient_tolerance, "later": result.later_tolerance},
     }
     plain: dict[str, Any] = finite_json(found)
     return plain
+
+
+def ended_to_json(error: RunError) -> dict[str, Any]:
+    """Convert the error that ended a layout before it could be compared, as a finding of its own."""
+    cause = {"kind": "ended", "about": "layout", "cause": error.what, "where": error.where, "members": []}
+    return {"passed": False, "causes": [cause]}
+
+
+def render_ended(error: RunError) -> list[str]:
+    """Return the lines of a proof whose layout ended with an error: what the exception says, where ranks were, and the
+    traceback."""
+    first, *trace = error.what.splitlines()
+    said = next((line for line in reversed(trace) if line and not line.startswith(" ")), "")
+    places = [("" if number else "where", line.strip()) for number, line in enumerate(error.where.splitlines())]
+    lines = [*wrapped(f"✗ layout   {first}", "    ")]
+    for label, text in (("cause", said), *places, ("rule", error.rule)):
+        lines += wrapped(f"  {label:7} {text}", " " * 10) if text else []
+    return lines + trace
 
 
 def finite_json(value: Any) -> Any:
@@ -71,15 +100,15 @@ def _verdict_word(ok: bool) -> str:
 
 
 def _verdict(ok: bool, diagnosis: Diagnosis | None) -> dict[str, Any]:
-    wrong = not ok and diagnosis is not None
+    wrong = diagnosis if not ok else None
     return {
         "verdict": _verdict_word(ok),
-        "cause": diagnosis.text if wrong and diagnosis is not None else "",
-        "kind": diagnosis.kind.value if wrong and diagnosis is not None else "",
+        "cause": "" if wrong is None else wrong.text,
+        "kind": "" if wrong is None else wrong.kind.value,
     }
 
 
-def _step(step: StepValue, diagnosis: Diagnosis | None) -> dict[str, Any]:
+def _step(step: StepValue) -> dict[str, Any]:
     return {
         "step": step.step,
         "reference": step.expected,
@@ -87,31 +116,22 @@ def _step(step: StepValue, diagnosis: Diagnosis | None) -> dict[str, Any]:
         "relative_error": step.relative_error,
         "worst_rank": step.rank,
         "tolerance": step.tolerance,
-        **_verdict(step.ok, diagnosis),
+        **_verdict(step.ok, step.diagnosis),
     }
 
 
-def _parameter(parameter: ParameterResult) -> dict[str, Any]:
-    root = parameter.root
-    about = next(about for about, tensor in _tensors_by_kind(parameter).items() if tensor is root)
+def _parameter(parameter: ParameterResult, cause: Diagnosis | None) -> dict[str, Any]:
+    tensors = parameter.tensors()
+    root = tensors[parameter.about]
     return {
         "name": parameter.name,
         "max_abs_error": root.error.max_abs,
         "relative_error": root.error.relative,
-        **_verdict(parameter.ok, root.diagnosis),
-        "about": about,
+        **_verdict(parameter.ok and cause is None, root.diagnosis or cause),
+        "about": parameter.about,
         "shape": list(parameter.shape),
-        **{about: None if tensor is None else _tensor(tensor) for about, tensor in _tensors_by_kind(parameter).items()},
-    }
-
-
-def _tensors_by_kind(parameter: ParameterResult) -> dict[str, TensorResult | None]:
-    """Return the verdicts on a parameter by JSON key, in the order a fault propagates."""
-    return {
-        "initial": parameter.initial,
-        "gradient": parameter.gradient,
-        "after_first_step": parameter.first,
-        "after_steps": parameter.final,
+        "gradient": None,
+        **{about: _tensor(tensor) for about, tensor in tensors.items()},
     }
 
 
@@ -119,9 +139,11 @@ def _tensor(tensor: TensorResult) -> dict[str, Any]:
     error = tensor.error
     worst = {"rank": error.rank, "index": list(error.index), "found": error.observed, "due": error.expected}
     return {
+        "step": tensor.step,
         "max_abs_error": error.max_abs,
         "relative_error": error.relative,
         "tolerance": tensor.tolerance,
+        "proves": tensor.proves,
         **_verdict(tensor.ok, tensor.diagnosis),
         "worst": None if error.rank is None else worst,
         "replicated_over": list(tensor.replicated),
@@ -131,7 +153,7 @@ def _tensor(tensor: TensorResult) -> dict[str, Any]:
     }
 
 
-SHOWN_ON_FAILURE = ("branches", "replicas", "first", "initial")
+SHOWN_ON_FAILURE = ("other steps", "replicas", "initial")
 """Checks listed in the summary line only if they fail."""
 
 
@@ -146,102 +168,70 @@ class ReportCheck:
 
 def checks(result: ProofResult) -> list[ReportCheck]:
     """Return all checks in the order of the summary line."""
-    losses, norms, num = result.losses, result.grad_norm, len(result.parameters)
+    num, about = len(result.parameters), {one.about for one in result.findings}
     gradients = [p.gradient for p in result.parameters if p.gradient is not None]
-    right, final = sum(gradient.ok for gradient in gradients), sum(p.final.ok for p in result.parameters)
-    initial = [p.initial for p in result.parameters if p.initial is not None]
-    copied = [tensor for p in result.parameters for tensor in p.tensors() if tensor.num_replicas > 1]
-    first = [p.first for p in result.parameters if p.first is not None]
-    steps = f"{result.num_steps} step{'s' if result.num_steps != 1 else ''}"
-    limit = f"{result.gradient_tolerance:.0e}".replace("e-0", "e-")
-    after = f"parameters after {steps}"
+    provable = [gradient for gradient in gradients if gradient.proves]
+    right = {
+        "loss": sum(step.ok for step in result.losses),
+        "gradients": sum(gradient.ok for gradient in provable),
+        "norm": sum(step.ok for step in result.norms),
+        "parameters": sum(p.update.ok for p in result.parameters),
+        "initial": sum(p.initial.ok for p in result.parameters),
+    }
+    steps = counted(result.num_steps, "step")
+    limit = "" if result.as_run else " ≤ 1e-12"
+    all_norms, all_updates = right["norm"] == result.num_steps, right["parameters"] == num
+    after = f"parameters after each of {steps}" if result.num_steps > 1 else "parameters after 1 step"
+    applied = not about & {"clipping", "learning rate"}
     found = [
-        ReportCheck("loss", f"loss {losses.num_right()} of {steps}", losses.ok),
-        ReportCheck("gradients", f"gradients {right} of {len(gradients)} ≤ {limit}", 0 < right == len(gradients)),
-        ReportCheck("grad_norm", "norm" if norms.ok else f"norm {norms.num_right()} of {steps}", norms.ok),
-        ReportCheck("parameters", after if final == num else f"{after} {final} of {num}", 0 < final == num),
-        ReportCheck("samples", "samples", not result.samples),
-        ReportCheck("branches", "skipped steps, learning rates, epochs", not result.branches),
+        ReportCheck("loss", f"loss {right['loss']} of {steps}", 0 < right["loss"] == result.num_steps),
+        ReportCheck(
+            "gradients",
+            f"gradients {right['gradients']} of {len(gradients)}{limit}",
+            bool(gradients) and all(gradient.ok for gradient in gradients),
+        ),
+        ReportCheck("grad_norm", "norm" if all_norms else f"norm {right['norm']} of {steps}", all_norms),
+        ReportCheck("clipping", "clipping and learning rate", applied),
+        ReportCheck(
+            "parameters", after if all_updates else f"{after} {right['parameters']} of {num}", bool(num) and all_updates
+        ),
+        ReportCheck("samples", "samples", "samples" not in about),
+        ReportCheck("other steps", "skipped steps, learning rates, epochs", "other steps" not in about),
     ]
-    if copied:
+    copied = [tensor for p in result.parameters for tensor in p.tensors().values() if tensor.num_replicas > 1]
+    if copied and not result.as_run:
         found.append(ReportCheck("replicas", "replicas", all(tensor.replicas_agree for tensor in copied)))
-    for name, label, tensors in (("first", "parameters after step 1", first), ("initial", "initial weights", initial)):
-        if tensors:
-            num_ok = sum(tensor.ok for tensor in tensors)
-            found.append(ReportCheck(name, f"{label} {num_ok} of {len(tensors)}", num_ok == len(tensors)))
+    found.append(ReportCheck("initial", f"initial weights {right['initial']} of {num}", right["initial"] == num))
+    if result.feedback is not None:
+        found.append(ReportCheck("error feedback", "error feedback", result.feedback.ok))
     return found
 
 
 TENSOR_KINDS = {
-    "initial": ("initial weights", ""),
-    "gradient": ("gradients", ""),
-    "after_first_step": ("parameters", " after step 1"),
-    "after_steps": ("parameters", " after the last step"),
+    "initial": "initial weights",
+    "gradient": "gradients",
+    "update": "parameters",
+    "after_first_step": "parameters after step 1",
+    "after_steps": "parameters after the last step",
 }
-"""Display name of each kind of tensor, and when it was recorded."""
+"""Display name of each kind of tensor."""
 
 
-@dataclass(frozen=True)
-class ReportedFinding:
-    """Diagnosis with all affected parameters."""
-
-    about: str
-    """Kind of value: `gradient`, `loss`, …"""
-    diagnosis: Diagnosis
-    members: tuple[str, ...] = ()
-    """Affected parameters; empty for other kinds of values."""
-    num_all: int = 0
-    """Total number of parameters with a tensor of this kind."""
-
-    def title(self) -> str:
-        """Format the members: `all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`."""
-        if not self.members:
-            return self.about
-        sort, after = TENSOR_KINDS[self.about]
-        num = len(self.members)
-        if num == self.num_all > 1:
-            return f"all {num} {sort}{after}"
-        shown = ", ".join(self.members[:MAX_NAMES])
-        if num <= MAX_NAMES:
-            return shown + after
-        return f"{shown} and {num - MAX_NAMES} more ({num} of {self.num_all} {sort}{after})"
-
-
-def reported_findings(result: ProofResult) -> list[ReportedFinding]:
-    """Group parameters by diagnosis, causes before consequences."""
-    found = [ReportedFinding("evidence", finding) for finding in result.findings]
-    found += [ReportedFinding("samples", finding) for finding in result.samples]
-    found += [ReportedFinding(_known_title(finding), finding) for finding in result.known]
-    found += [ReportedFinding("other steps", finding) for finding in result.branches]
-    for about in TENSOR_KINDS:
-        found += group_by_cause(about, [(p.name, _tensors_by_kind(p)[about]) for p in result.parameters])
-        if about == "gradient":
-            series = (("norm", result.grad_norm), ("loss", result.losses))
-            found += [
-                ReportedFinding(name, finding.diagnosis) for name, finding in series if finding.diagnosis is not None
-            ]
-    return sorted(found, key=lambda group: group.diagnosis.kind is FaultKind.CONSEQUENCE)
-
-
-def _known_title(finding: Diagnosis) -> str:
-    return "forward" if finding.kind is FaultKind.FORWARD else "known fault"
-
-
-def group_by_cause(about: str, tensors: list[tuple[str, TensorResult | None]]) -> list[ReportedFinding]:
-    """Group wrong tensors of one kind by diagnosis, the largest group first."""
-    members: dict[tuple[FaultKind, str, str], list[tuple[str, TensorResult]]] = {}
-    for name, tensor in tensors:
-        if tensor is not None and tensor.diagnosis is not None:
-            finding = tensor.diagnosis
-            members.setdefault((finding.kind, finding.symptom, finding.cause), []).append((name, tensor))
-    num_all, found = sum(tensor is not None for _, tensor in tensors), []
-    for group in members.values():
-        # Show the detail of the member with the largest error.
-        group.sort(key=lambda pair: -pair[1].error.relative)
-        diagnosis = group[0][1].diagnosis
-        assert diagnosis is not None, "only tensors with a diagnosis are grouped"
-        found.append(ReportedFinding(about, diagnosis, tuple(name for name, _ in group), num_all))
-    return sorted(found, key=lambda group: -len(group.members))
+def title(finding: Finding) -> str:
+    """Format what a finding is about: `all 39 gradients`, `head.weight`, `embed.weight and 3 more (4 of 39 gradients)`,
+    with the step if it is not the first."""
+    when = f" of step {finding.step}" if finding.step > 1 and finding.about not in ("forward", "samples") else ""
+    if finding.about == "update":
+        when = f" after step {finding.step}"
+    if not finding.members:
+        return finding.about + when
+    sort, num = TENSOR_KINDS.get(finding.about, f"{finding.about}s"), len(finding.members)
+    if num == finding.num_all > 1:
+        return f"all {num} {sort}{when}"
+    names = ", ".join(finding.members[:MAX_NAMES])
+    if num <= MAX_NAMES:
+        return names + (when if finding.about != "gradient" else f" (gradient{when})" * bool(when))
+    return f"{names} and {num - MAX_NAMES} more ({num} of {finding.num_all} {sort}{when})"
 
 
 def render(result: ProofResult) -> list[str]:
@@ -250,11 +240,9 @@ def render(result: ProofResult) -> list[str]:
     tail = [line for note in result.notes for line in wrapped(f"  note    {note}", " " * 10)] + summary
     if result.passed:
         return [*_margins(result), *tail]
-    findings = reported_findings(result)
     # Hide consequences if a cause is known; the summary line still counts them.
-    causes = [group for group in findings if group.diagnosis.kind is not FaultKind.CONSEQUENCE] or findings
-    entries = [list(finding_lines(group.title(), group.members, group.diagnosis)) for group in causes]
-    return one_screen(entries, tail)
+    causes = [one for one in result.findings if not one.is_consequence] or list(result.findings)
+    return one_screen([list(finding_lines(title(one), one.members, one.diagnosis)) for one in causes], tail)
 
 
 def one_screen(entries: list[list[str]], tail: list[str]) -> list[str]:
@@ -297,13 +285,28 @@ def _summary(result: ProofResult) -> str:
 
 
 def _margins(result: ProofResult) -> list[str]:
-    """Return the largest relative errors of a proof that passed."""
-    gradients = [(p.gradient.error.relative, p.name) for p in result.parameters if p.gradient is not None]
-    final = [(p.final.error.relative, p.name) for p in result.parameters]
-    findings = [
-        f"{what} {error:.1e} ({name})"
-        for what, found in (("gradient", gradients), ("parameter", final))
-        if found
-        for error, name in [max(found)]
-    ]
-    return [f"largest relative error: {' · '.join(findings)}"]
+    """Return the largest relative errors of a proof that passed; as run, beside what rounding explains."""
+    gradients = {p.name: p.gradient for p in result.parameters if p.gradient is not None}
+    if not gradients:
+        return []
+    if not result.as_run:
+        updates = {p.name: p.update for p in result.parameters}
+        shown = [
+            f"{what} {found[name].error.relative:.1e} ({name})"
+            for what, found in (("gradient", gradients), ("update", updates))
+            for name in [max(found, key=lambda name, found=found: found[name].error.relative)]  # type: ignore[misc]
+        ]
+        return wrapped(f"largest relative error: {' · '.join(shown)}", "  ")
+    loss = max(result.losses, key=lambda step: step.relative_error)
+    shown = [f"loss {loss.relative_error:.1e} of {loss.tolerance:.1e}"]
+    if known := [name for name, found in gradients.items() if math.isfinite(found.tolerance)]:
+        nearest = max(known, key=lambda name: gradients[name].error.relative / (gradients[name].tolerance or 1.0))
+        check = gradients[nearest]
+        shown.append(f"gradient {check.error.relative:.1e} of {check.tolerance:.1e} ({nearest})")
+    lines = [f"relative errors, and what rounding to {result.precision} explains: {' · '.join(shown)}"]
+    if (found := result.feedback) is not None:
+        lines.append(
+            f"errors of {found.method} over {counted(result.num_steps, 'step')}: {found.observed:.1f} × those of one; "
+            f"{found.with_feedback:.1f} with error feedback, {found.without:.1f} without"
+        )
+    return [line for text in lines for line in wrapped(text, "  ")]

@@ -1,4 +1,4 @@
-"""Seeded faults of models of transformers, planted on a built job, and the gang's body that records with one."""
+"""Seeded faults of models of transformers, planted on a built job."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 from meshwright.config.schema import RunConfig
 from meshwright.models.foreign import stage as stage_module
 from meshwright.models.hf import origin as origin_module
-from meshwright.plan.make_plan import make_plan
-from meshwright.prove.compare.result import ProofResult
-from meshwright.prove.locate.conclude import find_place, step_to_locate, with_place
-from meshwright.prove.locate.layout_pass import RankPass, record_activations
-from meshwright.prove.record.layout_run import RankRecord, record_rank
+from meshwright.prove.result import ProofResult
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data, rank_context
-from tests.prove.proofs import FEW_STEPS, REPLACED, prove_with, restored
+from tests.prove.proofs import Seed, proof
 from tests.prove.seeded_faults import skip_partial_sums_over_tp, sum_accumulated_over_tp
 
 
@@ -61,32 +56,14 @@ FAULTS = {
 }
 
 
-def record(rank: int, world_size: int, config: RunConfig, fault: str, num_steps: int) -> RankRecord:
-    """Gang body: train as this rank, with a fault if one is named."""
-    context, data = rank_context(rank, world_size), open_data(config)
-    with restored(*REPLACED, stage_module, origin_module):
-        tamper = FAULTS[fault] if fault else None
-        return record_rank(config, context, data, num_steps=num_steps, tamper=tamper, nonfinite=False)
+REPLACED = (stage_module, origin_module)
 
 
-def record_pass(rank: int, world_size: int, config: RunConfig, fault: str, step: int) -> RankPass:
-    """Gang body: the second pass of this rank, with the same fault."""
-    context, data, plan = rank_context(rank, world_size), open_data(config), make_plan(config)
-    with restored(*REPLACED, stage_module, origin_module):
-        return record_activations(config, context, data, step=step, plan=plan, tamper=FAULTS[fault])
+def seed_of(fault: str) -> Seed:
+    """A fault by name, or none."""
+    return Seed(__name__, "FAULTS", fault) if fault else Seed()
 
 
 def proof_of(gang: GangPool, config: RunConfig, fault: str = "") -> ProofResult:
-    """The proof with a fault, if one is named, and the second pass that looks for its place where one is due."""
-    ranks = gang(config.mesh.axes().num_ranks())
-    result = prove_with(ranks.run(record, config, fault, FEW_STEPS), config)
-    step = step_to_locate(result)
-    if step is None:
-        return result
-    passes = ranks.run(record_pass, config, fault, step)
-    return with_place(result, find_place(config, open_data(config), make_plan(config), passes, step=step))
-
-
-def records_of(gang: GangPool, config: RunConfig, fault: str = "", num_steps: int = FEW_STEPS) -> list[RankRecord]:
-    """Records of all ranks."""
-    return gang(config.mesh.axes().num_ranks()).run(record, config, fault, num_steps)
+    """The proof with a fault, if one is named."""
+    return proof(gang, config, seed_of(fault))

@@ -13,9 +13,10 @@ from meshwright.models.hf.pretrained import TransformersWeights
 from meshwright.prove.record.reference_run import build_reference
 from meshwright.prove.spec import as_proof
 from tests.gangs.gang import GangPool
-from tests.models.hf.faults import records_of
+from tests.models.hf.faults import seed_of
 from tests.models.hf.folders import open_folder
 from tests.models.hf.runs import hf_config, run, saved
+from tests.prove.proofs import records_of
 
 pytest.importorskip("transformers")
 
@@ -32,7 +33,8 @@ SHORT = ("train.validation_samples=0", "train.sample_tokens=0", "train.warmup_st
 
 def losses(gang: GangPool, model: str, layout: str, *, fault: str = "") -> list[float]:
     words = ("train.precision=float64", "train.warmup_steps=0", "train.lr=0.01", *layout.split())
-    return records_of(gang, hf_config(model, *words), fault, num_steps=4)[0].losses
+    records = records_of(gang, hf_config(model, *words), seed_of(fault), steps=4)
+    return [step["loss"] for step in records[0].steps]
 
 
 @pytest.mark.slow

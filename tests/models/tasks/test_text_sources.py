@@ -18,12 +18,13 @@ from meshwright.data.mixtures.mixture_order import MixtureOrder
 from meshwright.data.sources import source_text
 from meshwright.data.sources.source_text import Use
 from meshwright.errors import ConfigError, DataError
+from meshwright.mesh.axes import Axes
 from meshwright.models.tasks.text_data import check_overlaps
 from meshwright.models.tasks.text_sources import RunSource, changes
 from meshwright.plan.rules import load
-from meshwright.prove.untaken_paths.diagnose_branches import diagnose_branches
+from meshwright.prove.conclude import diagnose_branches
+from meshwright.prove.record.evidence import Evidence, RankRecord
 from tests.helpers import open_data
-from tests.prove.synthetic import make_layout, make_reference
 
 CPU = torch.device("cpu")
 PACKED = "data.packing=documents"
@@ -302,11 +303,13 @@ def test_a_field_may_be_that_of_the_validation_source_alone(folder):
     assert letters(open_data(config_of(folder, *words)).validation) == {"A"}
 
 
+NOTHING = Evidence(Axes(), 1, (RankRecord(),))
+
+
 @pytest.mark.parametrize("packing", ["data.packing=none", PACKED])
 def test_a_proof_reads_the_samples_at_the_end_of_an_epoch_of_a_mixture(folder, packing):
     config = config_of(folder, mixture(folder, *MIXED), "data.text_field=text", packing)
-    layout = make_layout(make_reference(2, 1), config.mesh.axes())
-    found = [one.symptom for one in diagnose_branches(config, open_data(config), layout) if "rate" not in one.symptom]
+    found = [one.symptom for one in diagnose_branches(config, open_data(config), NOTHING) if "rate" not in one.symptom]
     assert found == []
 
 
@@ -319,8 +322,7 @@ def test_a_proof_finds_a_mixture_that_repeats_a_position(folder, monkeypatch):
         return sources, np.where(positions == 5, 4, positions)
 
     monkeypatch.setattr(MixtureOrder, "places", places)
-    layout = make_layout(make_reference(2, 1), config.mesh.axes())
-    found = [one.symptom for one in diagnose_branches(config, open_data(config), layout)]
+    found = [one.symptom for one in diagnose_branches(config, open_data(config), NOTHING)]
     assert any("2 of the first" in one and "samples repeat a window" in one for one in found)
 
 

@@ -12,14 +12,16 @@ from meshwright.errors import ConfigError
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.plan.verify import faults
-from meshwright.prove.as_run.configuration import (
+from meshwright.prove.spec import (
     FEEDBACK_STEPS,
     as_configured,
+    as_proof,
     num_steps,
     plan_as_configured,
+    plan_in_float64,
+    set_aside,
     set_aside_as_run,
 )
-from meshwright.prove.spec import as_proof, plan_in_float64, set_aside
 from tests.helpers import SMALL
 
 FLOAT8 = ("float8.recipe=delayed", "train.precision=bfloat16")

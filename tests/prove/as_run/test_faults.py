@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.prove.as_run.driver import render, to_json
+from meshwright.prove.report import render, to_json
 from tests.gangs.gang import GangPool
 from tests.prove.as_run.faults import FAULTS, PENDING
 from tests.prove.as_run.proofs import as_run_config, proof

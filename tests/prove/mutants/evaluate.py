@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -21,14 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config.schema import RunConfig
-from meshwright.prove.record.layout_run import RankRecord, record_rank
+from meshwright.plan.make_plan import make_plan
+from meshwright.prove.record.evidence import RankRecord
+from meshwright.prove.record.layout_run import record_rank
+from meshwright.prove.record.reference_run import PlainModel
 from meshwright.prove.report import render
 from tests.helpers import open_data, rank_context
 from tests.prove.proofs import (
     NUM_STEPS,
     few_pictures,
     prove_with,
-    reference,
     small_config,
     small_dit_config,
     small_expert_config,
@@ -107,9 +109,7 @@ def baseline(folder: Path, only: Sequence[str] = ()) -> None:
                 proof = prove_with(records, layout.config())
                 if not proof.passed:
                     raise RuntimeError("\n".join([layout.name, *render(proof)]))
-                (folder / f"{layout.name}.pickle").write_bytes(
-                    pickle.dumps((records, reference(layout.config(), NUM_STEPS)))
-                )
+                (folder / f"{layout.name}.pickle").write_bytes(pickle.dumps((records, _reference(layout))))
 
 
 def evaluate(right: Path, folder: Path, only: Sequence[str] = ()) -> Verdict:
@@ -144,12 +144,14 @@ def _survivor(layout: Layout, records: list[RankRecord], right: list[RankRecord]
     difference = _difference(records, right)
     if difference <= ROUNDING:
         return Verdict("rounding", layout.name, f"{difference:.1e}")
-    both = _difference(_values(reference(layout.config(), NUM_STEPS)), _values(right_reference))
+    both = _difference(_reference(layout), right_reference)
     return Verdict("both sides" if both > ROUNDING else "survived", layout.name, f"{difference:.1e}")
 
 
-def _values(evidence: Any) -> list[Any]:
-    return [evidence.losses, evidence.grad_norms, evidence.gradients, evidence.parameters]
+def _reference(layout: Layout) -> list[Any]:
+    """Return the initial weights, and what the reference computes from them in each step."""
+    plain = PlainModel(layout.config(), few_pictures(layout.config()) or open_data(layout.config()))
+    return [plain.initial, *(vars(plain.step(step, plain.initial)) for step in range(1, NUM_STEPS + 1))]
 
 
 def _difference(a: Any, b: Any) -> float:
@@ -167,7 +169,7 @@ def _difference(a: Any, b: Any) -> float:
         pairs = zip(a, b, strict=False)
         return max((_difference(x, y) for x, y in pairs), default=0.0) if len(a) == len(b) else float("inf")
     if isinstance(a, RankRecord):
-        return max(_difference(getattr(a, one.name), getattr(b, one.name)) for one in fields(a))
+        return _difference(vars(a), vars(b))
     if isinstance(a, float) and isinstance(b, float):
         return 0.0 if a == b else abs(a - b) / max(abs(b), 1e-300)
     return 0.0 if a == b else float("inf")
@@ -198,7 +200,7 @@ def _ranks(layouts: list[Layout], folder: Path, *, lines: bool = False) -> Itera
         paths = [folder / f"{layout.name}-{rank}.pickle" for rank in range(size)]
         num_asleep = 0
         while not all(path.exists() for path in paths):
-            errors = [path.read_text("utf-8") for rank in range(size) if (path := _error(folder, rank)).exists()]
+            errors = [path.read_text("utf-8") for rank in range(size) if (path := folder / f"error-{rank}").exists()]
             if errors:
                 return None, errors[0]
             num_asleep = num_asleep + 1 if all(map(_is_asleep, pids)) else 0
@@ -225,10 +227,6 @@ def _is_asleep(pid: int) -> bool:
     return all(stat.rpartition(") ")[2][0] in "SZ" for stat in stats)
 
 
-def _error(folder: Path, rank: int) -> Path:
-    return folder / f"error-{rank}"
-
-
 def _rank_main(rank: int, size: int, layouts: list[Layout], folder: Path, store: Path, lines: bool) -> None:
     """Record the layouts as this rank, and end the process."""
     quiet = os.open(os.devnull, os.O_WRONLY)
@@ -245,13 +243,13 @@ def _rank_main(rank: int, size: int, layouts: list[Layout], folder: Path, store:
             config = layout.config()
             corpus = few_pictures(config) or open_data(config)
             context = rank_context(rank, size)
-            record = record_rank(config, context, corpus, num_steps=NUM_STEPS)
+            record = record_rank(config, context, corpus, num_steps=NUM_STEPS, plan=make_plan(config))
             sys.settrace(None)
             _put(folder / f"{layout.name}-{rank}.pickle", pickle.dumps(record))
         if lines:
             _put(folder / f"lines-{size}-{rank}.pickle", pickle.dumps(run))
     except BaseException as error:
-        _put(_error(folder, rank), f"{type(error).__name__}: {error}".encode())
+        _put(folder / f"error-{rank}", f"{type(error).__name__}: {error}".encode())
     os._exit(0)
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from meshwright.errors import InputError, RunError
+from meshwright.prove.report import title
 from meshwright.prove.script.conclude import compare_script
-from meshwright.prove.script.evidence import ScriptEvidence, ranks_on_mesh
+from meshwright.prove.script.evidence import ScriptEvidence, measure_tolerances, ranks_on_mesh
 from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
-from meshwright.prove.script.rank_record import RankRecord
+from meshwright.prove.script.recorder import RankRecord
 from meshwright.prove.script.samples import SET_EPOCH, diagnose_epochs
-from meshwright.prove.script.tolerances import measure_tolerances
 
 SHAPES = {"embed": (6, 4), "norm": (4,), "head": (6, 4)}
 STEPS = 3
@@ -74,7 +74,7 @@ def compared(ranks):
 
 def says(ranks, *words):
     causes = compared(ranks).causes()
-    text = "\n".join(f"{one.about}: {one.title()} {one.diagnosis.text} {one.diagnosis.detail}" for one in causes)
+    text = "\n".join(f"{one.about}: {title(one)} {one.diagnosis.text} {one.diagnosis.detail}" for one in causes)
     assert causes and all(word in text for word in words), text
     return causes
 

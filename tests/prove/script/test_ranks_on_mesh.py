@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.script.evidence import ranks_on_mesh
-from meshwright.prove.script.rank_record import RankRecord
+from meshwright.prove.script.recorder import RankRecord
 
 
 def records(*, names=("dp", "tp"), sizes=(2, 2), sharded=("dp",), samples=None, stages=(("a",),) * 4):

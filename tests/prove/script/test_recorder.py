@@ -12,8 +12,7 @@ from torch import nn
 from meshwright.errors import InputError
 from meshwright.prove import Recorder
 from meshwright.prove.script.layout_choice import FOLDER, STEPS
-from meshwright.prove.script.rank_record import RankRecord, hash_rows
-from meshwright.prove.script.recorder import RecordingComplete
+from meshwright.prove.script.recorder import RankRecord, RecordingComplete, hash_rows
 
 
 def train(model, *, names=None, num_steps=1):

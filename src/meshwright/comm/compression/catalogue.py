@@ -17,7 +17,7 @@ Another way of rounding, or something kept between steps, is a flag of `Method`,
 - `fsdp_collectives.py`: reductions take the method and encode by its flags. What they keep between steps is a part
   (`ErrorFeedback.parts`), which checkpoints save, and which starts from zero on another layout: runs say so of error
   feedback only (`features/compression/run.py`). `plan/memory.py` counts its bytes.
-- `prove/as_run/plain_quantiser.py`: a proof of a run in its own precision has a quantiser of its own, which must know
+- `prove/as_run/rounding.py`: a proof of a run in its own precision has a quantiser of its own, which must know
   the rounding. If it doesn't, right runs are NOT PROVED.
 
 In all cases, add a row to the table in `docs/compression.md` and regenerate `docs/config.md` (`meshwright presets

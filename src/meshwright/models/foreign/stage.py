@@ -55,6 +55,8 @@ class _Call:
 def make_stage(model: nn.Module, structure: Structure, part: Part, origin: ForeignModel) -> nn.Module:
     """Turn a model into one of its stages, in place, with its modules in the order in which they run.
 
+    Modules that stand in for those of other stages have an attribute `stands_in`.
+
     The module's forward takes token ids [b, t] or, but for the first stage, the stream [b, t, d] and then the ids, and
     returns the stream or, on the last stage, logits [b, t, v].
     """
@@ -68,11 +70,13 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Forei
             layer.forward = _in_float64(layer.forward)
         else:
             _empty(layer)
+            vars(layer)["stands_in"] = True
             layer.forward = _passing(index, structure, part, call)
     if not part.is_first:
         for path, shape in structure.stubs.items():
             module = model.get_submodule(path)
             call.read += _empty(module)
+            vars(module)["stands_in"] = True
             module.forward = _zeros(shape, call)
         if structure.between_layers and part.layers:
             layers[part.layers.start].register_forward_pre_hook(_receive(structure, call), with_kwargs=True)
@@ -82,6 +86,7 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Forei
             module = model.get_submodule(owner)
             setattr(module, leaf, None)
             if not any(module.children()):
+                vars(module)["stands_in"] = True
                 module.forward = _ending(call)
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")

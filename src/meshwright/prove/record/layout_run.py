@@ -1,4 +1,5 @@
-"""Layout side of a proof: each rank trains as in a normal run and records its local shards and their offsets.
+"""Layout side of a proof: each rank trains as in a normal run and records its local shards and their offsets; then it
+tries steps that must be skipped.
 
 Recording uses no collectives.
 """
@@ -6,8 +7,10 @@ Recording uses no collectives.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,45 +18,26 @@ from torch import Tensor, nn
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.family import TrainingData
+from meshwright.nn.dropout_add.module import DropoutAdd
+from meshwright.nn.step_handles import StepHandle
 from meshwright.pipeline.actions import ActionKind
-from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.placement import expert_placement_of, stage_placement_of
-from meshwright.prove.record.evidence import DTYPE, INITIAL, LayoutEvidence, RecordedShard, UnequalCopies
-from meshwright.prove.record.recording_task import RecordingTask
+from meshwright.prove.record.evidence import (
+    INITIAL,
+    DropoutCall,
+    Evidence,
+    RankRecord,
+    RecordingTask,
+    ShardsByName,
+    StepRecord,
+)
 from meshwright.prove.spec import clip_limit
-from meshwright.prove.untaken_paths.nonfinite_steps import try_nonfinite_steps
 from meshwright.train.build_job import Job, build_job
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
-
-ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
-"""Per parameter: offset and value of the local shard."""
-
-
-@dataclass
-class RankRecord:
-    """Values recorded by one rank; only numbers and tensors, for `torch.load` with `weights_only=True`."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    samples: list[list[int]] = field(default_factory=list)
-    contents: list[dict[int, dict[str, str]]] = field(default_factory=list)
-    """[step]: digests of what each sample was, see `RecordingTask`."""
-    gradients: ShardsByName = field(default_factory=dict)
-    parameters: ShardsByName = field(default_factory=dict)
-    initial: ShardsByName = field(default_factory=dict)
-    after_first: ShardsByName = field(default_factory=dict)
-    unequal: list[tuple[str, int, int, str, float]] = field(default_factory=list)
-    """Fields of `UnequalCopies` except the rank: name, both stages, kind of value, largest difference."""
-    rates: list[float] = field(default_factory=list)
-    """Learning rate of each step."""
-    nonfinite: dict[str, list[str]] = field(default_factory=dict)
-    """What changed in steps that must be skipped, see `try_nonfinite_steps`."""
-    loss_unit: str = ""
-    """Name of the unit of `losses`."""
-
 
 Tamper = Callable[[Job, TrainStep], None]
 """Function that injects a fault into a job, to test that the proof detects the fault."""
@@ -62,53 +46,80 @@ Tamper = Callable[[Job, TrainStep], None]
 def record_rank(
     config: RunConfig,
     context: RankContext,
-    corpus: TrainingData,
+    data: TrainingData,
     *,
     num_steps: int,
-    plan: RunPlan | None = None,
+    plan: RunPlan,
+    as_run: bool = False,
     tamper: Tamper | None = None,
     nonfinite: bool = True,
 ) -> RankRecord:
     """Train for `num_steps` steps on this rank of an existing process group, on the CPU.
 
     Args:
-        config: configuration returned by `as_proof`.
+        config: configuration returned by `as_proof` or `as_configured`.
         context: context of this rank.
-        corpus: training data.
+        data: training data.
         num_steps: number of steps, at least one.
-        plan: plan of the layout; made from the configuration if None.
+        plan: plan of the layout.
+        as_run: whether the run is proved as configured; otherwise clipping acts in the last step if it hasn't before.
         tamper: called on the job before the first step; used only by fault-injection tests.
         nonfinite: whether to try steps that must be skipped.
     """
-    job = build_job(config, plan or make_plan(config), context, torch.device("cpu"))
-    task = RecordingTask(config.family.task(run_facts(config), corpus, job.device), config.family.conditions)
-    run_step = TrainStep(job, task, stop_requested=lambda: False)
-    record = RankRecord(loss_unit=task.unit.unscaled().name)
+    job, run_step, task = start_job(config, context, data, plan)
+    record, given = RankRecord(loss_unit=task.unit.unscaled().name), _watch_optimizer(job)
     if tamper is not None:
         tamper(job, run_step)
-    record.initial = _weights(job)
+    record.initial = local_weights(job)
     record.unequal += _unequal_copies(job, INITIAL, lambda parameter: parameter.detach())
+    stop_recording, norms = _record_dropouts(job, record.dropouts) if as_run else (lambda: None), list[float]()
     for step in range(1, num_steps + 1):
         context.post("step", step)
         task.read, task.contents = [], {}
         loss = run_step.accumulate(step)
-        if step == 1:
-            record.gradients = local_gradients(job)
-            record.unequal += _unequal_copies(job, "gradient of step 1", lambda parameter: parameter.grad)
-        job.config = _with_limit(config, record.grad_norms, step=step, num_steps=num_steps)
+        stop_recording()
+        gradients = local_gradients(job)
+        if not record.unequal:
+            record.unequal += _unequal_copies(job, f"gradient of step {step}", lambda parameter: parameter.grad)
+        if not as_run:
+            job.config = _with_limit(config, norms, step=step, num_steps=num_steps)
+        given.clear()
         result = run_step.update(step, loss)
-        record.losses.append(result.loss)
-        record.grad_norms.append(result.grad_norm)
-        record.rates.append(result.lr)
-        record.samples.append(by_microbatch(task.read, job))
-        record.contents.append(task.contents)
-        if step == 1:
-            record.after_first = _weights(job)
-    record.parameters = _weights(job)
-    record.unequal += _unequal_copies(job, "parameter after the last step", lambda parameter: parameter.detach())
-    if nonfinite:
+        norms.append(result.grad_norm)
+        lr, applied = given[-1] if given else (math.nan, {})
+        found = StepRecord(
+            result.loss, result.grad_norm, lr, result.skipped, by_microbatch(task.read, job), task.contents,
+            gradients, applied, local_weights(job),
+        )  # fmt: skip
+        record.steps.append(vars(found))
+    if not record.unequal:
+        record.unequal += _unequal_copies(job, "parameter after the last step", lambda parameter: parameter.detach())
+    if nonfinite and not as_run:
+        task.read, task.contents = [], {}
         record.nonfinite = try_nonfinite_steps(job, run_step, num_steps + 1)
     return record
+
+
+def start_job(
+    config: RunConfig, context: RankContext, data: TrainingData, plan: RunPlan
+) -> tuple[Job, TrainStep, RecordingTask]:
+    """Build a job on the CPU, with its step and a task that records what is read."""
+    job = build_job(config, plan, context, torch.device("cpu"))
+    task = RecordingTask(config.family.task(run_facts(config), data, job.device), config.family.conditions)
+    return job, TrainStep(job, task, stop_requested=lambda: False), task
+
+
+def _watch_optimizer(job: Job) -> list[tuple[float, ShardsByName]]:
+    """Return a list to which each step of the optimizer adds the learning rate and gradients that it is given."""
+    given: list[tuple[float, ShardsByName]] = []
+    real = job.optimizer.step
+
+    def step(lr: float) -> None:
+        given.append((lr, local_gradients(job)))
+        real(lr)
+
+    job.optimizer.step = step  # type: ignore[method-assign]
+    return given
 
 
 def _with_limit(config: RunConfig, norms: list[float], *, step: int, num_steps: int) -> RunConfig:
@@ -145,10 +156,6 @@ def by_microbatch(read: list[int], job: Job) -> list[int]:
     return list(read) if rest else [sample for m in sorted(order) for sample in read[order.index(m) * size :][:size]]
 
 
-def _weights(job: Job) -> ShardsByName:
-    return {name: (offset, value.to(DTYPE)) for name, (offset, value) in local_weights(job).items()}
-
-
 def local_weights(job: Job) -> ShardsByName:
     """Return copies of this rank's shards of parameters and saved buffers."""
     parameters = {name: parameter.detach() for name, parameter in job.model.named_parameters()}
@@ -165,35 +172,109 @@ def local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
     return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}
 
 
-def gather_evidence(config: RunConfig, records: list[RankRecord], *, plan: RunPlan | None = None) -> LayoutEvidence:
+def _record_dropouts(job: Job, calls: list[DropoutCall]) -> Callable[[], None]:
+    """Record the calls of dropouts until the returned function is called; a compiled block records none."""
+    hooks = []
+    if not job.config.train.dropout or any(kind.compiled for kind in job.plan.kinds):
+        return lambda: None
+    for part in job.parts().values():
+        for name, module in part.module.named_modules():
+            if isinstance(module, DropoutAdd):
+
+                def hook(_: Any, inputs: tuple[Any, ...], out: Tensor, name: str = name) -> None:
+                    x, residual, rows = inputs
+                    rows = [] if rows is None else to_local(rows).flatten().tolist()
+                    calls.append((name, _hash(x, residual), _hash(out), rows))
+
+                hooks.append(module.register_forward_hook(hook))
+
+    def stop() -> None:
+        while hooks:
+            hooks.pop().remove()
+
+    return stop
+
+
+def _hash(*tensors: Tensor) -> int:
+    code = 0
+    for tensor in tensors:
+        code = zlib.crc32(to_local(tensor.detach()).contiguous().view(torch.uint8).numpy().tobytes(), code)
+    return code
+
+
+def gather_evidence(config: RunConfig, plan: RunPlan, records: list[RankRecord]) -> Evidence:
     """Combine all ranks' records."""
-    plan = plan or make_plan(config)
-
-    def by_name(kind: str) -> dict[str, list[RecordedShard]]:
-        shards: dict[str, list[RecordedShard]] = {}
-        for rank, record in enumerate(records):
-            for name, (offset, value) in getattr(record, kind).items():
-                shards.setdefault(name, []).append(RecordedShard(rank, tuple(offset), value))
-        return shards
-
-    return LayoutEvidence(
-        axes=config.mesh.axes(),
-        num_microbatches=config.train.num_microbatches,
-        losses=[record.losses for record in records],
-        grad_norms=[record.grad_norms for record in records],
-        samples=[record.samples for record in records],
-        contents=[record.contents for record in records],
-        rates=[record.rates for record in records],
-        nonfinite=[record.nonfinite for record in records],
-        gradients=by_name("gradients"),
-        parameters=by_name("parameters"),
-        initial=by_name("initial"),
-        after_first=by_name("after_first"),
+    return Evidence(
+        config.mesh.axes(),
+        config.train.num_microbatches,
+        tuple(records),
         stages=stage_placement_of(plan),
         experts=expert_placement_of(plan),
-        unequal=tuple(
-            UnequalCopies(rank, name, (a, b), what, largest)
-            for rank, record in enumerate(records)
-            for name, a, b, what, largest in record.unequal
-        ),
     )
+
+
+LOSS, GRADIENT = "loss", "gradient"
+
+
+def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, list[str]]:
+    """Update twice with a further step's gradients, and return what changed on this rank, by what isn't finite.
+
+    Gradients that are left count as changed: they would make all later steps wrong, or skipped.
+
+    Rank 0 has the loss, and the last rank the gradient; if that rank trains nothing, it leaves the gradient out.
+
+    Args:
+        job: the job, after the steps of a proof.
+        run_step: its step.
+        step: the next step.
+    """
+    # Ranks that don't agree would wait for each other in the reductions of counts. A stage may have no handle itself.
+    model = build_part(job.config.family, run_facts(job.config), dtype=torch.float32)
+    if any(isinstance(module, StepHandle) for module in model.modules()):
+        return {}
+    before = {name: value.clone() for name, value in _state(job)}
+    finite_loss = run_step.accumulate(step)
+    gradients = {parameter: parameter.grad for parameter in job.model.parameters()}
+    changed = {}
+    for what in (LOSS, GRADIENT):
+        loss, is_damaged = finite_loss, True
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        if what == LOSS and job.context.rank == 0:
+            loss = torch.full_like(loss, math.nan)
+        elif what == GRADIENT and job.context.rank == job.context.num_ranks - 1:
+            is_damaged = _damage_gradient(job)
+        run_step.update(step, loss)
+        if is_damaged:
+            changed[what] = [name for name, value in _state(job) if not torch.equal(before.get(name, value), value)]
+            left = [name for name, parameter in job.model.named_parameters() if parameter.grad is not None]
+            changed[what] += [f"{GRADIENT} of {name}" for name in left]
+        _restore(job, before)
+    return changed
+
+
+def _damage_gradient(job: Job) -> bool:
+    """Make a gradient infinite, and return whether there is one."""
+    local = (to_local(p.grad) for p in job.counted_parameters() if p.grad is not None)
+    largest = max(local, key=Tensor.numel, default=None)
+    if largest is None or not largest.numel():
+        return False
+    largest[(0,) * largest.dim()] = math.inf
+    return True
+
+
+@torch.no_grad()
+def _restore(job: Job, before: dict[str, Tensor]) -> None:
+    """Undo a step that should have been skipped: NaN on some ranks would make the next one hang."""
+    for name, value in _state(job):
+        value.copy_(before.get(name, value))
+
+
+def _state(job: Job) -> Iterator[tuple[str, Tensor]]:
+    """Yield the local values that a skipped step must keep: parameters, saved buffers and the optimizer's moments."""
+    tensors = chain(job.model.named_parameters(), job.model.named_buffers(saved_only=True))
+    for name, value in tensors:
+        yield name, to_local(value.detach())
+        for kind, moment in job.optimizer.state.get(value, {}).items():
+            if isinstance(moment, Tensor):
+                yield f"{kind} of {name}", to_local(moment)

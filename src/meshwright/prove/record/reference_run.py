@@ -1,145 +1,140 @@
-"""Reference of a proof: a plain module and training loop in one process, without any distributed code.
+"""Reference of a proof: a plain module in one process, without any distributed code.
 
 Must not import `parallel`, `pipeline`, `mesh` or the training step, or the code under proof would be compared with
-itself. Gradients are computed per micro-batch of each data-parallel rank; AdamW is implemented as in the paper.
-Gradients by stage are used only to diagnose which stages contribute to a wrong gradient.
+itself. Each step is evaluated at the weights that the layout held before it, so that errors of earlier steps are not
+seen again: if all weights start right, and all gradients and updates are right given the weights, all steps are.
+
+A step takes the global batch as one micro-batch, keyed by the numbers of its samples, whatever the layout's
+micro-batches. Contributions of these, of stages and of context-parallel ranks' tokens are computed only to explain a
+wrong gradient.
+
+A context-parallel rank's gradient of a weight, before it is reduced, is that of the weight's *uses* on the rank's
+tokens, not that of the rank's loss: keys and values are used by queries of other ranks. So each module's weights get
+the gradient of the module's output at these tokens only.
+
+Shapes: b batch, t tokens, s tokens of a rank, R ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family, RunFacts, TrainingData
 from meshwright.models.contract.model_facts import Computed, Constant, Part, Stored, Uniform
-from meshwright.models.contract.task import Reference, SimpleBatch
+from meshwright.models.contract.task import Reference, SimpleBatch, Task
+from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import shard_indices
+from meshwright.nn.experts.layer import Experts, MixtureOfExperts
 from meshwright.nn.experts.router import BatchCounts, ExpertLoad
-from meshwright.nn.step_handles import auxiliary_losses, step_buffers
+from meshwright.nn.step_handles import auxiliary_losses, handles, step_buffers
 from meshwright.nn.weight_init import normal_shard, uniform_shard
-from meshwright.prove.placement import StagePlacement
-from meshwright.prove.record.evidence import DTYPE, ReferenceEvidence
-from meshwright.prove.record.plain_optimizer import RIGHT, PlainOptimizer
-from meshwright.prove.record.plain_updates import States
-from meshwright.prove.record.recording_task import sample_contents
-from meshwright.prove.spec import clip_limit
+from meshwright.optim.role import Role
+from meshwright.prove.placement import ContextPlacement, StagePlacement
+from meshwright.prove.record.definitions import use_definitions
+from meshwright.prove.record.evidence import DTYPE
 
 TensorsByName = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class BatchGradients:
-    """Losses and gradients of one step, per data-parallel rank and micro-batch."""
+class StepReference:
+    """Values of a step at the layout's weights."""
 
-    partial_losses: Tensor
+    loss: float
+    gradients: TensorsByName
+    """Full gradients of trained parameters, before clipping."""
+    buffers: TensorsByName
+    """Full saved buffers after the step."""
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """Losses and gradients of one step by data-parallel rank and micro-batch; their sums are those of the step."""
+
+    losses: Tensor
     """[data_parallel, num_microbatches]"""
-    partial_gradients: TensorsByName
+    gradients: TensorsByName
     """Per parameter, [data_parallel, num_microbatches, *shape]."""
-    partial_counts: TensorsByName
+    counts: TensorsByName
     """Per buffer that counts tokens of experts, [data_parallel, num_microbatches, expert]."""
 
-    def gradients(self) -> TensorsByName:
-        """Return the gradients of the whole batch."""
-        return {name: partial.sum((0, 1)) for name, partial in self.partial_gradients.items()}
 
+class PlainModel:
+    """The plain module of a configuration, evaluated at given weights."""
 
-def compute_reference(
-    config: RunConfig,
-    data: TrainingData,
-    *,
-    num_steps: int,
-    stages: StagePlacement | None = None,
-    change: Callable[[nn.Module], None] | None = None,
-    ranks_a_cell: int = 1,
-    samples_of: Reference | None = None,
-    optimizer: PlainOptimizer = RIGHT,
-    weights_late: int = 0,
-) -> ReferenceEvidence:
-    """Train for `num_steps` steps in float64 and return the reference values.
+    def __init__(self, config: RunConfig, data: TrainingData) -> None:
+        """Build the module.
 
-    Args:
-        config: configuration returned by `as_proof`.
-        data: training data.
-        num_steps: number of steps, at least one.
-        stages: the layout's stage placement, used only to diagnose gradients of shared parameters.
-        change: called on the model before the first step; used only for variants with a known fault.
-        ranks_a_cell: consecutive data-parallel ranks whose samples run as one micro-batch; more than 1 for variants.
-        samples_of: loss of samples; another than the family's reference for variants only.
-        optimizer: another than the right one for variants only.
-        weights_late: steps by which the weights of forward and backward are late, for variants only.
-    """
-    size = config.train.global_batch
-    model, samples_of = build_reference(config), samples_of or config.family.reference(run_facts(config), data)
-    if change is not None:
-        change(model)
-    initial, batches = _values(model), [list(range(at, at + size)) for at in range(0, num_steps * size, size)]
-    by_stage = stage_gradients(config, stages, initial, samples_of, batches[0])
-    for _, handle in auxiliary_losses(model):
-        handle.scale = 1.0 / size
-    training, losses, after_first = _Training(model, config, optimizer, num_steps), list[float](), TensorsByName()
-    first: BatchGradients | None = None
-    versions: list[TensorsByName] = []
-    for indices in batches:
-        with _late_weights(model, versions, weights_late):
-            batch = forward_backward(model, config, samples_of, indices, ranks_a_cell)
-        first = first or batch
-        training.update(batch)
-        after_first = after_first or _values(model)
-        losses.append(float(batch.partial_losses.sum()))
-    assert first is not None, "a proof has at least one step"
-    return ReferenceEvidence(
-        losses=losses,
-        grad_norms=training.norms,
-        samples=batches,
-        gradients=first.gradients(),
-        partial_gradients=first.partial_gradients,
-        parameters=_values(model),
-        initial=initial,
-        partial_losses=first.partial_losses,
-        after_first=after_first,
-        stage_gradients={name: parts for name, parts in by_stage.items() if name in training.trained},
-        partial_counts=first.partial_counts,
-        contents=sample_contents(samples_of, num_steps * size),
-        bias_rates={f"{name}.value": load.bias_rate for name, load in _loads(model).items() if load.bias is not None},
-    )
+        Args:
+            config: configuration returned by `as_proof` or `as_configured`.
+            data: training data.
+        """
+        self.config, self._data = config, data
+        self.module = build_reference(config)
+        use_definitions(self.module)
+        self.samples: Reference = config.family.reference(run_facts(config), data)
+        self.initial: TensorsByName = {name: tensor.to(DTYPE, copy=True) for name, tensor in saved_tensors(self.module)}
+        """Parameters and saved buffers before the first step."""
 
+    @cached_property
+    def roles(self) -> dict[str, Role]:
+        """Roles of the trained parameters."""
+        roles = {name: parameter.role for name, parameter in model_facts(self.config).named_parameters()}
+        return {name: roles[name] for name in trained_parameters(self.module)}
 
-class _Training:
-    """Updates of a reference, step by step."""
+    @cached_property
+    def bias_rates(self) -> dict[str, float]:
+        """Per counting buffer of a layer with a balancing bias: the step by which the bias changes."""
+        loads = _loads(self.module).items()
+        return {f"{name}.value": load.bias_rate for name, load in loads if load.bias is not None}
 
-    def __init__(self, model: nn.Module, config: RunConfig, optimizer: PlainOptimizer, num_steps: int) -> None:
-        self._model, self._config, self._optimizer, self._num_steps = model, config, optimizer, num_steps
-        self.trained = trained_parameters(model)
-        self.norms: list[float] = []
-        self._states: States = {}
-        roles = {name: parameter.role for name, parameter in model_facts(config).named_parameters()}
-        self._roles = {name: (p, roles[name]) for name, p in self.trained.items()}
-        self._kept: TensorsByName = {}
-        """Clipped gradients of the step before, if a fault doesn't clear them."""
+    def batch(self, step: int) -> list[int]:
+        """Return the samples of a step's global batch, in order."""
+        size = self.config.train.global_batch
+        return list(range((step - 1) * size, step * size))
 
-    def update(self, batch: BatchGradients) -> None:
-        """Apply the gradients of the next step to the parameters, and its counts to the buffers."""
-        step = len(self.norms) + 1
-        gradients = {name: gradient + self._kept.get(name, 0.0) for name, gradient in batch.gradients().items()}
-        norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
-        limit = clip_limit(self._config, self.norms, step=step, num_steps=self._num_steps)
-        train, optimizer = self._config.train, self._optimizer
-        optimizer.step(self._roles, gradients, self._states, train, step=step, limit=limit)
-        if optimizer.sums_gradients:
-            self._kept = {name: g * min(1.0, limit / norm) for name, g in gradients.items()}
-        for _, buffer in step_buffers(self._model):
+    def step(self, step: int, weights: Mapping[str, Tensor]) -> StepReference:
+        """Evaluate a step at full weights and saved buffers."""
+        set_weights(self.module, weights)
+        cells = forward_backward(self.module, self.config, self.samples, [self.batch(step)])
+        for _, buffer in step_buffers(self.module):
             buffer.commit(buffer.pending())
-        self.norms.append(norm)
+        buffers = {name for name, _ in self.module.named_buffers()}
+        after = {name: tensor.to(DTYPE, copy=True) for name, tensor in saved_tensors(self.module) if name in buffers}
+        return StepReference(float(cells.losses.sum()), {n: g[0, 0] for n, g in cells.gradients.items()}, after)
+
+    def contributions(self, step: int, weights: Mapping[str, Tensor]) -> Contributions:
+        """Evaluate a step by micro-batches of data-parallel ranks."""
+        set_weights(self.module, weights)
+        cells = cells_of(self.config, self.batch(step))
+        return forward_backward(self.module, self.config, self.samples, cells, self.config.train.num_microbatches)
+
+    def units(self, step: int) -> Tensor:
+        """Return the numbers of loss units of each micro-batch, [data_parallel, num_microbatches]."""
+        counts = [self._task.count(range(cell[0], cell[-1] + 1)) for cell in cells_of(self.config, self.batch(step))]
+        return torch.tensor(counts, dtype=DTYPE).view(-1, self.config.train.num_microbatches)
+
+    @cached_property
+    def _task(self) -> Task:
+        return self.config.family.task(run_facts(self.config), self._data, torch.device("cpu"))
+
+    def by_stage(self, step: int, weights: Mapping[str, Tensor], stages: StagePlacement) -> TensorsByName:
+        """Return each stage's contribution to the gradient of each shared parameter: by key, [stage, *shape]."""
+        shared = stage_gradients(self.config, stages, weights, self.samples, self.batch(step))
+        return {name: parts for name, parts in shared.items() if name in self.roles}
 
 
 def build_reference(config: RunConfig) -> nn.Module:
@@ -161,29 +156,19 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _values(model: nn.Module) -> TensorsByName:
-    """Copy the parameters and saved buffers."""
+def saved_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yield parameters and saved buffers by name, tied ones once."""
     saved = model.state_dict()
-    tensors = chain(model.named_parameters(), model.named_buffers())  # yields tied parameters once
-    return {name: tensor.detach().to(DTYPE, copy=True) for name, tensor in tensors if name in saved}
-
-
-@contextmanager
-def _late_weights(model: nn.Module, versions: list[TensorsByName], late: int) -> Iterator[None]:
-    """Let the model have its values of `late` steps before; `versions` are those so far."""
-    if late:
-        versions.append(_values(model))
-        _set_values(model, versions[max(0, len(versions) - 1 - late)])
-    yield
-    if late:
-        _set_values(model, versions[-1])
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in saved:
+            yield name, tensor.detach()
 
 
 @torch.no_grad()
-def _set_values(model: nn.Module, values: TensorsByName) -> None:
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if name in values:
-            tensor.copy_(values[name])
+def set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give parameters and saved buffers their values."""
+    for name, tensor in saved_tensors(model):
+        tensor.copy_(weights[name])
 
 
 def _loads(model: nn.Module) -> dict[str, ExpertLoad]:
@@ -191,39 +176,51 @@ def _loads(model: nn.Module) -> dict[str, ExpertLoad]:
 
 
 def forward_backward(
-    model: nn.Module, config: RunConfig, samples: Reference, indices: list[int], ranks_a_cell: int = 1
-) -> BatchGradients:
-    """Compute losses and gradients per data-parallel rank and micro-batch."""
-    grid = (config.mesh.axes().data_parallel() // ranks_a_cell, config.train.num_microbatches)
+    model: nn.Module,
+    config: RunConfig,
+    samples: Reference,
+    cells: list[list[int]],
+    num_microbatches: int = 1,
+    scale: float = 1.0,
+) -> Contributions:
+    """Compute losses and gradients of cells, the samples of each micro-batch of each data-parallel rank.
+
+    The backward is that of the loss times a scale, by which gradients are divided, so that they are rounded otherwise.
+    """
+    grid = (len(cells) // num_microbatches, num_microbatches)
     names, parameters = zip(*trained_parameters(model).items(), strict=True)
     partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
     counts = {f"{name}.value": load.value.new_zeros((*grid, *load.value.shape)) for name, load in _loads(model).items()}
     losses = torch.zeros(grid, dtype=DTYPE)
-    count_over_batch(model, samples, indices)
-    for cell, inside in enumerate(cells(config, indices, ranks_a_cell)):
-        at = divmod(cell, config.train.num_microbatches)
+    prepare_handles(model, config, scale)
+    count_over_batch(model, samples, [index for cell in cells for index in cell])
+    for cell, inside in enumerate(cells):
+        at = divmod(cell, num_microbatches)
         before = {name: load.pending() for name, load in _loads(model).items()}
         loss = samples.loss(model, inside)
         auxiliary = [value for _, handle in auxiliary_losses(model) if (value := handle.take()) is not None]
-        losses[at] = loss.detach() + sum(auxiliary)
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        losses[at] = loss.detach() + sum(auxiliary) / scale
+        gradients = torch.autograd.grad(loss * scale, parameters, allow_unused=True, materialize_grads=True)
         for name, gradient in zip(names, gradients, strict=True):
-            partial[name][at] = gradient
+            partial[name][at] = gradient / scale
         for name, load in _loads(model).items():
             counts[f"{name}.value"][at] = load.pending() - before[name]
-    return BatchGradients(losses, partial, counts)
+    return Contributions(losses, partial, counts)
 
 
-def cells(config: RunConfig, indices: list[int], ranks_a_cell: int = 1) -> list[list[int]]:
-    """Return the samples of each micro-batch of each data-parallel rank, or of so many consecutive ranks together."""
-    num_microbatches = config.train.num_microbatches
-    size = len(indices) // (config.mesh.axes().data_parallel() * num_microbatches)
-    by_rank = [indices[at : at + size * num_microbatches] for at in range(0, len(indices), size * num_microbatches)]
-    return [
-        [sample for rank in by_rank[first : first + ranks_a_cell] for sample in rank[m * size : (m + 1) * size]]
-        for first in range(0, len(by_rank), ranks_a_cell)
-        for m in range(num_microbatches)
-    ]
+def prepare_handles(model: nn.Module, config: RunConfig, scale: float = 1.0) -> None:
+    """Forget what other forwards contributed to a step, and scale auxiliary losses by the global batch."""
+    for _, handle in handles(model):
+        handle.discard()
+    for _, loss in auxiliary_losses(model):
+        loss.scale = scale / config.train.global_batch
+
+
+def cells_of(config: RunConfig, indices: list[int]) -> list[list[int]]:
+    """Return the samples of each micro-batch of each data-parallel rank."""
+    num_cells = config.mesh.axes().data_parallel() * config.train.num_microbatches
+    size = len(indices) // num_cells
+    return [indices[at * size : (at + 1) * size] for at in range(num_cells)]
 
 
 @torch.no_grad()
@@ -254,18 +251,18 @@ class _StageSequence(nn.Module):
 
 
 def stage_gradients(
-    config: RunConfig, stages: StagePlacement | None, weights: dict[str, Tensor], samples: Reference, indices: list[int]
+    config: RunConfig, stages: StagePlacement, weights: Mapping[str, Tensor], samples: Reference, indices: list[int]
 ) -> dict[str, Tensor]:
     """Compute each stage's contribution to the gradient of each shared parameter: by key, [stage, *shape].
 
     Args:
         config: configuration of the run.
         stages: stages that the model is split into.
-        weights: initial weights of the full model.
+        weights: weights of the full model.
         samples: reference loss on the run's data.
         indices: sample indices of the batch.
     """
-    if stages is None or not any(len(parameter.sites) > 1 for parameter in stages.shared):
+    if not any(len(parameter.sites) > 1 for parameter in stages.shared):
         return {}
     scale = 1.0 / config.train.global_batch
     parts = [_build_stage(config, stages, stage, weights) for stage in range(len(stages.ranks))]
@@ -285,7 +282,7 @@ def stage_gradients(
     return result
 
 
-def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights: dict[str, Tensor]) -> nn.Module:
+def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights: Mapping[str, Tensor]) -> nn.Module:
     part = Part(stages.layers[stage], stage=stage, num_stages=len(stages.ranks))
     model = build_part(config.family, run_facts(config), dtype=DTYPE, part=part)
     model.to_empty(device="cpu")
@@ -313,3 +310,111 @@ def fill_tensors(tensors: Iterable[tuple[str, Tensor]], family: Family, f: RunFa
             tensor.copy_(uniform_shard(f.seed, name, tensor.shape, bound=fill.bound))
         else:
             tensor.copy_(normal_shard(f.seed, name, tensor.shape, std=fill.std))
+
+
+def token_contributions(
+    plain: PlainModel, data: TrainingData, placement: ContextPlacement, step: int, weights: Mapping[str, Tensor]
+) -> tuple[TensorsByName, Tensor]:
+    """Compute the contributions of each data-parallel and context-parallel rank to a step.
+
+    Weights that are not used token by token get contributions that don't sum to the gradient.
+
+    Returns:
+        By parameter, [data_parallel × cp, num_microbatches, *shape]; and of losses, [data_parallel × cp,
+        num_microbatches].
+    """
+    config, model = plain.config, plain.module
+    train, mesh, batch = config.train, config.mesh.axes(), plain.batch(step)
+    task = config.family.task(run_facts(config), data, torch.device("cpu"))
+    num_units = task.count(range(batch[0], batch[-1] + 1))
+    set_weights(model, weights)
+    prepare_handles(model, config)
+    count_over_batch(model, plain.samples, batch)
+    grid = (mesh.data_parallel(), mesh.cp, train.num_microbatches)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parts = {name: p.new_zeros(*grid, *p.shape) for name, p in trained.items()}
+    losses = torch.zeros(grid, dtype=DTYPE)
+    for cell, indices in enumerate(cells_of(config, batch)):
+        rank, microbatch = divmod(cell, train.num_microbatches)
+        inside = task.batch(range(indices[0], indices[-1] + 1))
+        layout = next(one for one in inside.conditions if isinstance(one, TokenLayout))
+        tokens_Rbs = torch.stack([_rows(shard_indices(shard)) for shard in placement.shards(layout.documents)])
+        with _recorded_uses(model) as uses:
+            out = config.family.run(model, inside.inputs, inside)
+            torch.autograd.backward(task.loss_sum(out, inside.targets) / num_units)
+        model.zero_grad(set_to_none=True)
+        row = torch.arange(len(out))[:, None]
+        for cp, tokens_bs in enumerate(tokens_Rbs):
+            at = (row, tokens_bs.expand(len(out), -1))
+            losses[rank, cp, microbatch] = task.loss_sum(out.detach()[at], inside.targets[at]) / num_units
+        rank_bt = tokens_Rbs.transpose(0, 1).flatten(1).argsort(-1) // tokens_Rbs.shape[2]
+        for name, parameter in trained.items():
+            parts[name][rank, :, microbatch] = _by_rank(uses, parameter, rank_bt, mesh.cp)
+    return {name: value.flatten(0, 1) for name, value in parts.items()}, losses.flatten(0, 1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x[None]
+
+
+@dataclass
+class _Use:
+    """One forward of a module."""
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    """Parameters whose gradient is found from this module's output."""
+    inputs: tuple[object, ...]
+    gradients: list[Tensor] = field(default_factory=list)
+    """Gradients of the output, in parts that add up."""
+
+
+@contextmanager
+def _recorded_uses(model: nn.Module) -> Iterator[list[_Use]]:
+    """Record all forwards and backwards of the modules that own parameters, within the context."""
+    uses: list[_Use] = []
+
+    def record(owned: list[nn.Parameter], module: nn.Module, inputs: tuple[object, ...], out: Tensor) -> None:
+        if out.requires_grad:
+            uses.append(_Use(module, owned, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)))
+            out.register_hook(uses[-1].gradients.append)  # type: ignore[no-untyped-call]
+
+    handles: list[RemovableHandle] = [
+        module.register_forward_hook(partial(record, owned)) for module, owned in _owners(model)
+    ]
+    try:
+        yield uses
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """Yield each module with the parameters that map its tokens one by one: its own, or those of its experts.
+
+    Rows of experts are in another order than tokens.
+    """
+    for module in model.modules():
+        owned = list(module.parameters(recurse=False))
+        if isinstance(module, MixtureOfExperts):
+            owned += module.experts.parameters()
+        if owned and not isinstance(module, Experts):
+            yield module, owned
+
+
+def _by_rank(uses: list[_Use], parameter: nn.Parameter, rank_bt: Tensor, num_ranks: int) -> Tensor:
+    """Return the gradient [rank, …] of a parameter's uses on the tokens of each rank."""
+    total = parameter.new_zeros(num_ranks, *parameter.shape)
+    for use in uses:
+        if not use.gradients or all(parameter is not one for one in use.parameters):
+            continue
+        gradient = torch.stack(use.gradients).sum(0)
+        if gradient.shape[1:2] != rank_bt.shape[1:2]:
+            continue
+        out = use.module(*use.inputs)
+        for rank in range(num_ranks):
+            mask = (rank_bt == rank).reshape(*rank_bt.shape, *[1] * (gradient.dim() - 2))
+            [found] = torch.autograd.grad(out, [parameter], gradient * mask, retain_graph=True, allow_unused=True)
+            if found is not None:
+                total[rank] += found
+    return total

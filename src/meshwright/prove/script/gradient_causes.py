@@ -12,19 +12,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.prove.compare.result import Diagnosis, FaultKind
-from meshwright.prove.compare.tensor_shards import Array, max_difference
-from meshwright.prove.compare.tensor_verdict import Verdicts
-from meshwright.prove.diagnose.phrases import rank_words
-from meshwright.prove.diagnose.suspect import SuspectTensor
-from meshwright.prove.report import ReportedFinding
-from meshwright.prove.script.evidence import ScriptEvidence
-from meshwright.prove.script.settings import names_text
-from meshwright.prove.script.tolerances import reported
+from meshwright.prove.judge.tensors import Array, max_difference
+from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts
+from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Finding, rank_words
+from meshwright.prove.script.evidence import ScriptEvidence, reported
+from meshwright.prove.script.samples import names_text
 
 CLIPPED = 1e-3
 """Relative difference of norms that were clipped to the same limit."""
-UNKNOWN = (FaultKind.UNRECOGNISED, FaultKind.REPLICAS_DIFFER)
 OVERWRITTEN = "each micro-batch overwrites the gradient of the previous one: accumulation is missing"
 CLEARED = "gradients are cleared between micro-batches, before the backward of the last: accumulation is missing"
 UNEQUAL_COUNTS = (
@@ -187,7 +182,7 @@ def stages_of(layout: ScriptEvidence) -> dict[str, list[int]]:
     return found
 
 
-def other_parameters(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[ReportedFinding]:
+def other_parameters(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[Finding]:
     """Yield a finding for parameters that only one side has, or in another shape."""
     expected, found = reference.shapes, layout.shapes
     extra = [name for name in found if name not in expected]
@@ -205,7 +200,7 @@ def other_parameters(layout: ScriptEvidence, reference: ScriptEvidence) -> Itera
         ("of another shape", [name for name in found if expected.get(name, found[name]) != found[name]], renumbered),
     ):
         if names:
-            yield ReportedFinding("parameters", Diagnosis(FaultKind.EVIDENCE, f"{what}: {names_text(names)}", cause))
+            yield Finding("parameters", Diagnosis(FaultKind.EVIDENCE, f"{what}: {names_text(names)}", cause))
 
 
 def drawn_alike(layout: ScriptEvidence, verdicts: Verdicts) -> Verdicts:

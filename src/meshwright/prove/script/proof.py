@@ -1,4 +1,5 @@
-"""`meshwright prove script`: runs a script on each layout, compares with the first, and reports. Imports torch late."""
+"""`meshwright prove script`: runs a script on each layout of the command line, compares with the first, and reports.
+Imports torch late."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def run_body(context: RankContext, run: ScriptRun) -> None:
 
 def compare_body(context: RankContext, runs: _Runs) -> None:
     """Compare all runs. Imports torch here to keep the launcher torch-free."""
-    from meshwright.prove.script.compare_runs import compare_runs
+    from meshwright.prove.script.conclude import compare_runs
 
     context.post("comparing")
     compare_runs(runs.reference, runs.perturbed, runs.layouts, runs.result)

@@ -1,1 +1,0 @@
-"""Proofs of many models and layouts in one go: the catalogue of what transformers has."""

@@ -1,1 +1,0 @@
-"""Compare the layout with the reference: one verdict per tensor and scalar."""

@@ -1,1 +1,0 @@
-"""Diagnose differences: infer the likely cause from the values."""

@@ -1,0 +1,1 @@
+"""Explain values that differ: causes, each checked against the numbers."""

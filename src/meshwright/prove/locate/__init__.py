@@ -1,1 +1,0 @@
-"""Locate where a forward goes wrong: compare the values that each module takes and returns, in a second pass."""
