@@ -31,6 +31,8 @@ SCHEDULES = {
     "no decay": "train.steps=20 train.warmup_steps=3 train.lr_schedule=wsd train.decay_steps=0",
     "a run of its warm-up": "train.steps=5 train.warmup_steps=20",
     "one step": "train.steps=1 train.warmup_steps=0",
+    "to zero": "train.steps=7 train.warmup_steps=2 train.min_lr_ratio=0.0",
+    "no step after its warm-up": "train.steps=2 train.warmup_steps=2",
 }
 
 
@@ -47,8 +49,8 @@ def found_in(config):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_closed_form_is_that_of_the_schedule(name):
     train = load("llama-tiny", SCHEDULES[name].split()).train
-    for step in range(1, train.steps + 1):
-        assert learning_rate(step, train) == pytest.approx(plain_learning_rate(step, train), rel=1e-13, abs=1e-300)
+    for step in range(1, train.steps + 3):  # a proof may take more steps than the run
+        assert learning_rate(step, train) == pytest.approx(plain_learning_rate(step, train), rel=1e-13, abs=0.0)
 
 
 @pytest.mark.parametrize("make", [small_config, small_dit_config])

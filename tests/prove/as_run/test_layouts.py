@@ -94,6 +94,7 @@ CODECS = {
     "loco2": ("mesh.dp_replicate=2", "mesh.dp_shard=2"),
     "int8": ("mesh.dp_shard=4", "comm.ranks_per_node=2"),
     "bf16": ("mesh.dp_shard=2", "comm.weights=int8"),
+    "int4": ("mesh.dp_shard=2", "mesh.tp=2", "train.num_microbatches=2"),
 }
 
 
@@ -119,11 +120,14 @@ def test_other_precisions_pass_more_tightly(gang: GangPool, precision: str) -> N
     ("preset", "words"),
     [
         ("moe-tiny", "mesh.dp_shard=2 mesh.ep=2"),
+        ("moe-tiny", "mesh.cp=2 mesh.ep=2"),
+        ("llama-tiny", "mesh.dp_shard=2 train.optimizer=sgd train.parameter_groups=embedding:lr=0.001"),
+        ("llama-tiny", "mesh.dp_shard=2 mesh.tp=2 train.optimizer=muon train.lr_schedule=wsd"),
         ("llama-tiny", "mesh.dp_shard=2 train.compile=true model.num_layers=1"),
         ("llama-tiny", "mesh.tp=2 train.compile=true model.num_layers=1"),
     ],
 )
-def test_sharded_experts_and_compiled_runs_pass(gang: GangPool, preset: str, words: str) -> None:
+def test_sharded_experts_optimizers_and_compiled_runs_pass(gang: GangPool, preset: str, words: str) -> None:
     assert_passes(proof(gang, as_run_config(*words.split(), preset=preset), steps=2))
 
 

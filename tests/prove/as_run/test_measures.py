@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -13,13 +15,24 @@ from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
-from meshwright.prove.as_run.conclude import Shares, is_on_grid, is_summed, looks_rounded
+from meshwright.prove.as_run.conclude import (
+    CODEC_FACTOR,
+    LAYER_NORM_ROUNDINGS,
+    MeasuredTolerances,
+    Shares,
+    is_on_grid,
+    is_summed,
+    looks_rounded,
+)
 from meshwright.prove.as_run.rounding import (
     Growth,
     PlainCodec,
+    Rounded,
     flatten,
     has_choices,
+    multiply_by_shards,
     quantise,
+    relative_codec_errors,
     turned_ties,
     unflatten,
 )
@@ -107,6 +120,74 @@ def test_feedback_keeps_errors_from_growing() -> None:
     assert found[True] < 2.0 and found[False] > 3.0
 
 
+def test_each_tensor_parallel_rank_sends_its_shards() -> None:
+    config = load("llama-tiny", ["comm.gradients=int8", "mesh.dp_shard=2", "mesh.tp=2", "model.num_layers=1"])
+    plan, name = make_plan(config), "blocks.0.attention.wo.weight"
+    small, large = torch.randn(2, 1, 128, 128, dtype=torch.float64), 1e4 * torch.randn(2, 1, 128, 128).double()
+    found = PlainCodec(config, plan).reduce({name: torch.cat((small, large), 3)[..., ::2], "x": small})[0][name]
+    assert float((found[:, :64] - small.sum((0, 1))[:, ::2]).norm() / small.norm()) < 0.01, "no scale in common"
+
+
+def test_an_error_of_few_elements_may_be_larger_by_chance() -> None:
+    """The run's values differ by rounding from those of the plain quantiser, and fall elsewhere between integers."""
+    method, draw, over = find_method("loco4"), torch.Generator().manual_seed(0), dict.fromkeys((1, 4, 100), 0)
+    for _ in range(200):
+        x = torch.randn(1, 128, generator=draw, dtype=torch.float64)
+        run = x + 0.05 * torch.randn(1, 128, generator=draw, dtype=torch.float64)
+        errors = (quantise(run, method)[0] - run, quantise(x, method)[1])
+        for size in over:
+            error, square = (one[:, :size] for one in errors)
+            limit = CODEC_FACTOR * relative_codec_errors({"w": square}, {"w": x[:, :size]})["w"]
+            over[size] += float(error.norm() / x[:, :size].norm()) > limit
+    assert not any(over.values()), over
+    assert relative_codec_errors({"w": torch.zeros(0)}, {"w": torch.ones(1)})["w"] == 0.0
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sharded_matrices_are_multiplied_shard_by_shard(dim: int) -> None:
+    """Partial sums are rounded by themselves: outputs of a row-wise layer, gradients of a column-wise one."""
+    config = load("llama-tiny", ["mesh.tp=2", "model.num_layers=1"])
+    name = "blocks.0.attention.wo.weight" if dim else "blocks.0.attention.wq.weight"
+    plan, model = make_plan(config), torch.nn.Module()
+    layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+    model.add_module("blocks", torch.nn.ModuleList([torch.nn.Module()]))
+    model.get_submodule("blocks.0").add_module("attention", torch.nn.Module())
+    model.get_submodule("blocks.0.attention").add_module(name.split(".")[3], layer)
+    multiply_by_shards(model, plan)
+    x = torch.randn(7, 128, dtype=torch.bfloat16, requires_grad=True)
+    out = layer(x)
+    seed = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, x, seed)
+    weight = layer.weight.detach()
+    if dim:
+        (a, b), (v, w) = x.detach().chunk(2, -1), weight.chunk(2, 1)
+        assert torch.equal(out, a @ v.T + b @ w.T) and not torch.equal(out, x.detach() @ weight.T)
+    else:
+        (a, b), (v, w) = seed.chunk(2, -1), weight.chunk(2, 0)
+        assert torch.equal(gradient, a @ v + b @ w) and not torch.equal(gradient, seed @ weight)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64, 512])
+def test_a_layer_norm_adds_up_gradients_in_the_precision_of_the_run(num_tokens: int) -> None:
+    torch.manual_seed(0)
+    layer, eps = torch.nn.LayerNorm(256, dtype=torch.bfloat16), torch.finfo(torch.bfloat16).eps
+    gradient = (torch.randn(num_tokens, 256) * 0.01).bfloat16()
+    layer(torch.randn(num_tokens, 256).bfloat16()).backward(gradient)
+    due = gradient.double().sum(0)
+    assert layer.bias.grad is not None
+    error = float((layer.bias.grad.double() - due).norm() / due.norm())
+    assert error < LAYER_NORM_ROUNDINGS * eps * num_tokens**0.5
+
+
+def test_a_gradient_that_rounding_changes_by_its_size_tells_nothing() -> None:
+    def tolerance(deviation: float, sums: float = 0.0) -> float:
+        rounded = Rounded({}, {"w": deviation}, 0.0, {})
+        return MeasuredTolerances([rounded], 1e-7, [{}], {"w": sums}).gradient("w", 1)
+
+    assert tolerance(0.1) == pytest.approx(0.3) and tolerance(0.1, 0.2) == pytest.approx(0.5)
+    assert tolerance(0.34) == tolerance(0.1, 0.8) == float("inf")
+
+
 CONTRIBUTIONS = np.random.default_rng(0).standard_normal((2, 2, 40, 6)) + 0.5
 COUNTS = LayoutCounts(Axes(dp_shard=2), 2, 8)
 
@@ -134,6 +215,20 @@ def test_causes_are_named_within_rounding(weights: np.ndarray, words: str) -> No
     assert gradient.error().relative > 0.06
     found = diagnose_gradient(gradient, GradientContext({}))
     assert words in found.text, found
+
+
+def test_a_tensor_may_be_wrong_where_no_shard_alone_is() -> None:
+    """A shard that has less than its share of the whole may err by that share: errors then add up to more than allowed.
+    The shards that add most are told, and a cause is looked for in them."""
+    contributions = CONTRIBUTIONS * np.where(np.arange(40) < 20, 1.0, 0.01)[:, None]
+    value, noise = contributions.sum((0, 1)), np.random.default_rng(3).standard_normal((40, 6))
+    for rank, size in enumerate((np.linalg.norm(value[:20]), np.linalg.norm(value) / 2**0.5)):
+        noise[20 * rank :][:20] *= 0.95 * 0.06 * size / np.linalg.norm(noise[20 * rank :][:20])
+    shards = [RecordedShard(r, (20 * r, 0), torch.from_numpy((value + noise)[20 * r :][:20])) for r in (0, 1)]
+    scale = float(np.abs(value).max())
+    whole = replace(suspect(shards), expected=value, scale=scale, find_contributions=lambda: contributions)
+    assert whole.error().relative > whole.tolerance and whole.wrong_ranks == [0, 1]
+    assert diagnose_gradient(whole, GradientContext({})).symptom == "not recognised"
 
 
 def test_noise_has_no_cause() -> None:

@@ -73,7 +73,7 @@ class ErrorLayout:
 
 
 class ErrorFeedback:
-    """What reductions keep between steps: errors of parts that begin and end their steps together.
+    """State that reductions keep between steps: errors of parts that begin and end their steps together.
 
     Whatever else a method keeps, such as a count of random draws, is a part, too: runs save and restore all of them.
     """

@@ -36,13 +36,14 @@ from meshwright.prove.spec import has_feedback
 from meshwright.units import counted
 
 ROUNDING_FACTOR = 3.0
-"""Safety factor on the measured sensitivity to rounding: shards round partial sums that the plain module doesn't have,
-and a few perturbations don't find the largest deviation."""
+"""Safety factor on the measured sensitivity to rounding: ranks add up in other orders than the plain module, and a few
+perturbations don't find the largest deviation."""
 LAYER_NORM_ROUNDINGS = 0.5
 """Rounding errors of the gradients of a LayerNorm's weight and bias, times the root of the number of tokens: on a CPU,
 PyTorch adds up those of a forward in the precision of the run. (A sixth was measured, with 8 to 512 tokens.)"""
 CODEC_FACTOR = 1.5
-"""Safety factor on the error expected of a plain quantiser, whose groups differ from those of the layout."""
+"""Safety factor on the error expected of a plain quantiser, whose groups may differ from those of the layout, as those
+of experts do."""
 LOSS_ROUNDINGS = 4
 """Rounding errors of a loss, relative to the dtype of the masters."""
 SUM_ROUNDINGS = 256
@@ -125,7 +126,12 @@ def measure(
 def further_findings(
     config: RunConfig, plan: RunPlan, comparison: Comparison, rounded: list[Rounded], feedback: Feedback | None
 ) -> Iterator[Finding]:
-    """Yield findings on dropouts, dtypes of sums and error feedback."""
+    """Yield findings on gradients that tell nothing, dropouts, dtypes of sums and error feedback."""
+    gradients = [verdict.result for one in comparison.steps for verdict in one.gradients.values()]
+    if gradients and all(math.isinf(one.tolerance) for one in gradients):
+        symptom = f"rounding to {config.train.precision} changes every gradient by more than its size"
+        cause = "no gradient can be told from a wrong one; without --as-run, the layout is proved in float64"
+        yield Finding("evidence", Diagnosis(FaultKind.EVIDENCE, symptom, cause))
     yield from diagnose_dropouts(list(comparison.sides.evidence.ranks), plan)
     if config.train.precision != "float64" and not compressed_units(plan):
         yield from low_precision_sums(comparison, rounded)

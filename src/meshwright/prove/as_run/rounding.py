@@ -252,7 +252,7 @@ def relative_codec_errors(squares: TensorsByName, exact: TensorsByName) -> dict[
     found = {}
     for name, square in squares.items():
         norm = float(exact[name].norm())
-        error = math.sqrt(float(square.sum())) * (1 + square.numel() ** -0.5)
+        error = math.sqrt(float(square.sum())) * (1 + max(1, square.numel()) ** -0.5)
         found[name] = error / norm if norm else math.inf
     return found
 
@@ -293,7 +293,7 @@ class RoundedReference:
         self._sent_units = sent_units(plan, lambda unit: unit.weights, self._num_shards)
         self._dtype = getattr(torch, self._config.train.precision)
         self._rounded = _in_precision(build_reference(self._config), self._dtype)
-        _multiply_by_shards(self._rounded, plan)
+        multiply_by_shards(self._rounded, plan)
         self._generator = torch.Generator().manual_seed(self._config.train.seed)
 
     def step(self, step: int, weights: Mapping[str, Tensor], due: StepReference) -> Rounded:
@@ -366,7 +366,7 @@ def _in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _multiply_by_shards(model: nn.Module, plan: RunPlan) -> None:
+def multiply_by_shards(model: nn.Module, plan: RunPlan) -> None:
     """Let layers multiply by each shard of a matrix that is sharded over tp by itself, so that the sum over the shards
     of outputs, or in the backward of gradients of inputs, is of rounded ones."""
     num_ranks = plan.mesh.size(*plan.mesh.view("tp"))

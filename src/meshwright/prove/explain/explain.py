@@ -113,7 +113,7 @@ class Explainer:
 
     @cached_property
     def _forward(self) -> list[Finding]:
-        """Findings on the forward as a whole."""
+        """Findings on the forward as a whole, which causes of losses and gradients add."""
         return []
 
     def _samples(self) -> Iterator[tuple[int, Diagnosis]]:

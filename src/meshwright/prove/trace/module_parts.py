@@ -52,7 +52,7 @@ def _of(value: LocalValue, trace: Trace) -> tuple[str, str, nn.Module | None]:
 
 
 def _dropout(value: LocalValue, trace: Trace) -> str | None:
-    """What is added by a dropout, or returned by its backward: x · mask · factor."""
+    """Recognise what a dropout adds, or its backward returns: x · mask · factor."""
     what, name, module = _of(value, trace)
     source = {"output": "input of ", f"{GRADIENT}input": f"{GRADIENT}output of "}.get(what)
     x = trace.reference[value.cell].get(f"{source}{name}")
@@ -120,7 +120,7 @@ def _other_masks(value: LocalValue, trace: Trace, name: str, factor: float) -> I
 
 
 def _rows(value: LocalValue, trace: Trace) -> str | None:
-    """Other rows of an embedding's table: read the id of each row from the table."""
+    """Recognise other rows of an embedding's table, by reading the id of each row from the table."""
     what, _, module = _of(value, trace)
     if what != "output" or not isinstance(module, nn.Embedding) or value.observed.shape[-1] != module.embedding_dim:
         return None
@@ -147,7 +147,7 @@ def _ids(rows: Array, table: Array) -> Places | None:
 
 
 def _running_positions(value: LocalValue, trace: Trace, due: Places, found: Places) -> str | None:
-    """Positions of a table that don't start again in each document."""
+    """Recognise positions of a table that don't start again in each document."""
     layout = trace.source.layouts[value.cell] if trace.source is not None else None
     if layout is None or layout.documents is None or due.ndim != 2 or len(due) != value.full.shape[0]:
         return None
@@ -183,7 +183,7 @@ def _name_ids(due: Places, found: Places) -> str | None:
 
 
 def _weights_before(value: LocalValue, trace: Trace) -> str | None:
-    """A layer that uses its weights of an earlier step."""
+    """Recognise a layer that uses its weights of an earlier step."""
     what, name, module = _of(value, trace)
     x = trace.reference[value.cell].get(f"input of {name}")
     if what != "output" or module is None or x is None or trace.source is None or list(module.children()):
@@ -200,7 +200,7 @@ def _weights_before(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _activation(value: LocalValue, trace: Trace) -> str | None:
-    """Another activation, of a module or between the projections of a gated feed-forward layer."""
+    """Recognise another activation, of a module or between the projections of a gated feed-forward layer."""
     what, name, _ = _of(value, trace)
     parent, _, last = name.rpartition(".")
     suffix = last.removeprefix("down")

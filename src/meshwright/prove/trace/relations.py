@@ -142,7 +142,7 @@ def _shifted(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _tokens(value: LocalValue, trace: Trace) -> str | None:
-    """Tokens of other places, in the shard or in the full value; with cp, of which rank they are and in what order."""
+    """Recognise tokens of other places, in the shard or in the full value; with cp, of which rank and in what order."""
     if value.observed.ndim < 3:
         return None
     order = _permutation(value.observed, value.expected, dim=TOKENS)
@@ -219,7 +219,7 @@ def _permutation(a: Array, b: Array, *, dim: int) -> Places | None:
 
 
 def _rotated(value: LocalValue, trace: Trace) -> str | None:
-    """Rotary embedding at other positions: each pair (x[i], x[i + h/2]) is rotated by a further angle."""
+    """Recognise rotary embedding at other positions: each pair (x[i], x[i + h/2]) is rotated by a further angle."""
     if value.observed.ndim != 4 or value.observed.shape[-1] % 2:
         return None
     a, b = (_complex(x) for x in (value.observed, value.expected))
@@ -333,8 +333,10 @@ def _offset(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _residual(value: LocalValue, trace: Trace) -> str | None:
-    """A branch that is scaled before it is added: observed − start = factor · (expected − start). The start is a
-    block's input, or what an adapter's base returns."""
+    """Recognise a branch that is scaled before it is added: observed − start = factor · (expected − start).
+
+    The start is a block's input, or what an adapter's base returns.
+    """
     what, _, module = value.name.partition(" of ")
     for name, words in (
         (f"output of {module}.base_layer", "the adapter's part of {} is {} × what it should be"),
@@ -352,7 +354,7 @@ def _residual(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _part(value: LocalValue, trace: Trace) -> str | None:
-    """A gradient that lacks what one of the modules within returns, or counts it more than once."""
+    """Recognise a gradient that lacks what one of the modules within returns, or counts it more than once."""
     what, _, module = value.name.removeprefix(GRADIENT).partition(" of ")
     if what != "input" or not value.name.startswith(GRADIENT):
         return None
@@ -368,7 +370,7 @@ def _part(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _rounded(value: LocalValue, trace: Trace) -> str | None:
-    """A value that is computed in a narrower dtype, by the size of its error, and one that is rounded to it."""
+    """Recognise a value that is rounded to a narrower dtype, or computed in one, by the size of its error."""
     for dtype, unit, kind in (("float32", 2.0**-24, np.float32), ("bfloat16", 2.0**-9, None)):
         if not unit / LEAST_ROUNDINGS <= value.error <= MOST_ROUNDINGS * unit:
             continue
