@@ -12,7 +12,7 @@ import pytest
 
 import meshwright
 from meshwright import api
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError, LayoutError, RunError
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.run_plan import RunPlan
@@ -118,6 +118,16 @@ def test_a_proof_is_true_where_it_passed(config):
     assert json.loads(json.dumps(proof.report))["num_steps"] == 1
     failed = api.Proof(False, ("why",), {})
     assert not failed and str(failed) == "why\nNOT PROVED"
+
+
+def test_an_error_that_ends_the_ranks_is_no_proof_but_a_result(config, monkeypatch):
+    def launch(*given, **named):
+        raise RunError("rank 1 failed in step 1\nTraceback\nValueError: no rows", where="rank 1 of 2, step 1")
+
+    monkeypatch.setattr(api, "launch", launch)
+    proof = meshwright.prove(config, steps=1)
+    assert not proof and "  cause   ValueError: no rows" in proof.lines and proof.report["passed"] is False
+    assert proof.report["causes"][0]["where"] == "rank 1 of 2, step 1" and "set_aside" in proof.report
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from meshwright.config.facts_for_family import run_facts
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job
+from meshwright.train.train_step import TrainStep
 from tests.prove.seeded_faults import SHARD2, TENSOR2, Fault, on_rank, wrapping
 
 ACCUMULATE = ("mesh.dp_shard=2", "train.num_microbatches=2")
@@ -56,11 +57,16 @@ def other_timesteps(batch: Any) -> Any:
     return replace(batch, moved=((timesteps + 1) % 900, labels, fps, *batch.host_samples()))
 
 
+def own_number_of_targets(job: Job, step: TrainStep) -> None:
+    """The divisor is the rank's number of targets, times the ranks."""
+    step._count_units = lambda samples: sum(map(step._task.count, samples)) * job.axes.data_parallel()  # type: ignore[method-assign]
+
+
 DATA_FAULTS: dict[str, Fault] = {
     "a rank is given its neighbour's samples": Fault(on_rank(1, of_samples(lambda samples: -4)), SHARD2,
         ("inputs and targets of samples differ only on rank 1", "was given those of rank 0", "those of sample 0")),
     "a cache of the first step": Fault(of_samples(lambda samples: -8 if samples.start >= 8 else 0), SHARD2,
-        ("the data of an earlier step: a stale batch or cache", "in steps 2 and 3")),
+        ("the data of an earlier step: a stale batch or cache", "16 of the 24 samples", "in steps 2 and 3")),
     "the data of the next step": Fault(on_rank(0, of_samples(lambda samples: 8)), SHARD2, ("the data of a later step",
         "only on rank 0")),
     "micro-batches of a rank exchanged": Fault(on_rank(1,
@@ -71,6 +77,8 @@ DATA_FAULTS: dict[str, Fault] = {
         ("the targets of samples differ", "its inputs are right")),
     "a few samples are exchanged": Fault(of_samples(lambda samples: {0: 3, 12: 1, 20: -6}.get(samples.start, 0)),
         SHARD2, ("the inputs and targets of samples differ on every rank", "no single mistake explains all")),
+    "a rank's own number of targets": Fault(own_number_of_targets, (*SHARD2, "data.packing=documents"),
+        ("means over the targets of each data-parallel rank",)),
     "one token is damaged on one rank": Fault(on_rank(1, changed(inputs=edit_one)), TENSOR2,
         ("the inputs of samples differ only on rank 1", "its targets are right")),
 }  # fmt: skip

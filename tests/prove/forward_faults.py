@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.nn.attention import attention_mask
 from meshwright.nn.attention.positions import RotaryEmbedding
 from meshwright.prove.record.layout_run import Tamper
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
-from tests.prove.seeded_faults import SHARD2, TENSOR2, Fault, wrapping
+from tests.prove.seeded_faults import SHARD2, TENSOR2, Fault, replacing, wrapping
 
 ONE = ()
 PIPE = ("mesh.pp=2", "train.num_microbatches=2")
 CONTEXT = ("mesh.cp=2",)
 DROPOUT = "train.dropout=0.25"
+REPLACED = (attention_mask,)
 
 
 def module_of(job: Job, name: str) -> nn.Module | None:
@@ -158,12 +160,19 @@ FORWARD_FAULTS: dict[str, Fault] = {
     "a branch is dropped for some samples": Fault(output("blocks.0.ffn.down", lambda x:
         x * torch.tensor([0.0, 1.25, 0.0, 1.25])[:, None, None]), SHARD2,
         ("some samples are dropped", "factors 0 and 1.25")),
+    "keys of packed documents end one early": Fault(replacing(attention_mask, "key_bounds", lambda job, real:
+        lambda *given: (bounds := real(*given)) and replace(bounds, last_bs=bounds.last_bs - 1)), (*SHARD2,
+        "data.packing=documents"), ("blocks.0.attention.core",)),
     "outputs are changed after the last module": Fault(output("", lambda x: 2.0 * x), SHARD2,
         ("the output of the model, on every rank", "2.000 × the right one")),
 }  # fmt: skip
 DROPOUT_FAULTS: dict[str, Fault] = {
     "tokens numbered by rank": Fault(number_local_tokens, (*TENSOR2, DROPOUT), ("those of positions 0…7",)),
-    "samples numbered by micro-batch": Fault(wrapping("step._task._task.batch", renumbered), (*SHARD2, DROPOUT), ()),
+    "samples numbered by micro-batch": Fault(
+        wrapping("step._task._task.batch", renumbered),
+        (*SHARD2, DROPOUT, "train.num_microbatches=2"),
+        ("drops other elements", "samples are counted from 0 in each micro-batch"),
+    ),
     "a site used twice": Fault(another_site, (*SHARD2, DROPOUT), ("drops other elements", "those of blocks.0.ffn_add")),
     "what is kept is not scaled": Fault(
         running("blocks.1.ffn_add", lambda m: lambda y, x, rows: x + 0.75 * (type(m).forward(m, y, x, rows) - x)),

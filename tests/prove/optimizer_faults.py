@@ -209,6 +209,8 @@ OPTIMIZER_FAULTS: dict[str, Fault] = {
     "no clipping": Fault(scaling(lambda real: lambda parameters, factor: None), SHARD2, ("clipping is missing",)),
     "no clipping, where no step reaches the limit": Fault(scaling(lambda real: lambda parameters, factor: None),
         (*SHARD2, NOT_CLIPPED), ("clipping is missing",)),
+    "clipping with an epsilon": Fault(scaling(lambda real: lambda parameters, factor: real(parameters,
+        0.5 / (0.5 / factor + 1e-6))), SHARD2, ("an epsilon of 1e-06 added: the factor is limit / (norm + 1e-06)",)),
     "clipping by tensor": Fault(replacing(step_module, "scale_gradients", clip_each_tensor), SHARD2,
         ("the norm of each tensor",)),
     "clipping twice": Fault(scaling(lambda real: lambda parameters, factor: real(parameters, factor**2)), SHARD2,

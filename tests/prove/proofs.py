@@ -197,15 +197,18 @@ def records_of(gang: GangPool, config: RunConfig, seed: Seed = RIGHT, steps: int
     return on_ranks(gang, config, record_on_rank, seed, few_pictures(config), steps=steps)
 
 
-def proof(gang: GangPool, config: RunConfig, seed: Seed = RIGHT, *, steps: int = FEW_STEPS) -> ProofResult:
+def proof(
+    gang: GangPool, config: RunConfig, seed: Seed = RIGHT, *, steps: int = FEW_STEPS, as_run: bool = False
+) -> ProofResult:
     """The proof of a configuration on a gang, with a fault seeded, and the second pass where one is due."""
-    records = records_of(gang, config, seed, steps)
-    result, pictures = prove_with(records, config), few_pictures(config)
+    pictures = few_pictures(config)
+    records = on_ranks(gang, config, record_on_rank, seed, pictures, steps=steps, as_run=as_run)
+    result = prove_with(records, config, as_run=as_run)
     if result.locate_step is None:
         return result
     data, plan, plain = pictures or open_data(config), make_plan(config), plain_model(config)
     ranks = on_ranks(gang, config, trace_on_rank, seed, result.locate_step, pictures)
-    sides = sides_of(config, gather_evidence(config, plan, records), plain, as_run=False)
+    sides = sides_of(config, gather_evidence(config, plan, records), plain, as_run=as_run)
     return with_place(result, find_place(config, plan, ranks, data, plain, sides, step=result.locate_step))
 
 

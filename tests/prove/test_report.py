@@ -168,3 +168,16 @@ def test_an_error_that_ends_a_layout_is_a_finding():
     assert trace == what.splitlines()[1:]
     report = ended_to_json(error)
     assert not report["passed"] and report["causes"][0]["cause"] == what
+
+
+def test_a_gradient_without_tolerance_is_shown_beside_others():
+    """Of a gradient that is zero, rounding changes nothing; one that it changes altogether is not shown."""
+    right = Case(HSDP).proof()
+    gradients = [one for one in right.parameters if one.gradient is not None]
+    for limit in (0.0, math.inf):
+        parameters = tuple(
+            dataclasses.replace(one, gradient=dataclasses.replace(one.gradient, tolerance=limit)) for one in gradients
+        )
+        lines = render(dataclasses.replace(right, as_run=True, precision="bfloat16", parameters=parameters))
+        shown = " ".join(lines[: next(at for at, line in enumerate(lines) if line.startswith("loss "))])
+        assert shown.startswith("relative errors") and ("gradient" in shown) == (limit == 0.0)

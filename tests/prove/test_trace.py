@@ -198,6 +198,12 @@ def test_a_wrong_value_is_related_to_the_right_one(says: str) -> None:
     assert says in text and "on every rank" in text
 
 
+@pytest.mark.parametrize("name", [QUERIES, LOGITS, FFN])
+def test_rounding_is_no_exchange_and_no_factor(name: str) -> None:
+    text = made(small_config, *PLAIN).place(*changed(name, lambda x: x.astype(np.float32).astype(np.float64)))
+    assert "rounded to float32" in text
+
+
 def test_a_micro_batch_has_the_value_of_another() -> None:
     one = made(small_config, *PLAIN)
     text = one.place("output of embed", lambda cell, values: one.values[0]["output of embed"], ranks={0})

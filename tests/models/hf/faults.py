@@ -45,7 +45,24 @@ def averaged_adapters(job: Job, step: TrainStep) -> None:
             first.register_forward_hook(lambda module, inputs, out: out / 2 + (out / 2).detach())
 
 
+def other_mask_on_later_stages(job: Job, step: TrainStep) -> None:
+    """Attention of stages after the first sees the keys after the query."""
+    for number, part in job.parts().items():
+        for module in part.module.modules() if number else ():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+
+
+def other_epsilon_on_later_stages(job: Job, step: TrainStep) -> None:
+    for number, part in job.parts().items():
+        for module in part.module.modules() if number else ():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1e-2
+
+
 FAULTS = {
+    "keys after the query are seen on later stages": other_mask_on_later_stages,
+    "another epsilon on later stages": other_epsilon_on_later_stages,
     "adapters are averaged over tp": averaged_adapters,
     # Gradients of norms of heads stay those of the rank's own heads, as if the norms were replicated.
     "norms of heads are not summed over tp": skip_partial_sums_over_tp,

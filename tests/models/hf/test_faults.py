@@ -42,6 +42,17 @@ CASES = {
         ("the output of model.layers.0.input_layernorm", "part of the computation runs in float32"),
     ),
     "experts of the other rank": ("mixtral", "mesh.tp=2", ("the output of model.layers.0.mlp.experts",)),
+    # What is wrong on a later stage is not blamed on what stands in there for the modules of the first.
+    "keys after the query are seen on later stages": (
+        "gpt2",
+        "mesh.pp=2",
+        ("the input of transformer.h.2.attn.c_proj", "the output of transformer.h.2.attn.c_attn is right"),
+    ),
+    "another epsilon on later stages": (
+        "qwen3",
+        "mesh.pp=2",
+        ("the output of model.layers.2.input_layernorm", "the norm's epsilon is 0.01 instead of 1e-06"),
+    ),
     "packed documents see each other": (
         "qwen3",
         "mesh.pp=2 data.packing=documents",

@@ -13,12 +13,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.dropout_add.eager import DropoutKey
 from meshwright.nn.dropout_add.module import DropoutAdd
-from meshwright.parallel import data_parallel, tensor_parallel
+from meshwright.parallel import data_parallel, pipeline_shared_gradients, tensor_parallel
+from meshwright.train import train_step
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.prove import seeded_faults
 from tests.prove.data_faults import DATA_FAULTS
-from tests.prove.forward_faults import number_local_tokens
+from tests.prove.forward_faults import PIPE, number_local_tokens, output
 from tests.prove.optimizer_faults import OPTIMIZER_FAULTS
 from tests.prove.seeded_faults import Fault, OwnChunk, modules, on_rank, reducing, replacing
 
@@ -45,9 +46,36 @@ def keep_weights_in_bfloat16(job: Job, step: TrainStep) -> None:
     job.optimizer.step = rounded
 
 
+def summed_in_bfloat16(job: Job, real: Any) -> Any:
+    """An all-reduce of gradients in bfloat16."""
+
+    def reduce(total: Tensor, *, group: Any = None) -> Tensor:
+        low = total.bfloat16()
+        real(low, group=group)
+        return total.copy_(low)
+
+    return reduce
+
+
 def lose_feedback(job: Job, step: TrainStep) -> None:
     for part in job.features["compression"]._parts.values():
         part.commit = part.discard
+
+
+def of_rounded(job: Job, real: Any) -> Any:
+    """The norm of gradients that are rounded to bfloat16."""
+
+    def norm(parameters: Any, **named: Any) -> Any:
+        gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
+        kept = [gradient.clone() for gradient in gradients]
+        for gradient in gradients:
+            gradient.copy_(gradient.bfloat16())
+        found = real(parameters, **named)
+        for gradient, value in zip(gradients, kept, strict=True):
+            gradient.copy_(value)
+        return found
+
+    return norm
 
 
 def drop_other_elements(job: Job, step: TrainStep) -> None:
@@ -93,6 +121,13 @@ FAULTS: dict[str, Fault] = {
         "mesh.dp_shard=2"), ("the sum over dp_shard is made in bfloat16 where float32 was asked",),
         "blocks.0.ffn.up.weight"),
     POLICY: Fault(lambda job, step: None, SHARD2, ("reduced or accumulated in bfloat16 where float32 was asked",)),
+    "copies of a tied embedding are summed in bfloat16": Fault(replacing(pipeline_shared_gradients, "all_reduce_sum",
+        summed_in_bfloat16), (*PIPE, "model.tie_embeddings=true"), ("reduced or accumulated in bfloat16",),
+        "embed.weight"),
+    "activations of a float32 run are sent in bfloat16": Fault(output("blocks.0", lambda x: x.bfloat16().to(x.dtype)),
+        (*PIPE, "train.precision=float32"), ("the output of blocks.0", "rounded to bfloat16")),
+    "the norm is that of bfloat16 gradients": Fault(replacing(train_step, "local_squared_norm", of_rounded), (*SHARD2,
+        "train.precision=float32"), ("the norm is that of gradients rounded to bfloat16",)),
     "weights are kept in bfloat16": Fault(keep_weights_in_bfloat16, SHARD2, ("weights are kept in bfloat16",)),
     "error feedback is lost": Fault(lose_feedback, (*SHARD2, "comm.gradients=loco4"), ("the error feedback is missing",
         )),

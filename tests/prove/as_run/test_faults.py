@@ -11,6 +11,7 @@ from tests.prove.as_run.proofs import as_run_config, proof
 from tests.prove.proofs import assert_says
 
 REQUIRED = {"gradients are reduced in bfloat16", PENDING, "error feedback is lost", "tp ranks drop other elements"}
+SENT = "activations of a float32 run are sent in bfloat16"
 QUICK = "gradients are reduced in bfloat16"
 
 
@@ -22,5 +23,12 @@ def test_a_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     assert_says(to_json(result, loss_unit="nats/token"), render(result), fault)
 
 
+@pytest.mark.slow
+def test_the_second_pass_of_images_is_in_float64(gang: GangPool) -> None:
+    config = as_run_config("mesh.dp_shard=2", "train.precision=float32", preset="dit-digits")
+    text = " ".join(" ".join(render(proof(gang, config, SENT, steps=2))).split())
+    assert "the output of blocks.0, on every rank" in text and "rounded to bfloat16" in text
+
+
 def test_the_required_faults_are_there() -> None:
-    assert set(FAULTS) >= REQUIRED and len(FAULTS) >= 27
+    assert set(FAULTS) >= REQUIRED and len(FAULTS) >= 30

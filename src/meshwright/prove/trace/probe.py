@@ -106,9 +106,9 @@ class Probe:
 
     def _after(self, name: str, _: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         value = out[0] if isinstance(out, tuple) and out else out
-        if (
-            self._has_layers or not isinstance(value, Tensor) or bool(value.any())
-        ):  # else of what stands in for a stream
+        # Before the layers of a later stage, modules get zeros in place of a stream.
+        stands_in = not self._has_layers and isinstance(value, Tensor) and not value.any()
+        if not stands_in:
             self.take(f"output of {name}", value)
 
 

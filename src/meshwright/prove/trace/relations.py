@@ -312,14 +312,19 @@ def _per_token(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _epsilon(value: LocalValue, trace: Trace, factor: Array) -> str | None:
-    """Solve for the epsilon of an RMS norm whose tokens are scaled: (mean square + ε') · factor² = mean square + ε."""
+    """Solve for the epsilon of a norm whose tokens are scaled: (s + ε') · factor² = s + ε.
+
+    Here s is the mean square, or a LayerNorm's variance.
+    """
     what, _, module = value.name.partition(" of ")
     norm, before = trace.module(module), trace.reference[value.cell].get(f"input of {module}")
-    epsilon = norm.eps if isinstance(norm, nn.RMSNorm) else None
+    given = (getattr(norm, name, None) for name in ("eps", "variance_epsilon"))
+    epsilon = next((one for one in given if isinstance(one, float)), None)
     if what != "output" or epsilon is None or before is None or before.shape != value.full.shape:
         return None
-    mean_square = take((before * before).mean(-1, keepdims=True), (*value.index[:-1], np.arange(1)))
-    found = (mean_square + epsilon) / factor**2 - mean_square
+    centred = before - before.mean(-1, keepdims=True) if isinstance(norm, nn.LayerNorm) else before
+    square = take((centred * centred).mean(-1, keepdims=True), (*value.index[:-1], np.arange(1)))
+    found = (square + epsilon) / factor**2 - square
     mid = float(np.median(found))
     is_one = np.abs(found - mid).max() <= 1e-3 * max(abs(mid), epsilon)
     return f"the norm's epsilon is {mid:.3g} instead of {epsilon:.3g}" if is_one else None
@@ -346,9 +351,9 @@ def _residual(value: LocalValue, trace: Trace) -> str | None:
         if what != "output" or before is None or before.shape != value.full.shape:
             continue
         start = take(before, value.index)
-        a, b = value.observed - start, value.expected - start
-        factor = factor_of(a, b)
-        if close(a, factor * b, value.rounding):
+        added = value.expected - start
+        factor = factor_of(value.observed - start, added)
+        if close(value.observed, start + factor * added, value.rounding):
             return words.format(module, number_words(factor))
     return None
 
