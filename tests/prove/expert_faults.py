@@ -212,6 +212,17 @@ def bias_in_weights(job: Job, router: Router) -> None:
     router._scores, router.best = biased, without_bias(router)
 
 
+def bias_kept(job: Job, router: Router) -> None:
+    real, load = router.load.commit, router.load
+
+    def commit(total: Tensor) -> None:
+        before = load.bias.clone()
+        real(total)
+        load.bias.copy_(before)
+
+    load.commit = commit  # type: ignore[method-assign]
+
+
 def bias_moved_twice(job: Job, router: Router) -> None:
     """As in a forward and its recomputation."""
     load, real = router.load, router.load.commit
@@ -344,6 +355,7 @@ EXPERT_FAULTS: dict[str, Fault] = {
         ("the balancing bias enters the routing weights",), DOWN),
     "the bias is not used": Fault(routers(lambda job, router: setattr(router, "best", without_bias(router))), (*PAIR,
         *BIAS), ("not added to the scores that experts are chosen by",), DOWN),
+    "the bias stays": Fault(routers(bias_kept), (*PAIR, *BIAS), ("the bias is not updated",), f"{LOAD}.bias"),
     "the bias moves twice a step": Fault(routers(bias_moved_twice), (*PAIR, *BIAS, "recompute.policy=full"),
         ("the bias changes by 2 × its step", "as in a forward and its recomputation"), f"{LOAD}.bias"),
     "a recomputed forward counts again": Fault(routers(count_recomputed), (*PAIR, "recompute.policy=full"),

@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.rules import load
+from meshwright.prove.as_run.conclude import MeasuredTolerances
 from meshwright.prove.report import render
 from meshwright.prove.result import ProofResult, TensorResult
 from meshwright.prove.spec import as_configured
@@ -88,6 +89,13 @@ def test_the_layouts_are_many() -> None:
     assert len({layout for _, layout, *_ in MATRIX}) == len(LAYOUTS) >= 12
     assert {case[0] for case in CHOSEN} == set(SIZES) and {case[3] for case in CHOSEN} == set(VARIANTS)
     assert set(CHOSEN) <= set(MATRIX)
+
+
+def test_a_proof_of_which_no_gradient_tells_anything_fails(gang: GangPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MeasuredTolerances, "gradient", lambda self, name, step: float("inf"))
+    result = proof(gang, as_run_config("mesh.dp_shard=2"), steps=1)
+    (finding,) = result.findings
+    assert not result.passed and finding.about == "evidence" and "rounding to bfloat16" in finding.diagnosis.symptom
 
 
 CODECS = {
