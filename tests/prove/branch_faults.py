@@ -57,15 +57,40 @@ def kept_if_skipped(job: Job, real: Any) -> Any:
     return clear
 
 
+def always_counts(job: Job, real: Any) -> Any:
+    """The experts' tokens of a skipped step are counted."""
+    return lambda *, applied: real(applied=True)
+
+
 BRANCH_FAULTS: dict[str, Fault] = {
-    "steps are never skipped": Fault(replacing(step_module, "math", always_finite), SHARD2,
-        ("a step whose loss is not finite on rank 0 changes ranks 0 and 1", "must be skipped")),
-    "the norm doesn't count": Fault(replacing(step_module, "local_squared_norm", finite_norm), SHARD2,
-        ("a step whose gradient is not finite on rank 1 changes ranks 0 and 1",)),
-    "each rank decides alone": Fault(replacing(step_module, "all_reduce_sum", own_decision), HYBRID,
-        ("a step whose loss is not finite on rank 0 changes ranks 1, 2 and 3", "must agree")),
-    "a skipped step decays the weights": Fault(wrapping("step.update", decay_if_skipped), SHARD2,
-        ("changes ranks 0 and 1", "parameters change, but no moment")),
-    "a skipped step keeps its gradients": Fault(wrapping("job.optimizer.zero_grad", kept_if_skipped), SHARD2,
-        ("changes ranks 0 and 1", "gradients are not cleared")),
+    "steps are never skipped": Fault(
+        replacing(step_module, "math", always_finite),
+        SHARD2,
+        ("a step whose loss is not finite on rank 0 changes ranks 0 and 1", "must be skipped"),
+    ),
+    "the norm doesn't count": Fault(
+        replacing(step_module, "local_squared_norm", finite_norm),
+        SHARD2,
+        ("a step whose gradient is not finite on rank 1 changes ranks 0 and 1",),
+    ),
+    "each rank decides alone": Fault(
+        replacing(step_module, "all_reduce_sum", own_decision),
+        HYBRID,
+        ("a step whose loss is not finite on rank 0 changes ranks 1, 2 and 3", "must agree"),
+    ),
+    "a skipped step decays the weights": Fault(
+        wrapping("step.update", decay_if_skipped), SHARD2, ("changes ranks 0 and 1", "parameters change, but no moment")
+    ),
+    "a skipped step keeps its gradients": Fault(
+        wrapping("job.optimizer.zero_grad", kept_if_skipped),
+        SHARD2,
+        ("changes ranks 0 and 1", "gradients are not cleared"),
+    ),
+}
+"""Of any model."""
+EXPERT_BRANCH_FAULTS: dict[str, Fault] = {
+    "a skipped step counts its experts' tokens": Fault(wrapping("step._handles.end_step", always_counts), SHARD2,
+        ("changes ranks 0 and 1", "enter buffers")),
+    "ranks with experts decide alone": Fault(replacing(step_module, "all_reduce_sum", own_decision), SHARD2,
+        ("a step whose loss is not finite on rank 0 changes rank 1", "must agree")),
 }  # fmt: skip

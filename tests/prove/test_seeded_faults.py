@@ -35,6 +35,7 @@ TABLES = {
     "data_faults.DATA_FAULTS": 9,
     "data_faults.IMAGE_FAULTS": 2,
     "branch_faults.BRANCH_FAULTS": 5,
+    "branch_faults.EXPERT_BRANCH_FAULTS": 2,
     "optimizer_faults.MUON_FAULTS": 5,
     "optimizer_faults.UNKNOWN_MUON_FAULTS": 2,
     "context_faults.CONTEXT_FAULTS": 33,
@@ -73,7 +74,7 @@ CASES = [
 
 def config_of(where: str, layout: tuple[str, ...], documents: str) -> RunConfig:
     """The small model that a table's faults are seeded in."""
-    if where.startswith("expert"):
+    if "EXPERT" in where or where.startswith("expert"):
         return small_expert_config(*layout)
     if "IMAGE" in where or layout[:1] == ("dit-digits",):
         return small_dit_config(*layout)

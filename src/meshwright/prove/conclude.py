@@ -22,7 +22,6 @@ from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import SampleOrder, WindowOrder
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
-from meshwright.nn.step_handles import StepHandle
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.conclude import as_run_notes, further_findings, measure
 from meshwright.prove.explain.explain import Explained, Explainer, ordered
@@ -88,7 +87,7 @@ def conclude(
         if any(one.about == "samples" for one in result.findings):  # which also goes for those at an epoch's end
             branches = tuple(one for one in branches if one.kind is not FaultKind.SAMPLES)
         result = replace(result, findings=(*result.findings, *(Finding("other steps", one) for one in branches)))
-        notes = iter(unproved(config, data, evidence, plain))
+        notes = iter(unproved(config, data, evidence))
     return replace(result, notes=(*notes, *rounded_replicas(result)))
 
 
@@ -212,13 +211,11 @@ def diagnose_branches(config: RunConfig, data: TrainingData, evidence: Evidence)
     return (*_rates(config.train), *_skipped_steps(evidence), *_epoch_end(config, data))
 
 
-def unproved(config: RunConfig, data: TrainingData, evidence: Evidence, plain: PlainModel) -> Iterator[str]:
+def unproved(config: RunConfig, data: TrainingData, evidence: Evidence) -> Iterator[str]:
     """Yield a note for each branch that the proof neither took nor checked."""
     norms, limit = [step["grad_norm"] for step in evidence.ranks[0].steps], config.train.max_grad_norm
     if len(norms) == 1 and norms[0] <= limit:
         yield f"not proved: clipping, as the norm is below train.max_grad_norm = {limit:g}; --steps 2 proves it"
-    if any(isinstance(module, StepHandle) for module in plain.module.modules()):
-        yield "not proved: that steps with a value that isn't finite are skipped, in a model with experts"
     source = config.family.reference(run_facts(config), data)
     if not isinstance(source, ShowsSamples):
         yield "not proved: what is in the samples, as the family's reference doesn't show them (ShowsSamples)"
@@ -265,12 +262,14 @@ def _what_changes(names: set[str], *, on_all: bool) -> str:
     """Return what a step changes that must be skipped."""
     left = {name for name in names if name.startswith("gradient of ")}
     counts = {name for name in names if name.startswith("step of ")}
+    buffers = {name for name in names if name.startswith("buffer ")}
     moments = {name for name in names - left - counts if " of " in name}
     if not on_all:
         return "they must agree on whether loss and norm are finite"
     if moments:
         return "the optimizer takes it"
-    parts = ["parameters change, but no moment of the optimizer"] * bool(names - left - counts)
+    parts = ["parameters change, but no moment of the optimizer"] * bool(names - left - counts - buffers)
+    parts += ["its samples enter buffers, such as counts of experts' tokens"] * bool(buffers)
     parts += ["the optimizer counts it as a step, which changes later bias corrections"] * bool(counts)
     parts += ["its gradients are not cleared, so that later steps add to them"] * bool(left)
     return join_words(parts)

@@ -144,10 +144,7 @@ class TrainStep:
         lr = learning_rate(step, job.config.train)
         if finite:
             self._optimize(lr, grad_norm)
-        with self.measurement.counting():
-            self._handles.end_step(applied=finite)
-        for feature in self._features:
-            feature.end_step(applied=finite)
+        self.end(applied=finite)
         self.measurement.measure_memory()
         job.optimizer.zero_grad()
         return StepResult(
@@ -160,6 +157,13 @@ class TrainStep:
             save=saves > 0,
             num_units=self._num_units,
         )
+
+    def end(self, *, applied: bool) -> None:
+        """End a step, of which all ranks know whether it was `applied`: update buffers and the state of features."""
+        with self.measurement.counting():
+            self._handles.end_step(applied=applied)
+        for feature in self._features:
+            feature.end_step(applied=applied)
 
     def load_counts(self) -> list[list[int]] | None:
         """Return the tokens per expert in the last step, per layer with a load counter; None if there are no counts."""

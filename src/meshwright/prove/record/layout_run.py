@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import local_box, to_local
-from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.dropout_add.module import DropoutAdd
-from meshwright.nn.step_handles import StepHandle
 from meshwright.pipeline.actions import ActionKind
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.placement import expert_placement_of, stage_placement_of
@@ -228,10 +226,7 @@ def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, l
         run_step: its step.
         step: the next step.
     """
-    # Ranks that don't agree would wait for each other in the reductions of counts. A stage may have no handle itself.
-    model = build_part(job.config.family, run_facts(job.config), dtype=torch.float32)
-    if any(isinstance(module, StepHandle) for module in model.modules()):
-        return {}
+    _agree_first(run_step)
     before = {name: value.clone() for name, value in _state(job)}
     finite_loss = run_step.accumulate(step)
     gradients = {parameter: parameter.grad for parameter in job.model.parameters()}
@@ -253,6 +248,18 @@ def try_nonfinite_steps(job: Job, run_step: TrainStep, step: int) -> dict[str, l
     return changed
 
 
+def _agree_first(run_step: TrainStep) -> None:
+    """Let the step end as one that is skipped if ranks don't agree: they would wait for each other in the reduction of
+    experts' counts."""
+    real = run_step.end
+
+    def end(*, applied: bool) -> None:
+        votes = all_reduce_sum(torch.tensor([int(applied), int(not applied)]))
+        real(applied=applied and not votes.all())
+
+    run_step.end = end  # type: ignore[method-assign]
+
+
 def _damage_gradient(job: Job) -> bool:
     """Make a gradient infinite, and return whether there is one."""
     local = (to_local(p.grad) for p in job.counted_parameters() if p.grad is not None)
@@ -272,8 +279,8 @@ def _restore(job: Job, before: dict[str, Tensor]) -> None:
 
 def _state(job: Job) -> Iterator[tuple[str, Tensor]]:
     """Yield the local values that a skipped step must keep: parameters, saved buffers and the optimizer's moments."""
-    tensors = chain(job.model.named_parameters(), job.model.named_buffers(saved_only=True))
-    for name, value in tensors:
+    yield from ((f"buffer {name}", to_local(buffer)) for name, buffer in job.model.named_buffers(saved_only=True))
+    for name, value in job.model.named_parameters():
         yield name, to_local(value.detach())
         for kind, moment in job.optimizer.state.get(value, {}).items():
             if isinstance(moment, Tensor):
