@@ -41,7 +41,6 @@ from meshwright.prove.spec import (
     as_configured,
     as_proof,
     num_steps,
-    plan_as_configured,
     plan_in_float64,
     set_aside,
     set_aside_as_run,
@@ -219,7 +218,7 @@ def prove(
     given = None if plan is None else _load_plan(plan, config)
     if as_run:
         proved, notes = as_configured(config), tuple(set_aside_as_run(config))
-        made = make_plan(proved) if given is None else plan_as_configured(given)
+        made = given or make_plan(proved)
         steps = num_steps(made, steps)
     else:
         proved = as_proof(config)

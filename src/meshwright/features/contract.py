@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
     from meshwright.plan.traffic import LinkBytes, Traffic
     from meshwright.plan.verify.names import PlanError
+    from meshwright.prove.record.evidence import Evidence
+    from meshwright.prove.result import Diagnosis
     from meshwright.settings.violation import Fix, Violation
     from meshwright.train.build_job import Job
     from meshwright.train.pipeline_stages import Pipeline
@@ -70,16 +72,16 @@ class PlanFeature(Generic[P]):
         """Yield the words of each row of a plan's page; the first row is the heading."""
         return iter(())
 
-    def in_proof(self, config: RunConfig, *, as_run: bool) -> Fix:
-        """Return the keys that a proof sets, in float64 or as run; raise ConfigError if it has no reference."""
+    def in_proof(self, config: RunConfig) -> Fix:
+        """Return the keys that a proof in float64 sets."""
         return {}
 
-    def plan_in_proof(self, plan: RunPlan, *, as_run: bool) -> RunPlan:
-        """Return the plan that a proof runs in place of a given one; raise ConfigError if it has no reference."""
+    def plan_in_proof(self, plan: RunPlan) -> RunPlan:
+        """Return the plan that a proof in float64 runs in place of a given one."""
         return plan
 
     def set_aside(self, config: RunConfig) -> str:
-        """Return a line about what a proof in float64 leaves out and one as run refuses; '' if that is nothing."""
+        """Return a line about what a proof in float64 leaves out; '' if that is nothing."""
         return ""
 
 
@@ -95,6 +97,33 @@ class RunFeature:
     def start(self, job: Job) -> OnRank:
         """Return its state on this rank, once model and optimizer are built."""
         return OnRank()
+
+    def reference(self, plan: RunPlan, evidence: Evidence) -> InReference | None:
+        """Return the feature in the reference of a proof as run; None if the reference computes without it."""
+        return None
+
+
+class InReference:
+    """A feature in the reference of a proof as run, by its definition, with the state that ranks recorded. A step is
+    evaluated by the layout's micro-batches."""
+
+    perturbation = 0.0
+    """Least relative change of parameters, by which the proof measures what rounding changes."""
+    note = ""
+    """What a proof in float64, which leaves the feature out, tells of a cause that isn't known."""
+
+    def apply(self, model: nn.Module) -> None:
+        """Let a plain model compute with the feature."""
+
+    def begin(self, step: int) -> None:
+        """Start a step of any model that it was applied to."""
+
+    def end(self, step: int) -> None:
+        """End a step of the reference."""
+
+    def findings(self) -> Iterator[tuple[int, Diagnosis]]:
+        """Yield the steps in which the state that ranks recorded is wrong, and what is wrong."""
+        return iter(())
 
 
 class OnRank:
@@ -129,6 +158,10 @@ class OnRank:
 
     def end_step(self, *, applied: bool) -> None:
         """End a step; `applied` is False if it was skipped."""
+
+    def evidence(self) -> dict[str, list[float]]:
+        """Return the state that a proof as run records, after the backward of a step."""
+        return {}
 
     def notes(self) -> Iterator[str]:
         """Yield news for the user after a step, each once."""

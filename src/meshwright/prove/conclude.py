@@ -20,6 +20,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.resolve import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import SampleOrder, WindowOrder
+from meshwright.features.registry import run_features
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.plan.run_plan import RunPlan
@@ -69,6 +70,9 @@ def conclude(
     )
     if incomplete := audit_steps(evidence, num_steps):
         return replace(result, findings=tuple(Finding("evidence", one) for one in incomplete))
+    if as_run:
+        found = (feature.reference(plan, evidence) for feature in run_features(plan).values())
+        plain.add_features(one for one in found if one is not None)
     sides = sides_of(config, evidence, plain, as_run=as_run)
     measured, feedback = measure(config, plan, plain, sides) if as_run else (None, None)
     comparison = compare(sides, measured or Tolerances())
@@ -79,9 +83,9 @@ def conclude(
     explained = Explainer(comparison, contents, tokens, is_compiled).explain()
     result = with_verdicts(result, comparison, explained)
     if measured is not None:
-        further = further_findings(config, plan, comparison, measured.rounded, feedback)
+        further = further_findings(config, plan, plain, comparison, measured.rounded, feedback)
         result = replace(result, findings=ordered([*result.findings, *further]), feedback=feedback)
-        notes = as_run_notes(config, plan, result)
+        notes = as_run_notes(config, plan, plain, result)
     else:
         branches = diagnose_branches(config, data, evidence)
         if any(one.about == "samples" for one in result.findings):  # which also goes for those at an epoch's end

@@ -77,7 +77,7 @@ def as_proof(config: RunConfig) -> RunConfig:
         "capture.backend": "auto",
     }
     for feature in plan_features(config=config):
-        keys |= feature.in_proof(config, as_run=False)
+        keys |= feature.in_proof(config)
     return config.with_keys({**keys, **config.family.proof(run_facts(config))})
 
 
@@ -93,9 +93,8 @@ def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
         found.append(f"train.precision={config.train.precision} is set aside: a proof computes in float64")
     if any(kind.compiled for kind in plan.kinds):
         found.append("train.compile=true is set aside: a proof runs eagerly")
-    if lines := [line for one in plan_features(config=config, plan=plan) if (line := one.set_aside(config))]:
-        found += lines
-    elif found:
+    found += [line for one in plan_features(config=config, plan=plan) if (line := one.set_aside(config))]
+    if found:
         found[-1] += " (--as-run proves the run as configured)"
     return (*found, *overridden(config))
 
@@ -142,7 +141,7 @@ def plan_in_float64(plan: RunPlan) -> RunPlan:
     _refuse_lossy(lossy)
     proved: RunPlan = _in_float64(plan)
     for feature in plan_features(plan=plan):
-        proved = feature.plan_in_proof(proved, as_run=False)
+        proved = feature.plan_in_proof(proved)
     return replace(proved, kinds=tuple(replace(kind, compiled=False) for kind in proved.kinds))
 
 
@@ -173,28 +172,10 @@ FEEDBACK_STEPS = 12
 
 
 def as_configured(config: RunConfig) -> RunConfig:
-    """Return the configuration to prove as run: on the CPU, and with the overrides of the family's proofs.
-
-    Raises:
-        ConfigError: the run can't be proved as configured.
-    """
-    keys: dict[str, Any] = {}
-    for feature in plan_features(config=config):
-        keys |= feature.in_proof(config, as_run=True)
+    """Return the configuration to prove as run: on the CPU, and with the overrides of the family's proofs."""
     backend = "eager" if config.train.compile else "simulate"
     overrides = config.family.proof(run_facts(config))
-    return config.with_keys({**keys, "train.device": "cpu", "capture.backend": backend, **overrides})
-
-
-def plan_as_configured(plan: RunPlan) -> RunPlan:
-    """Return a plan that is given to a proof as run.
-
-    Raises:
-        ConfigError: the plan has what such a proof has no reference for.
-    """
-    for feature in plan_features(plan=plan):
-        plan = feature.plan_in_proof(plan, as_run=True)
-    return plan
+    return config.with_keys({"train.device": "cpu", "capture.backend": backend, **overrides})
 
 
 def has_feedback(plan: RunPlan) -> bool:

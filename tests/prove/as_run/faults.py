@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from meshwright.features.float8 import linear as float8_linear
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.dropout_add.eager import DropoutKey
 from meshwright.nn.dropout_add.module import DropoutAdd
@@ -21,7 +24,7 @@ from tests.prove import seeded_faults
 from tests.prove.data_faults import DATA_FAULTS
 from tests.prove.forward_faults import PIPE, number_local_tokens, output
 from tests.prove.optimizer_faults import OPTIMIZER_FAULTS
-from tests.prove.seeded_faults import Fault, OwnChunk, modules, on_rank, reducing, replacing
+from tests.prove.seeded_faults import Fault, OwnChunk, Tamper, modules, on_rank, reducing, replacing
 
 
 class InBfloat16(OwnChunk):
@@ -100,6 +103,48 @@ def compile_with_pending_embeddings() -> None:
     tensor_parallel.wait_for_embeddings = lambda module, plan, stage: None
 
 
+def in_float8(change: Callable[[Any], None]) -> Tamper:
+    """Change the state of delayed scales, or each float8 layer if the change is of layers."""
+    return lambda job, step: change(job.features["float8"])
+
+
+def keep_magnitudes_local(float8: Any) -> None:
+    """The magnitudes are not reduced."""
+    float8.end_step = lambda *, applied: float8.history.advance()
+
+
+def lose_history(float8: Any) -> None:
+    float8.end_step = lambda *, applied: float8.history.discard()
+
+
+def forget_all_but_the_last(float8: Any) -> None:
+    real = float8.history.advance
+
+    def advance() -> None:
+        float8.history.history.zero_()
+        real()
+
+    float8.history.advance = advance
+
+
+def keep_cached_weights(float8: Any) -> None:
+    """Weights are cast before the first step only."""
+    begins = iter([float8.begin])
+    float8.begin = lambda: next(begins, lambda: None)()
+
+
+def unrecorded_gradients(job: Job, step: TrainStep) -> None:
+    """A layer's gradients leave no magnitude."""
+    layer = next(iter(job.parts().values())).module.get_submodule("blocks.1.ffn.up")
+    gradient = layer.slots.gradient
+    layer.slots = layer.slots._replace(gradient=gradient._replace(amax=torch.zeros(())))
+
+
+def casting(change: Callable[..., Any]) -> Tamper:
+    """Replace the cast to float8."""
+    return replacing(float8_linear, "cast", lambda job, real: partial(change, real))
+
+
 def as_named(name: str, *layout: str, says: tuple[str, ...] = ()) -> Fault:
     """A fault of a proof in float64, on another layout or in other words."""
     fault = seeded_faults.FAULTS[name]
@@ -108,10 +153,11 @@ def as_named(name: str, *layout: str, says: tuple[str, ...] = ()) -> Fault:
 
 SHARD2, TENSOR2, STREAM2 = ("mesh.dp_shard=2",), ("mesh.tp=2",), ("mesh.tp=2", "mesh.sequence_parallel=false")
 DROPOUT = "train.dropout=0.25"
+CURRENT, DELAYED = "float8.recipe=current", "float8.recipe=delayed"
 PENDING = "a compiled block takes a pending embedding"
 
 POLICY = "FSDP2's policy reduces in bfloat16"
-REPLACED = (tensor_parallel, data_parallel, FSDPParam)
+REPLACED = (tensor_parallel, data_parallel, FSDPParam, float8_linear)
 BEFORE = {PENDING: compile_with_pending_embeddings, POLICY: reduce_by_policy}
 """Faults that damage the trainer before the job is built."""
 FAULTS: dict[str, Fault] = {
@@ -155,6 +201,22 @@ FAULTS: dict[str, Fault] = {
         "blocks.1.attention.wv.weight")),
     PENDING: Fault(lambda job, step: None, (*TENSOR2, "train.compile=true", "model.num_layers=1"),
         ("no gradient reached", "a compiled block may have lost it"), "embed.weight"),
+    "float8 scales are made from the rank's own magnitudes": Fault(in_float8(keep_magnitudes_local), (*SHARD2, DELAYED),
+        ("are scaled by another magnitude", "the largest magnitudes are not reduced over dp_shard")),
+    "they are not reduced over dp_replicate alone": Fault(in_float8(keep_magnitudes_local), ("mesh.dp_replicate=2",
+        DELAYED), ("the largest magnitudes are not reduced over dp_replicate",)),
+    "the history of float8 scales is lost": Fault(in_float8(lose_history), (*SHARD2, DELAYED),
+        ("the largest magnitudes of earlier steps are lost",)),
+    "float8 scales look back on one step": Fault(in_float8(forget_all_but_the_last), (*SHARD2, DELAYED),
+        ("scales look back on 1 step, not 16",)),
+    "a layer's gradients leave no magnitude": Fault(unrecorded_gradients, (*SHARD2, DELAYED),
+        ("the largest magnitude of the gradients of blocks.1.ffn.up is 0", "not recorded")),
+    "what is cast to float8 saturates": Fault(casting(lambda real, x, scale, dtype: real(x, 4 * scale, dtype)._replace(
+        inverse=1 / (4 * scale))), (*SHARD2, CURRENT), ("not recognised",)),
+    "casts to float8 aren't scaled back": Fault(casting(lambda real, x, scale, dtype: real(x, scale, dtype)._replace(
+        inverse=2 / scale)), (*SHARD2, CURRENT), ("the forward pass differs", "the fault is in the casts")),
+    "cached float8 weights are those of the first step": Fault(in_float8(keep_cached_weights), ("mesh.dp_replicate=2",
+        CURRENT, "float8.cache_weights=true", "train.lr=0.1"), ("step 2",)),
     "rank 1 has another seed": as_named("rank 1 has another seed"),
     "rank 1 does not update": as_named("rank 1 does not update", says=("never updated", "only on rank 1")),
 }  # fmt: skip

@@ -17,7 +17,6 @@ from meshwright.prove.spec import (
     as_configured,
     as_proof,
     num_steps,
-    plan_as_configured,
     plan_in_float64,
     set_aside,
     set_aside_as_run,
@@ -36,8 +35,7 @@ def test_a_proof_in_float64_names_what_it_sets_aside() -> None:
     assert "train.precision=bfloat16 is set aside" in lines("train.precision=bfloat16")
     assert "train.precision=float32 is set aside" in lines()
     assert "train.compile=true is set aside: a proof runs eagerly (--as-run" in lines("train.compile=true")
-    assert "float8.recipe=delayed is set aside" in lines(*FLOAT8)
-    assert "--as-run" not in lines(*FLOAT8), "which it doesn't prove"
+    assert "float8.recipe=delayed is set aside: a proof computes in float64 (--as-run" in lines(*FLOAT8)
     assert "model.zero_init=true is set aside" in lines(preset="dit-digits")
     assert lines("train.precision=float64") == ""
 
@@ -57,14 +55,6 @@ def test_as_run_keeps_what_float64_sets_aside() -> None:
     words = ["train.device=cuda", "capture.scope=layer"]
     found = "\n".join(set_aside_as_run(load("llama-tiny", words)))
     assert "train.device=cuda is set aside" in found and "capture.scope=layer is simulated" in found
-
-
-def test_float8_is_refused() -> None:
-    with pytest.raises(ConfigError, match="float8") as caught:
-        as_configured(load("llama-tiny", FLOAT8))
-    assert caught.value.fix is not None and caught.value.fix.startswith("float8.recipe=none")
-    with pytest.raises(ConfigError, match="float8 layers in"):
-        plan_as_configured(make_plan(load("llama-tiny", FLOAT8)))
 
 
 def test_feedback_takes_steps() -> None:
@@ -95,7 +85,7 @@ def test_a_proof_has_no_float8_and_names_it():
     assert faults(plan_in_float64(make_plan(config))) == []
     assert set_aside(config, make_plan(config)) == (
         "train.precision=bfloat16 is set aside: a proof computes in float64",
-        "float8.recipe=delayed is set aside: a proof computes in float64",
+        "float8.recipe=delayed is set aside: a proof computes in float64 (--as-run proves the run as configured)",
     )
 
 

@@ -18,7 +18,7 @@ QUICK = "gradients are reduced in bfloat16"
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == QUICK else pytest.mark.slow) for n in FAULTS])
 def test_a_fault_is_caught_and_named(gang: GangPool, name: str) -> None:
     fault = FAULTS[name]
-    steps = None if any("loco" in word for word in fault.layout) else 2  # feedback takes more
+    steps = None if any("loco" in word or "delayed" in word for word in fault.layout) else 2  # a history takes more
     result = proof(gang, as_run_config(*fault.layout), name, steps=steps)
     assert_says(to_json(result, loss_unit="nats/token"), render(result), fault)
 

@@ -21,7 +21,7 @@ from meshwright.features.float8.rules import (
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 from meshwright.plan.verify.names import PlanError, format_count, join_names, qualified_name
-from meshwright.settings.violation import Fix, Violation, format_fix
+from meshwright.settings.violation import Fix, Violation
 from meshwright.units import counted
 
 MATRIX = "matrix"
@@ -104,28 +104,14 @@ class Float8InPlans(PlanFeature[Float8Layers]):
             cached = "weights cast once per step" if part.cached else ""
             yield tuple(word for word in (name, f"{part.recipe} scaling", back, cached, *part.layers) if word)
 
-    def in_proof(self, config: RunConfig, *, as_run: bool) -> Fix:
-        if as_run:
-            raise _no_reference(f"float8.recipe = {config.float8.recipe}", "float8.recipe")
+    def in_proof(self, config: RunConfig) -> Fix:
         return OFF
 
-    def plan_in_proof(self, plan: RunPlan, *, as_run: bool) -> RunPlan:
-        if as_run:
-            name = next(kind.name for kind in plan.kinds if kind.part(Float8Layers) is not None)
-            raise _no_reference(f"float8 layers in {name}", f"plan, kinds[{name}].float8")
+    def plan_in_proof(self, plan: RunPlan) -> RunPlan:
         return replace(plan, kinds=tuple(kind.without(Float8Layers) for kind in plan.kinds))
 
     def set_aside(self, config: RunConfig) -> str:
         return f"float8.recipe={config.float8.recipe} is set aside: a proof computes in float64"
-
-
-def _no_reference(what: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"cannot prove {what} as run",
-        where=where,
-        rule="a proof as run rounds its reference to the precision of the run, and has no float8 reference",
-        fix=f"{format_fix(OFF)}; without --as-run, the layout is proved in float64",
-    )
 
 
 def _layers(kind: LayerSpec, float8: Float8Layers) -> Iterator[PlanError]:

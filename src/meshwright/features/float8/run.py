@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.collectives import all_reduce_max
 from meshwright.errors import LayoutError
-from meshwright.features.contract import OnRank, RunFeature
+from meshwright.features.contract import InReference, OnRank, RunFeature
 from meshwright.features.float8.linear import AmaxHistory, Float8Linear
 from meshwright.features.float8.private import has_scaled_mm
 from meshwright.features.float8.rules import Float8Layers, Float8Recipe
@@ -32,6 +32,9 @@ from meshwright.nn.linear import Linear
 from meshwright.parallel.local_shards import compute_on_local_shards
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 from meshwright.train.build_job import Job
+
+if TYPE_CHECKING:
+    from meshwright.prove.record.evidence import Evidence
 
 HISTORY = "float8.amax_history"
 """Name of the amax history in checkpoints."""
@@ -50,6 +53,11 @@ class Float8InRuns(RunFeature):
 
     def start(self, job: Job) -> OnRank:
         return Float8OnRank(job)
+
+    def reference(self, plan: RunPlan, evidence: Evidence) -> InReference:
+        from meshwright.features.float8.reference import Float8Reference  # only proofs need it
+
+        return Float8Reference(plan, evidence)
 
 
 def apply_float8(block: nn.Module, float8: Float8Layers) -> None:
@@ -161,6 +169,11 @@ class Float8OnRank(OnRank):
             self.history.advance()
         else:
             self.history.discard()
+
+    def evidence(self) -> dict[str, list[float]]:
+        """Return the largest magnitudes that scales are made from, and this rank's own in this step."""
+        one = self.history
+        return {} if one is None else {"known": one.known.tolist(), "own": one.amax.tolist()}
 
     def state(self) -> dict[str, Tensor]:
         """Return the amax history, equal on all ranks, for a checkpoint; empty without delayed scaling."""

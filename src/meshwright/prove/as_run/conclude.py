@@ -33,7 +33,7 @@ from meshwright.prove.record.evidence import DropoutCall, RankRecord
 from meshwright.prove.record.reference_run import PlainModel
 from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Feedback, Finding, ProofResult, rank_words
 from meshwright.prove.spec import has_feedback
-from meshwright.units import counted
+from meshwright.units import counted, join_words
 
 ROUNDING_FACTOR = 3.0
 """Safety factor on the measured sensitivity to rounding: ranks add up in other orders than the plain module, and a few
@@ -41,9 +41,8 @@ perturbations don't find the largest deviation."""
 LAYER_NORM_ROUNDINGS = 0.5
 """Rounding errors of the gradients of a LayerNorm's weight and bias, times the root of the number of tokens: on a CPU,
 PyTorch adds up those of a forward in the precision of the run. (A sixth was measured, with 8 to 512 tokens.)"""
-CODEC_FACTOR = 1.5
-"""Safety factor on the error expected of a plain quantiser, whose groups may differ from those of the layout, as those
-of experts do."""
+CODEC_FACTOR = 3**0.5
+"""Largest error of a rounded element over the expected one, which elements that are alike all reach on the same side."""
 LOSS_ROUNDINGS = 4
 """Rounding errors of a loss, relative to the dtype of the masters."""
 SUM_ROUNDINGS = 256
@@ -124,7 +123,12 @@ def measure(
 
 
 def further_findings(
-    config: RunConfig, plan: RunPlan, comparison: Comparison, rounded: list[Rounded], feedback: Feedback | None
+    config: RunConfig,
+    plan: RunPlan,
+    plain: PlainModel,
+    comparison: Comparison,
+    rounded: list[Rounded],
+    feedback: Feedback | None,
 ) -> Iterator[Finding]:
     """Yield findings on gradients that tell nothing, dropouts, dtypes of sums and error feedback."""
     gradients = [verdict.result for one in comparison.steps for verdict in one.gradients.values()]
@@ -132,6 +136,8 @@ def further_findings(
         symptom = f"rounding to {config.train.precision} changes every gradient by more than its size"
         cause = "no gradient can be told from a wrong one; without --as-run, the layout is proved in float64"
         yield Finding("evidence", Diagnosis(FaultKind.EVIDENCE, symptom, cause))
+    for feature in plain.features:
+        yield from (Finding("state", found, step=step) for step, found in feature.findings())
     yield from diagnose_dropouts(list(comparison.sides.evidence.ranks), plan)
     if config.train.precision != "float64" and not compressed_units(plan):
         yield from low_precision_sums(comparison, rounded)
@@ -146,7 +152,7 @@ def further_findings(
         yield Finding("error feedback", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause))
 
 
-def as_run_notes(config: RunConfig, plan: RunPlan, result: ProofResult) -> Iterator[str]:
+def as_run_notes(config: RunConfig, plan: RunPlan, plain: PlainModel, result: ProofResult) -> Iterator[str]:
     """Yield what a proof as run doesn't cover."""
     comm = (config.comm.gradients, config.comm.weights)
     by = " and ".join([config.train.precision, *(name for name in comm if is_lossy(name))])
@@ -159,7 +165,8 @@ def as_run_notes(config: RunConfig, plan: RunPlan, result: ProofResult) -> Itera
             yield f"not proved: the {what} of {shown}; rounding to {by} changes them like a fault"
     unknown = [one for one in result.findings if one.about in ("loss", "gradient") and one.diagnosis.kind in UNKNOWN]
     if unknown and config.train.precision == "bfloat16":
-        yield "the same words without --as-run prove it in float64, which names the place"
+        told = join_words([feature.note for feature in plain.features]) or "which names the place"
+        yield f"the same words without --as-run prove it in float64, {told}"
     norms = [norm for step in result.norms for norm in step.observed]
     if norms and max(norms) <= config.train.max_grad_norm:
         yield f"not proved: clipping, as no norm exceeded train.max_grad_norm = {config.train.max_grad_norm:g}"

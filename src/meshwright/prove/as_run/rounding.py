@@ -294,6 +294,8 @@ class RoundedReference:
         self._dtype = getattr(torch, self._config.train.precision)
         self._rounded = _in_precision(build_reference(self._config), self._dtype)
         multiply_by_shards(self._rounded, plan)
+        for feature in exact.features:
+            feature.apply(self._rounded)
         self._generator = torch.Generator().manual_seed(self._config.train.seed)
 
     def step(self, step: int, weights: Mapping[str, Tensor], due: StepReference) -> Rounded:
@@ -323,6 +325,8 @@ class RoundedReference:
         self, model: nn.Module, weights: Mapping[str, Tensor], step: int, scale: float = 1.0
     ) -> Contributions:
         set_weights(model, weights)
+        for feature in self._exact.features:
+            feature.begin(step)
         cells, train = cells_of(self._config, self._exact.batch(step)), self._config.train
         found = forward_backward(model, self._config, self._exact.samples, cells, train.num_microbatches, scale)
         for _, buffer in step_buffers(model):
@@ -330,7 +334,8 @@ class RoundedReference:
         return found
 
     def _perturbed(self, weights: Mapping[str, Tensor], units: float) -> TensorsByName:
-        limit, found = units * torch.finfo(self._dtype).eps, dict(weights)
+        unit = max([torch.finfo(self._dtype).eps, *(feature.perturbation for feature in self._exact.features)])
+        limit, found = units * unit, dict(weights)
         for name in self._exact.roles if limit else ():
             noise = torch.rand(weights[name].shape, generator=self._generator, dtype=DTYPE) * 2 - 1
             found[name] = weights[name].to(DTYPE) * (1 + limit * noise)

@@ -57,7 +57,7 @@ LATE = (
 )
 """Steps by which the weights are late, and the cause."""
 MAX_NAMES = 3
-ORDER = ("evidence", "samples", "initial", "dropout", "forward", "loss", "gradient", "norm", "clipping",
+ORDER = ("evidence", "samples", "initial", "state", "dropout", "forward", "loss", "gradient", "norm", "clipping",
          "learning rate", "update", "error feedback", "other steps")  # fmt: skip
 """Kinds of values in the order in which faults arise in a step."""
 

@@ -64,6 +64,8 @@ class StepRecord:
     """Shards of the gradients that the optimizer was given; empty if it took no step."""
     weights: ShardsByName
     """Shards of parameters and saved buffers after the step."""
+    features: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """State of features after the backward, by the feature's name."""
 
 
 @dataclass

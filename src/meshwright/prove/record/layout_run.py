@@ -82,12 +82,13 @@ def record_rank(
         if not as_run:
             job.config = _with_limit(config, norms, step=step, num_steps=num_steps)
         given.clear()
+        features = {name: feature.evidence() for name, feature in job.features.items()}
         result = run_step.update(step, loss)
         norms.append(result.grad_norm)
         lr, applied = given[-1] if given else (math.nan, {})
         found = StepRecord(
             result.loss, result.grad_norm, lr, result.skipped, by_microbatch(task.read, job), task.contents,
-            gradients, applied, local_weights(job),
+            gradients, applied, local_weights(job), features,
         )  # fmt: skip
         record.steps.append(vars(found))
     if not record.unequal:

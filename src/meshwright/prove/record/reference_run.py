@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
+from meshwright.features.contract import InReference
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family, RunFacts, TrainingData
 from meshwright.models.contract.model_facts import Computed, Constant, Part, Stored, Uniform
@@ -88,6 +89,14 @@ class PlainModel:
         self.samples: Reference = config.family.reference(run_facts(config), data)
         self.initial: TensorsByName = {name: tensor.to(DTYPE, copy=True) for name, tensor in saved_tensors(self.module)}
         """Parameters and saved buffers before the first step."""
+        self.features: list[InReference] = []
+        """Features that the module computes with, for which a step is evaluated by the layout's micro-batches."""
+
+    def add_features(self, features: Iterable[InReference]) -> None:
+        """Let the module compute with features."""
+        self.features = list(features)
+        for feature in self.features:
+            feature.apply(self.module)
 
     @cached_property
     def roles(self) -> dict[str, Role]:
@@ -108,17 +117,24 @@ class PlainModel:
 
     def step(self, step: int, weights: Mapping[str, Tensor]) -> StepReference:
         """Evaluate a step at full weights and saved buffers."""
-        set_weights(self.module, weights)
-        cells = forward_backward(self.module, self.config, self.samples, [self.batch(step)])
+        if self.features:
+            cells = self.contributions(step, weights)
+        else:
+            set_weights(self.module, weights)
+            cells = forward_backward(self.module, self.config, self.samples, [self.batch(step)])
+        for feature in self.features:
+            feature.end(step)
         for _, buffer in step_buffers(self.module):
             buffer.commit(buffer.pending())
         buffers = {name for name, _ in self.module.named_buffers()}
         after = {name: tensor.to(DTYPE, copy=True) for name, tensor in saved_tensors(self.module) if name in buffers}
-        return StepReference(float(cells.losses.sum()), {n: g[0, 0] for n, g in cells.gradients.items()}, after)
+        return StepReference(float(cells.losses.sum()), {n: g.sum((0, 1)) for n, g in cells.gradients.items()}, after)
 
     def contributions(self, step: int, weights: Mapping[str, Tensor]) -> Contributions:
         """Evaluate a step by micro-batches of data-parallel ranks."""
         set_weights(self.module, weights)
+        for feature in self.features:
+            feature.begin(step)
         cells = cells_of(self.config, self.batch(step))
         return forward_backward(self.module, self.config, self.samples, cells, self.config.train.num_microbatches)
 
