@@ -14,6 +14,8 @@ import numpy as np
 from meshwright.mesh.axes import Axes
 from meshwright.units import counted, join_words
 
+TOLD_APART = 1.5
+"""Least ratio of the growth of errors without feedback to that with it."""
 MAX_TOLERANCE = 0.4
 """Largest tolerance that proves anything: a gradient that lacks one of two contributions is off by about 0.7."""
 
@@ -207,8 +209,13 @@ class Feedback:
     """Growth without feedback."""
 
     @property
+    def tells(self) -> bool:
+        """Whether growth with and without feedback can be told apart."""
+        return self.without >= TOLD_APART * self.with_feedback
+
+    @property
     def ok(self) -> bool:
-        return self.observed <= math.sqrt(self.with_feedback * self.without)
+        return not self.tells or self.observed <= math.sqrt(self.with_feedback * self.without)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from meshwright.prove.as_run.conclude import (
     LAYER_NORM_ROUNDINGS,
     MeasuredTolerances,
     Shares,
+    as_run_notes,
     is_on_grid,
     is_summed,
     looks_rounded,
@@ -41,6 +42,9 @@ from meshwright.prove.judge.counts import LayoutCounts
 from meshwright.prove.judge.tensors import assemble
 from meshwright.prove.judge.verdicts import SuspectTensor
 from meshwright.prove.record.evidence import RecordedShard
+from meshwright.prove.result import Feedback, ProofResult
+from tests.prove.as_run.proofs import as_run_config
+from tests.prove.proofs import plain_model
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])
@@ -235,3 +239,17 @@ def test_noise_has_no_cause() -> None:
     value = CONTRIBUTIONS.sum((0, 1)) + 3 * np.random.default_rng(2).standard_normal((40, 6))
     shards = [RecordedShard(rank, (20 * rank, 0), torch.from_numpy(value[20 * rank :][:20])) for rank in (0, 1)]
     assert diagnose_gradient(suspect(shards), GradientContext({})).symptom == "not recognised"
+
+
+def test_feedback_is_judged_where_it_can_be_told() -> None:
+    """What else is rounded may outweigh the codec's errors, whose growth then says nothing."""
+    right, lost = Feedback("loco4", 1.4, 1.3, 3.6), Feedback("loco4", 3.5, 1.3, 3.6)
+    hidden = Feedback("loco4", 3.9, 2.6, 2.6)
+    assert (right.tells, right.ok) == (lost.tells, not lost.ok) == (True, True)
+    assert not hidden.tells and hidden.ok
+    config = as_run_config("mesh.dp_shard=2", "comm.gradients=loco4")
+    plan = make_plan(config)
+    result = ProofResult(config.mesh.axes(), 1, 2, "bfloat16", (), (), (), (), feedback=hidden, as_run=True)
+    assert any("error feedback" in note for note in as_run_notes(config, plan, plain_model(config), result))
+    told = as_run_notes(config, plan, plain_model(config), replace(result, feedback=right))
+    assert not any("feedback" in note for note in told)

@@ -170,6 +170,8 @@ def as_run_notes(config: RunConfig, plan: RunPlan, plain: PlainModel, result: Pr
     norms = [norm for step in result.norms for norm in step.observed]
     if norms and max(norms) <= config.train.max_grad_norm:
         yield f"not proved: clipping, as no norm exceeded train.max_grad_norm = {config.train.max_grad_norm:g}"
+    if result.feedback is not None and not result.feedback.tells:
+        yield "not proved: error feedback, without which the errors grow as little, as other rounding outweighs them"
     if compressed_units(plan):
         yield "not proved: the dtype of reductions, as the codec rounds gradients"
 

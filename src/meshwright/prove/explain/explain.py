@@ -91,6 +91,7 @@ class Explainer:
         initial = {name: self._initial(name) for name in one.initial}
         gradients = [self._gradients(step) for step in one.steps]
         gradients = [self._as_a_whole(number, gradients) for number in range(len(gradients))]
+        gradients = [self._after_multiples(verdicts) for verdicts in gradients]
         updates = [self._updates(step) for step in one.steps]
         losses = tuple(self._loss(step, gradients[at]) for at, step in enumerate(one.steps))
         gradients = [after_loss(found, loss) for found, loss in zip(gradients, losses, strict=True)]
@@ -297,12 +298,30 @@ class Explainer:
             return False
         if not self._forward:
             which = " and ".join(sorted({number_words(factor) for factor in times.values()}))
-            symptom = f"step {one.step} equals the reference with {which} × {first_words([*times], MAX_NAMES)}"
+            names = first_words([*times], MAX_NAMES)
+            symptom = f"step {one.step} and its gradients equal the reference with {which} × {names}"
             cause = (
                 "the forward uses the parameter so many times, such as a bias that each rank of tp adds before the sum"
             )
-            self._forward.append(Finding("forward", Diagnosis(FaultKind.FORWARD, symptom, cause), step=one.step))
+            first = min(
+                one.step for one, wrong in zip(self.comparison.steps, earlier, strict=False) if any_wrong(wrong)
+            )
+            self._forward.append(Finding("forward", Diagnosis(FaultKind.FORWARD, symptom, cause), step=first))
+        self._multiples.update(times)
         return True
+
+    @cached_property
+    def _multiples(self) -> dict[str, float]:
+        """Factors of the parameters that the forward uses more than once."""
+        return {}
+
+    def _after_multiples(self, verdicts: Verdicts) -> Verdicts:
+        """Let the gradients of these parameters follow from it."""
+        follows = Diagnosis(FaultKind.CONSEQUENCE, "wrong gradient", "follows from how often the forward uses it")
+        return {
+            name: verdict.with_diagnosis(follows) if name in self._multiples and not verdict.result.ok else verdict
+            for name, verdict in verdicts.items()
+        }
 
     def _depends_on_split(self, one: StepComparison) -> bool:
         """Return whether a step is that of the plain model on the layout's micro-batches, not on the whole batch."""
