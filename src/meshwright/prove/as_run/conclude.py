@@ -42,7 +42,7 @@ LAYER_NORM_ROUNDINGS = 0.5
 """Rounding errors of the gradients of a LayerNorm's weight and bias, times the root of the number of tokens: on a CPU,
 PyTorch adds up those of a forward in the precision of the run. (A sixth was measured, with 8 to 512 tokens.)"""
 CODEC_FACTOR = 3**0.5
-"""Largest error of a rounded element over the expected one, which elements that are alike all reach on the same side."""
+"""Largest error of a rounded element over the expected one, which elements that are alike all reach on one side."""
 LOSS_ROUNDINGS = 4
 """Rounding errors of a loss, relative to the dtype of the masters."""
 SUM_ROUNDINGS = 256
