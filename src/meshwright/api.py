@@ -6,11 +6,10 @@ and need not import torch.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,15 @@ from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
 from meshwright.prove.bodies import compare_body, locate_body, locate_compare_body, record_body
 from meshwright.prove.catalogue import ALL, LAYOUTS, SETTINGS, Result, prove_all
-from meshwright.prove.report import ended_to_json, render_ended
+from meshwright.prove.report import ended_to_json, render, render_ended, to_json
+from meshwright.prove.result import ProofResult
 from meshwright.prove.script.proof import prove_layouts
 from meshwright.prove.spec import (
     PROOF_STEPS,
     ProofSpec,
     as_configured,
     as_proof,
+    in_float64,
     num_steps,
     plan_in_float64,
     set_aside,
@@ -224,49 +225,64 @@ def prove(
         proved = as_proof(config)
         notes = set_aside(config, given or make_plan(config))
         made, steps = make_plan(proved) if given is None else plan_in_float64(given), steps or PROOF_STEPS
-    axes, threads = proved.mesh.axes(), proved.train.threads
     _try_optimizer(made)
     description = proved.family.open_data(run_facts(proved)).description
     said = tuple(config.family.notes(run_facts(config)))
     warnings = tuple(line.strip() for line in description.splitlines() if WARNING in line)
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as folder:
         spec = ProofSpec(proved, made, steps, Path(folder), as_run)
-        say(f"{proved.name} · {axes} · {counted(steps, 'step')} in {proved.train.precision} …")
         try:
-            _record(spec, threads=threads)
+            result, loss_unit = _record_and_compare(spec, say)
         except RunError as error:
             say("")
             lines = (*warnings, *said, *notes, *render_ended(error))
             return Proof(False, lines, {**ended_to_json(error), "set_aside": list(notes)})
-        say("comparing with the reference: one process, a plain module, a plain loop …")
-        launch(compare_body, spec, num_ranks=1, threads=threads, preload=proved.family.preload)
-        if json.loads(spec.result.read_text("utf-8")).get("step_to_locate") is not None:
-            say("the forward may differ: looking for the place in a second pass …")
-            notes += _locate(spec, num_ranks=axes.num_ranks(), threads=threads)
-        answer = json.loads(spec.result.read_text("utf-8"))
+        if result.asks_for_float64 and given is None:
+            say("a cause isn't known: proving the same layout in float64 …")
+            result = _explain_in_float64(result, config, spec.folder / "float64", say)
     say("")
-    report = answer["report"]
-    return Proof(
-        report["passed"],
-        (*warnings, *said, *notes, *replicated_note(made), *answer["lines"]),
-        {**report, "set_aside": list(notes)},
-    )
+    report = to_json(result, loss_unit=loss_unit)
+    lines = (*warnings, *said, *notes, *replicated_note(made), *render(result))
+    return Proof(result.passed, lines, {**report, "set_aside": list(notes)})
 
 
-def _record(spec: ProofSpec, *, threads: int | None) -> None:
-    """Train as the ranks of a layout.
+def _record_and_compare(spec: ProofSpec, say: Say) -> tuple[ProofResult, str]:
+    """Train as the ranks of a layout and compare with the reference, and locate what the cause isn't known of.
 
     Raises:
         RunError: a rank failed, or waited for too long.
     """
-    launch(
-        record_body,
-        spec,
-        num_ranks=spec.config.mesh.axes().num_ranks(),
-        threads=threads,
-        describe_action=spec.plan.describe_action,
-        preload=spec.config.family.preload,
-    )
+    config, plan = spec.config, spec.plan
+    num_ranks, threads, preload = config.mesh.axes().num_ranks(), config.train.threads, config.family.preload
+    say(f"{config.name} · {config.mesh.axes()} · {counted(spec.num_steps, 'step')} in {config.train.precision} …")
+    describe = plan.describe_action
+    launch(record_body, spec, num_ranks=num_ranks, threads=threads, describe_action=describe, preload=preload)
+    say("comparing with the reference: one process, a plain module, a plain loop …")
+    launch(compare_body, spec, num_ranks=1, threads=threads, preload=preload)
+    result, loss_unit = spec.load_result()
+    if result.locate_step is None:
+        return result, loss_unit
+    say("the forward may differ: looking for the place in a second pass …")
+    try:
+        launch(locate_body, spec, num_ranks=num_ranks, threads=threads)
+        launch(locate_compare_body, spec, num_ranks=1, threads=threads)
+    except MeshwrightError as error:  # what the first pass found is not lost
+        note = f"where the forward goes wrong was not found, because the second pass failed: {error.what}"
+        return replace(result, notes=(*result.notes, note)), loss_unit
+    return spec.load_result()
+
+
+def _explain_in_float64(result: ProofResult, config: RunConfig, folder: Path, say: Say) -> ProofResult:
+    """Return a result as run with the causes of the same layout's proof in float64, where there is one."""
+    folder.mkdir()
+    try:
+        proved = in_float64(config)
+        return result.explained_by(
+            _record_and_compare(ProofSpec(proved, make_plan(proved), PROOF_STEPS, folder), say)[0]
+        )
+    except MeshwrightError as error:
+        note = f"the same layout can't be proved in float64, which might name the cause: {error.what}"
+        return replace(result, notes=(*result.notes, note))
 
 
 def prove_catalogue(
@@ -302,16 +318,6 @@ def prove_catalogue(
                     yield model, layout, partial(load_config, "hf-tiny", *settings)
 
     return prove_all(cases(), steps=steps, say=say or _ignore)
-
-
-def _locate(spec: ProofSpec, *, num_ranks: int, threads: int | None) -> tuple[str, ...]:
-    """Run the second pass of a proof, and return a line if it fails: what the first one found is not lost."""
-    try:
-        launch(locate_body, spec, num_ranks=num_ranks, threads=threads)
-        launch(locate_compare_body, spec, num_ranks=1, threads=threads)
-    except MeshwrightError as error:
-        return (f"where the forward goes wrong was not found, because the second pass failed: {error.what}",)
-    return ()
 
 
 def prove_script(

@@ -27,7 +27,7 @@ from meshwright.prove.record.layout_run import Tamper, gather_evidence, record_r
 from meshwright.prove.record.reference_run import PlainModel
 from meshwright.prove.report import render, to_json
 from meshwright.prove.result import ProofResult
-from meshwright.prove.spec import as_proof
+from meshwright.prove.spec import as_proof, in_float64
 from meshwright.prove.trace.conclude import find_place, with_place
 from meshwright.prove.trace.probe import RankTrace, trace_rank
 from meshwright.train import optimizer, pipeline_stages, train_step
@@ -204,6 +204,8 @@ def proof(
     pictures = few_pictures(config)
     records = on_ranks(gang, config, record_on_rank, seed, pictures, steps=steps, as_run=as_run)
     result = prove_with(records, config, as_run=as_run)
+    if result.asks_for_float64:
+        return result.explained_by(proof(gang, in_float64(config), seed))
     if result.locate_step is None:
         return result
     data, plan, plain = pictures or open_data(config), make_plan(config), plain_model(config)

@@ -109,8 +109,6 @@ class InReference:
 
     perturbation = 0.0
     """Least relative change of parameters, by which the proof measures what rounding changes."""
-    note = ""
-    """What a proof in float64, which leaves the feature out, tells of a cause that isn't known."""
 
     def apply(self, model: nn.Module) -> None:
         """Let a plain model compute with the feature."""

@@ -21,6 +21,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import DataError, MeshwrightError, ModelError
 from meshwright.figure import GREY, INK, save_figure
 from meshwright.plan.make_plan import make_plan
+from meshwright.prove.report import to_json as to_report
 from meshwright.prove.spec import ProofSpec, as_proof
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
@@ -62,8 +63,8 @@ class Case:
             return Result(self.model, self.layout, Outcome.FAILED, self.error.read_text("utf-8"))
         if not self.spec.result.exists():
             return Result(self.model, self.layout, Outcome.FAILED, "the processes ended without a result")
-        report = json.loads(self.spec.result.read_text("utf-8"))["report"]
-        return Result.of(self, report)
+        result, loss_unit = self.spec.load_result()
+        return Result.of(self, to_report(result, loss_unit=loss_unit))
 
 
 @dataclass(frozen=True)

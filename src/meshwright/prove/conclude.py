@@ -7,7 +7,6 @@ processes of a proof write to a folder that `api.prove` reads; tensors are loade
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,7 +32,6 @@ from meshwright.prove.record.evidence import Evidence, RankRecord, RecordingTask
 from meshwright.prove.record.layout_run import gather_evidence, record_rank
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.reference_run import PlainModel, token_contributions
-from meshwright.prove.report import render, to_json
 from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Finding, ParameterResult, ProofResult, rank_words
 from meshwright.prove.spec import ProofSpec, clip_limit
 from meshwright.prove.trace.conclude import find_place, with_place
@@ -85,7 +83,7 @@ def conclude(
     if measured is not None:
         further = further_findings(config, plan, plain, comparison, measured.rounded, feedback)
         result = replace(result, findings=ordered([*result.findings, *further]), feedback=feedback)
-        notes = as_run_notes(config, plan, plain, result)
+        notes = as_run_notes(config, plan, result)
     else:
         branches = diagnose_branches(config, data, evidence)
         if any(one.about == "samples" for one in result.findings):  # which also goes for those at an epoch's end
@@ -170,14 +168,8 @@ def load_records(spec: ProofSpec) -> list[RankRecord]:
 
 
 def save(spec: ProofSpec, result: ProofResult, *, loss_unit: str) -> None:
-    """Save a result for `api.prove`, and as a value that a second pass completes."""
-    spec.findings.write_bytes(pickle.dumps((result, loss_unit)))
-    answer = {
-        "report": to_json(result, loss_unit=loss_unit),
-        "lines": render(result),
-        "step_to_locate": result.locate_step,
-    }
-    spec.result.write_text(json.dumps(answer), "utf-8")
+    """Save a result for `api.prove`; a second pass completes it."""
+    spec.result.write_bytes(pickle.dumps((result, loss_unit)))
 
 
 def trace_on_ranks(context: RankContext, spec: ProofSpec) -> None:
@@ -198,7 +190,7 @@ def trace_with_reference(context: RankContext, spec: ProofSpec) -> None:
     plain = PlainModel(config, data)
     sides = sides_of(config, gather_evidence(config, spec.plan, load_records(spec)), plain, as_run=spec.as_run)
     place = find_place(config, spec.plan, ranks, data, plain, sides, step=spec.step_to_locate())
-    result, loss_unit = pickle.loads(spec.findings.read_bytes())
+    result, loss_unit = spec.load_result()
     save(spec, with_place(result, place), loss_unit=loss_unit)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -246,7 +246,32 @@ class ProofResult:
         right = bool(self.parameters) and all(p.ok for p in self.parameters)
         return not self.findings and series and right and feedback
 
+    @property
+    def asks_for_float64(self) -> bool:
+        """Whether a cause isn't known that a proof in float64 may find: in bfloat16 there is no second pass."""
+        unknown = (one for one in self.findings if one.about in EXPLAINED and one.diagnosis.kind in UNKNOWN)
+        return self.as_run and self.precision == "bfloat16" and any(unknown)
 
+    def explained_by(self, exact: ProofResult) -> ProofResult:
+        """Return the result with causes of the same layout's proof in float64 in place of those that aren't known."""
+        causes = [one for one in exact.findings if not one.is_consequence and one.diagnosis.kind not in UNKNOWN]
+        if exact.passed or not causes:
+            found = "the same layout is right in float64: the fault is in what only the run has, such as its precision"
+            note = found if exact.passed else "the same layout is wrong in float64, too, for no known cause"
+            return replace(self, notes=(*self.notes, note))
+        follows = "follows from what is wrong in float64, too"
+        left = [
+            replace(one, diagnosis=replace(one.diagnosis, kind=FaultKind.CONSEQUENCE, cause=follows))
+            if one.about in EXPLAINED and one.diagnosis.kind in UNKNOWN
+            else one
+            for one in self.findings
+        ]
+        note = "causes are those of the same layout in float64, which names the place"
+        return replace(self, findings=(*causes, *left), notes=(*self.notes, note))
+
+
+EXPLAINED = ("loss", "gradient")
+"""Kinds of values whose unknown causes a proof in float64 may find."""
 MAX_LISTED = 8
 EVERYWHERE = "on every rank"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from meshwright.features.registry import plan_features
 from meshwright.optim.catalogue import OptimizerState
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
+from meshwright.prove.result import ProofResult
 from meshwright.settings.violation import format_fix
 
 PROOF_STEPS = 3
@@ -41,21 +42,32 @@ class ProofSpec:
 
     @property
     def result(self) -> Path:
-        """Path of the JSON result, which has a machine-readable `report` and `lines` for the terminal."""
-        return self.folder / "result.json"
-
-    @property
-    def findings(self) -> Path:
-        """Path of the result as a Python value, which a second pass completes."""
+        """Path of the pickled result and the name of the unit of losses; a second pass completes it."""
         return self.folder / "result.pickle"
+
+    def load_result(self) -> tuple[ProofResult, str]:
+        """Return the result so far, and the name of the unit of losses."""
+        found: tuple[ProofResult, str] = pickle.loads(self.result.read_bytes())
+        return found
 
     def activations(self, rank: int) -> Path:
         """Return the path of a rank's activations, recorded by a second pass."""
         return self.folder / f"activations-{rank}.pt"
 
     def step_to_locate(self) -> int:
-        """Return the step whose forward goes wrong, from the JSON result."""
-        return int(json.loads(self.result.read_text("utf-8"))["step_to_locate"])
+        """Return the step whose forward goes wrong, from the result so far."""
+        step = self.load_result()[0].locate_step
+        assert step is not None, "a second pass is made only where there is one"
+        return step
+
+
+def in_float64(config: RunConfig) -> RunConfig:
+    """Return the configuration of the proof in float64 that explains one as run: without lossy compression.
+
+    Raises:
+        ConfigError: the layout takes no lossless communication.
+    """
+    return as_proof(config.with_keys({key: lossless_value(key) for key in lossy_keys(config)}))
 
 
 def as_proof(config: RunConfig) -> RunConfig:

@@ -105,7 +105,7 @@ def compile_with_pending_embeddings() -> None:
 
 def in_float8(change: Callable[[Any], None]) -> Tamper:
     """Change the state of delayed scales, or each float8 layer if the change is of layers."""
-    return lambda job, step: change(job.features["float8"])
+    return lambda job, step: change(job.features["float8"]) if "float8" in job.features else None
 
 
 def keep_magnitudes_local(float8: Any) -> None:
@@ -212,9 +212,9 @@ FAULTS: dict[str, Fault] = {
     "a layer's gradients leave no magnitude": Fault(unrecorded_gradients, (*SHARD2, DELAYED),
         ("the largest magnitude of the gradients of blocks.1.ffn.up is 0", "not recorded")),
     "what is cast to float8 saturates": Fault(casting(lambda real, x, scale, dtype: real(x, 4 * scale, dtype)._replace(
-        inverse=1 / (4 * scale))), (*SHARD2, CURRENT), ("not recognised",)),
+        inverse=1 / (4 * scale))), (*SHARD2, CURRENT), ("not recognised", "right in float64")),
     "casts to float8 aren't scaled back": Fault(casting(lambda real, x, scale, dtype: real(x, scale, dtype)._replace(
-        inverse=2 / scale)), (*SHARD2, CURRENT), ("the forward pass differs", "the fault is in the casts")),
+        inverse=2 / scale)), (*SHARD2, CURRENT), ("the forward pass differs", "right in float64")),
     "cached float8 weights are those of the first step": Fault(in_float8(keep_cached_weights), ("mesh.dp_replicate=2",
         CURRENT, "float8.cache_weights=true", "train.lr=0.1"), ("step 2",)),
     "rank 1 has another seed": as_named("rank 1 has another seed"),

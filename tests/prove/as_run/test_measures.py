@@ -44,7 +44,6 @@ from meshwright.prove.judge.verdicts import SuspectTensor
 from meshwright.prove.record.evidence import RecordedShard
 from meshwright.prove.result import Feedback, ProofResult
 from tests.prove.as_run.proofs import as_run_config
-from tests.prove.proofs import plain_model
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])
@@ -250,6 +249,6 @@ def test_feedback_is_judged_where_it_can_be_told() -> None:
     config = as_run_config("mesh.dp_shard=2", "comm.gradients=loco4")
     plan = make_plan(config)
     result = ProofResult(config.mesh.axes(), 1, 2, "bfloat16", (), (), (), (), feedback=hidden, as_run=True)
-    assert any("error feedback" in note for note in as_run_notes(config, plan, plain_model(config), result))
-    told = as_run_notes(config, plan, plain_model(config), replace(result, feedback=right))
+    assert any("error feedback" in note for note in as_run_notes(config, plan, result))
+    told = as_run_notes(config, plan, replace(result, feedback=right))
     assert not any("feedback" in note for note in told)

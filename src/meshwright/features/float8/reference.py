@@ -98,7 +98,6 @@ class Float8Reference(InReference):
     """Casts of a plan's layers in the modules of a reference, at the scales that ranks recorded."""
 
     perturbation = 2.0**-14  # float32 moves so few elements to the next number that they are not the same ones twice
-    note = "without float8; if it holds, the fault is in the casts"
 
     def __init__(self, plan: RunPlan, evidence: Evidence) -> None:
         dtype, tp = getattr(torch, plan.edge.dtype), plan.mesh.size(*plan.mesh.view("tp"))

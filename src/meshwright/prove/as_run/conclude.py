@@ -31,9 +31,9 @@ from meshwright.prove.judge.tensors import assemble
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.evidence import DropoutCall, RankRecord
 from meshwright.prove.record.reference_run import PlainModel
-from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Feedback, Finding, ProofResult, rank_words
+from meshwright.prove.result import Diagnosis, FaultKind, Feedback, Finding, ProofResult, rank_words
 from meshwright.prove.spec import has_feedback
-from meshwright.units import counted, join_words
+from meshwright.units import counted
 
 ROUNDING_FACTOR = 3.0
 """Safety factor on the measured sensitivity to rounding: ranks add up in other orders than the plain module, and a few
@@ -152,7 +152,7 @@ def further_findings(
         yield Finding("error feedback", Diagnosis(FaultKind.UNRECOGNISED, symptom, cause))
 
 
-def as_run_notes(config: RunConfig, plan: RunPlan, plain: PlainModel, result: ProofResult) -> Iterator[str]:
+def as_run_notes(config: RunConfig, plan: RunPlan, result: ProofResult) -> Iterator[str]:
     """Yield what a proof as run doesn't cover."""
     comm = (config.comm.gradients, config.comm.weights)
     by = " and ".join([config.train.precision, *(name for name in comm if is_lossy(name))])
@@ -163,10 +163,6 @@ def as_run_notes(config: RunConfig, plan: RunPlan, plain: PlainModel, result: Pr
         if loose:
             shown = ", ".join(loose[:2]) + (f" and {len(loose) - 2} more" if len(loose) > 2 else "")
             yield f"not proved: the {what} of {shown}; rounding to {by} changes them like a fault"
-    unknown = [one for one in result.findings if one.about in ("loss", "gradient") and one.diagnosis.kind in UNKNOWN]
-    if unknown and config.train.precision == "bfloat16":
-        told = join_words([feature.note for feature in plain.features]) or "which names the place"
-        yield f"the same words without --as-run prove it in float64, {told}"
     norms = [norm for step in result.norms for norm in step.observed]
     if norms and max(norms) <= config.train.max_grad_norm:
         yield f"not proved: clipping, as no norm exceeded train.max_grad_norm = {config.train.max_grad_norm:g}"
