@@ -140,10 +140,29 @@ def test_an_error_of_few_elements_may_be_larger_by_chance() -> None:
         errors = (quantise(run, method)[0] - run, quantise(x, method)[1])
         for size in over:
             error, square = (one[:, :size] for one in errors)
-            limit = CODEC_FACTOR * relative_codec_errors({"w": square}, {"w": x[:, :size]})["w"]
+            limit = CODEC_FACTOR * relative_codec_errors({"w": 0 * x}, {"w": square}, {"w": x[:, :size]})["w"]
             over[size] += float(error.norm() / x[:, :size].norm()) > limit
     assert not any(over.values()), over
-    assert relative_codec_errors({"w": torch.zeros(0)}, {"w": torch.ones(1)})["w"] == 0.0
+    assert relative_codec_errors({"w": torch.zeros(0)}, {"w": torch.zeros(0)}, {"w": torch.ones(1)})["w"] == 0.0
+
+
+def test_elements_that_are_alike_are_rounded_alike() -> None:
+    """Their errors are all on one side, as those of a bias whose ranks have nearly the same gradients."""
+    one = {"w": torch.full((4,), 3.0)}
+    assert relative_codec_errors({"w": torch.full((4,), 0.5)}, {"w": torch.full((4,), 1 / 12)}, one)[
+        "w"
+    ] == pytest.approx(0.5 / 3)
+
+
+def test_shards_are_sent_over_replicas_in_pieces() -> None:
+    """A group of elements ends where a replica's piece does: a small tensor may share it with other ones."""
+    config = as_run_config("mesh.dp_replicate=2", "comm.gradients=int8", "comm.ranks_per_node=1")
+    codec, method = PlainCodec(config, make_plan(config)), find_method("int8")
+    values = torch.cat([torch.full((1, 100), 100.0), torch.full((1, 100), 0.1)], 1).double()
+    whole, _ = codec._send(values, method, ((0, 0), 0, "sum"))
+    pieces, _ = codec._send(values, method, ((0, 0), 0, "sum"), 2)
+    off_whole, off_pieces = ((sent - values)[0, 101:110].abs().max() for sent in (whole, pieces))
+    assert off_whole > 0.03 and off_pieces < 1e-3
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -201,23 +201,26 @@ class PlainCodec:
             parts = []
             for rank in range(replica * axes.dp_shard, (replica + 1) * axes.dp_shard):
                 flat = flatten([tensor[rank] for tensor in sent], axes.dp_shard)
-                decoded, error = self._send(flat, method, (number, rank, "first"))
-                parts.append(decoded)
-                square = square + error
+                if self.plan.mesh.view("fsdp"):
+                    flat, error = self._send(flat, method, (number, rank, "first"))
+                    square = square + error
+                parts.append(flat)
             group = torch.stack(parts).sum(0)
             if again:
-                group, error = self._send(group, method, (number, replica, "replicas"))
+                group, error = self._send(group, method, (number, replica, "replicas"), axes.dp_replicate)
                 square = square + error
             groups.append(group)
         total = torch.stack(groups).sum(0)
         if again:
-            total, error = self._send(total, method, (number, 0, "sum"))
+            total, error = self._send(total, method, (number, 0, "sum"), axes.dp_replicate)
             square = square + error
         return total, square
 
-    def _send(self, value: Tensor, method: Method, key: _Key) -> tuple[Tensor, Tensor]:
-        old = self._errors.get(key, torch.zeros_like(value))
-        sent, square = quantise(value + old, method)
+    def _send(self, value: Tensor, method: Method, key: _Key, num_pieces: int = 1) -> tuple[Tensor, Tensor]:
+        """Return rows as they arrive, each sent in pieces, and the expected squares of their errors."""
+        old, width = self._errors.get(key, torch.zeros_like(value)), -value.shape[1] % num_pieces
+        pieces = torch.nn.functional.pad(value + old, (0, width)).view(len(value) * num_pieces, -1)
+        sent, square = (x.reshape(len(value), -1)[:, : value.shape[1]] for x in quantise(pieces, method))
         if method.feedback and self.feedback:
             self._errors[key] = BETA * old + (1 - BETA) * (value + old - sent)
         return sent, square + old.square()
@@ -246,13 +249,15 @@ class Growth:
         return (total / mean) ** 0.5 if mean else 0.0
 
 
-def relative_codec_errors(squares: TensorsByName, exact: TensorsByName) -> dict[str, float]:
-    """Return the expected relative error of each decoded gradient, given the expected squares of its errors; with few
-    elements, an error may be larger by chance."""
+def relative_codec_errors(errors: TensorsByName, squares: TensorsByName, exact: TensorsByName) -> dict[str, float]:
+    """Return the relative error of each decoded gradient: the larger of the plain quantiser's own, as of elements and
+    ranks that are alike and rounded alike, and the one expected of elements anywhere between two integers, given its
+    squares; with few elements, it may be larger by chance."""
     found = {}
     for name, square in squares.items():
         norm = float(exact[name].norm())
         error = math.sqrt(float(square.sum())) * (1 + max(1, square.numel()) ** -0.5)
+        error = max(error, float(errors[name].norm()))
         found[name] = error / norm if norm else math.inf
     return found
 
