@@ -30,7 +30,7 @@ from meshwright.plan.rules import check_fits, load, load_plan, violations
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
-from meshwright.prove.bodies import compare_body, locate_body, locate_compare_body, record_body
+from meshwright.prove.bodies import PRELOAD, compare_body, locate_body, locate_compare_body, record_body
 from meshwright.prove.catalogue import ALL, LAYOUTS, SETTINGS, Result, prove_all
 from meshwright.prove.report import ended_to_json, render, render_ended, to_json
 from meshwright.prove.result import ProofResult
@@ -253,7 +253,8 @@ def _record_and_compare(spec: ProofSpec, say: Say) -> tuple[ProofResult, str]:
         RunError: a rank failed, or waited for too long.
     """
     config, plan = spec.config, spec.plan
-    num_ranks, threads, preload = config.mesh.axes().num_ranks(), config.train.threads, config.family.preload
+    num_ranks, threads = config.mesh.axes().num_ranks(), config.train.threads
+    preload = (*config.family.preload, *PRELOAD)
     say(f"{config.name} · {config.mesh.axes()} · {counted(spec.num_steps, 'step')} in {config.train.precision} …")
     describe = plan.describe_action
     launch(record_body, spec, num_ranks=num_ranks, threads=threads, describe_action=describe, preload=preload)
@@ -264,8 +265,8 @@ def _record_and_compare(spec: ProofSpec, say: Say) -> tuple[ProofResult, str]:
         return result, loss_unit
     say("the forward may differ: looking for the place in a second pass …")
     try:
-        launch(locate_body, spec, num_ranks=num_ranks, threads=threads)
-        launch(locate_compare_body, spec, num_ranks=1, threads=threads)
+        launch(locate_body, spec, num_ranks=num_ranks, threads=threads, preload=preload)
+        launch(locate_compare_body, spec, num_ranks=1, threads=threads, preload=preload)
     except MeshwrightError as error:  # what the first pass found is not lost
         note = f"where the forward goes wrong was not found, because the second pass failed: {error.what}"
         return replace(result, notes=(*result.notes, note)), loss_unit

@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from meshwright.prove.spec import ProofSpec
     from meshwright.train.launch.rank_context import RankContext
 
+PRELOAD = ("meshwright.prove.conclude",)
+"""Modules that every process of a proof needs: imported once, before the processes are forked."""
+
 
 def record_body(context: RankContext, spec: ProofSpec) -> None:
     """Run one rank of the layout under test."""
