@@ -31,7 +31,7 @@ FLOORS = {
 
 FEATURE_FILES = {
     "__init__": 0.5, "contract": 0.5, "section": 0.5,
-    "registry": 5.5, "rules": 6.5, "plan": 7.5, "apply": 8.5, "run": 9.5,
+    "registry": 5.5, "rules": 6.5, "plan": 7.5, "apply": 8.5, "run": 9.5, "reference": 10.5,
 }  # fmt: skip
 """Files of `features` and of a feature's folder, by floor: above the room of the same work. Others stand above `nn`."""
 OF_FEATURES = ("contract", "registry")

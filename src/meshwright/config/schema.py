@@ -98,6 +98,12 @@ class TrainConfig(Section):
     precision: Literal["float32", "bfloat16", "float64"] = Field(
         "float32", description="compute dtype; bfloat16 keeps float32 master weights and reduces gradients in float32"
     )
+    loss_chunk: int | None = Field(
+        None,
+        ge=0,
+        description="tokens of which output head and loss are computed at once, so that logits of all never exist; 0 "
+        "computes all logits; by default chosen where logits are large",
+    )
     compile: bool = Field(False, description="compile the model block by block with torch.compile")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto uses CUDA devices if available")
     threads: int | None = Field(

@@ -68,6 +68,11 @@ class PlanFeature(Generic[P]):
         """Return the bytes of weights that it keeps besides a stage's parameters."""
         return 0
 
+    def output_bytes(self, plan: RunPlan, kind: LayerSpec, part: P, whole: int) -> int:
+        """Return the bytes that an end with a part of the feature keeps of its output and the output's gradient, per
+        micro-batch, given those of all of them."""
+        return whole
+
     def page(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
         """Yield the words of each row of a plan's page; the first row is the heading."""
         return iter(())
@@ -88,8 +93,8 @@ class PlanFeature(Generic[P]):
 class RunFeature:
     """A feature on ranks: how it changes a stage's blocks, and its state."""
 
-    def before_styles(self, block: nn.Module, kind: LayerSpec) -> None:
-        """Change a plain block on the meta device, before tensor parallelism shards it."""
+    def before_styles(self, part: nn.Module, kind: LayerSpec) -> None:
+        """Change a plain block or, of an end, its stage, on the meta device, before tensor parallelism shards it."""
 
     def after_styles(self, block: nn.Module, kind: LayerSpec) -> None:
         """Change a block whose parameters are tensor-parallel shards; not called without tp."""
@@ -98,14 +103,13 @@ class RunFeature:
         """Return its state on this rank, once model and optimizer are built."""
         return OnRank()
 
-    def reference(self, plan: RunPlan, evidence: Evidence) -> InReference | None:
-        """Return the feature in the reference of a proof as run; None if the reference computes without it."""
-        return None
-
 
 class InReference:
     """A feature in the reference of a proof as run, by its definition, with the state that ranks recorded. A step is
     evaluated by the layout's micro-batches."""
+
+    def __init__(self, plan: RunPlan, evidence: Evidence) -> None:
+        """Take the plan, and what ranks recorded."""
 
     perturbation = 0.0
     """Least relative change of parameters, by which the proof measures what rounding changes."""

@@ -1,7 +1,8 @@
 """The features, and whether a run has them. Importing this loads none of them; the functions load those that are on.
 
-A feature is the folder of its name. Its module `run` has a `RunFeature` as `FEATURE`, and its module `plan`, if it has
-a share of plans, a `PlanFeature`. The order of the table is that of their work on blocks and in a step.
+A feature is the folder of its name. Its module `run` has a `RunFeature` as `FEATURE`, its module `plan`, if it has a
+share of plans, a `PlanFeature`, and its module `reference`, if proofs as run compute with it, the class of an
+`InReference` as `REFERENCE`. The order of the table is that of their work on blocks and in a step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from meshwright.comm.compression.catalogue import EXACT
 
 if TYPE_CHECKING:
     from meshwright.config.schema import RunConfig
-    from meshwright.features.contract import KindPart, OnRank, PlanFeature, RunFeature
+    from meshwright.features.contract import InReference, KindPart, OnRank, PlanFeature, RunFeature
     from meshwright.plan.run_plan import RunPlan
+    from meshwright.prove.record.evidence import Evidence
     from meshwright.train.build_job import Job
 
 
@@ -31,6 +33,8 @@ class Feature:
     """Whether a plan, which may be given by hand, has it; None if plans know nothing of it."""
     adds_parts: bool = False
     """Whether it has a share of plans: a part of kinds, rules, faults."""
+    is_in_reference: bool = False
+    """Whether the reference of a proof as run computes with it."""
 
     def plan(self) -> PlanFeature[Any]:
         """Load its share of plans."""
@@ -41,6 +45,11 @@ class Feature:
         """Load what it does on ranks."""
         found: RunFeature = import_module(f"meshwright.features.{self.name}.run").FEATURE
         return found
+
+    def reference(self, plan: RunPlan, evidence: Evidence) -> InReference:
+        """Load what it is in the reference of a proof as run."""
+        made: type[InReference] = import_module(f"meshwright.features.{self.name}.reference").REFERENCE
+        return made(plan, evidence)
 
 
 def _compresses(plan: RunPlan) -> bool:
@@ -55,6 +64,13 @@ FEATURES = (
         "float8",
         configured=lambda config: config.float8.recipe != "none",
         planned=lambda plan: any(part.feature == "float8" for kind in plan.kinds for part in kind.parts),
+        adds_parts=True,
+        is_in_reference=True,
+    ),
+    Feature(
+        "head_loss",
+        configured=lambda config: config.train.loss_chunk != 0,
+        planned=lambda plan: any(part.feature == "head_loss" for kind in plan.kinds for part in kind.parts),
         adds_parts=True,
     ),
     Feature("capture", configured=lambda config: bool(config.capture.scope)),
@@ -73,6 +89,11 @@ def plan_features(*, config: RunConfig | None = None, plan: RunPlan | None = Non
 def run_features(plan: RunPlan, config: RunConfig | None = None) -> dict[str, RunFeature]:
     """Return the features of a run by name; without a configuration, those that its plan has."""
     return {one.name: one.run() for one in FEATURES if _is_on(one, None if one.planned else config, plan)}
+
+
+def reference_features(plan: RunPlan, evidence: Evidence) -> list[InReference]:
+    """Return the features of a plan that the reference of a proof as run computes with."""
+    return [one.reference(plan, evidence) for one in FEATURES if one.is_in_reference and _is_on(one, None, plan)]
 
 
 def start_features(job: Job) -> dict[str, OnRank]:

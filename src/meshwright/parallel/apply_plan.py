@@ -53,11 +53,11 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
         from meshwright.parallel.context_attention import apply_context
 
         apply_context(module, mesh, plan, stage)
-    blocks = [(kind, module.get_submodule(kind.full_name("", layer))) for kind, layer in held if kind.is_block]
-    features = run_features(plan).values()
-    for kind, block in blocks:
+    parts = [(kind, module.get_submodule(kind.full_name("", layer))) for kind, layer in held]
+    blocks, features = [(kind, block) for kind, block in parts if kind.is_block], run_features(plan).values()
+    for kind, part in parts:
         for feature in features:
-            feature.before_styles(block, kind)
+            feature.before_styles(part, kind)
     if mesh is not None and plan.mesh.view("tp"):
         from meshwright.parallel.tensor_parallel import apply_styles, wait_for_embeddings
 

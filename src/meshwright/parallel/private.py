@@ -6,7 +6,7 @@ This is the only file of `meshwright.parallel` that uses private PyTorch names: 
 methods that add to the last, all checked on 2.11 and 2.13 (the first two are also called
 by `torch.distributed.pipelining` of 2.11); `DeviceMesh._flatten`, which caches meshes by name, and
 `DeviceMesh._concatenate`, to join axes, checked on 2.13; `Module._parameters`; FSDP2's `_get_post_forward_mesh_info`,
-called for every unit, and `HSDPMeshInfo`, checked on 2.13.
+called for every unit, and `HSDPMeshInfo`, checked on 2.13; `ColwiseParallel._prepare_output_fn`, checked on 2.13.
 """
 
 from __future__ import annotations
@@ -22,9 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from meshwright.mesh.process_groups import inherit_timeout, submesh
 from meshwright.nn.linear import ACCUMULATE
+
+
+class HeadParallel(ColwiseParallel):
+    """Column-parallel output head, whose module may return a loss in place of logits."""
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        if not outputs.dim():
+            return outputs
+        prepare: Any = ColwiseParallel._prepare_output_fn
+        return prepare(output_layouts, use_local_output, mod, outputs, device_mesh)
+
 
 JOINED = "+"
 """Separator between axes in the name of a joined mesh dim."""

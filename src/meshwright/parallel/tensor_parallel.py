@@ -29,6 +29,7 @@ from meshwright.errors import LayoutError
 from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.nn.step_handles import StepHandle
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
+from meshwright.parallel.private import HeadParallel
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 
 
@@ -233,7 +234,7 @@ def _style(style: Style, stream: Shard | Replicate, root: nn.Module) -> Parallel
     if style.kind is StyleKind.VOCABULARY:
         return RowwiseParallel(input_layouts=full, output_layouts=stream)
     if style.kind is StyleKind.HEAD:
-        return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+        return HeadParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
     if style.kind is StyleKind.GATHER:
         others = (None,) * (style.num_inputs - 1)
         return PrepareModuleInput(input_layouts=(stream, *others), desired_input_layouts=(full, *others))

@@ -157,14 +157,22 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
         if kind.recompute != RecomputePolicy.NONE:
             # At most: the block saves all but its input again, and selective recomputation has kept some of it.
             recompute = max(recompute, kind.saved.none - stream * compute + context.none)
-    output = 2 * sum(plan.kind(name).output_elements for name in stage.after) * max(4, compute)
+    output = sum(_output_bytes(plan, plan.kind(name)) for name in stage.after)
     # The output and its gradient are freed before the last block is recomputed.
-    recompute = max(0, recompute - output)
     return StageCosts(
-        activation_bytes=samples * (kept + output),
-        recompute_bytes=samples * recompute,
+        activation_bytes=samples * kept + output,
+        recompute_bytes=max(0, samples * recompute - output),
         buffer_bytes=samples * stream * compute,
     )
+
+
+def _output_bytes(plan: RunPlan, kind: LayerSpec) -> int:
+    """Return the bytes of an end's output with its gradient, per micro-batch."""
+    found = plan.batch.samples * 2 * kind.output_elements * max(4, BYTES[plan.edge.dtype])
+    for feature in plan_features(plan=plan):
+        if (part := kind.part(feature.part)) is not None:
+            found = feature.output_bytes(plan, kind, part, found)
+    return found
 
 
 def feedback_bytes(plan: RunPlan, rank: int) -> int:

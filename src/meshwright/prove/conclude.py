@@ -19,7 +19,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.resolve import learning_rate
 from meshwright.config.schema import RunConfig, TrainConfig
 from meshwright.data.sampler import SampleOrder, WindowOrder
-from meshwright.features.registry import run_features
+from meshwright.features.registry import reference_features
 from meshwright.models.contract.family import TrainingData
 from meshwright.models.contract.task import ShowsSamples
 from meshwright.plan.run_plan import RunPlan
@@ -69,8 +69,7 @@ def conclude(
     if incomplete := audit_steps(evidence, num_steps):
         return replace(result, findings=tuple(Finding("evidence", one) for one in incomplete))
     if as_run:
-        found = (feature.reference(plan, evidence) for feature in run_features(plan).values())
-        plain.add_features(one for one in found if one is not None)
+        plain.add_features(reference_features(plan, evidence))
     sides = sides_of(config, evidence, plain, as_run=as_run)
     measured, feedback = measure(config, plan, plain, sides) if as_run else (None, None)
     comparison = compare(sides, measured or Tolerances())

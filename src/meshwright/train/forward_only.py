@@ -55,8 +55,10 @@ class PipelineForward:
                 outputs.append(pipeline.tokens.gather(full, batches[len(outputs)]))
                 return out
 
-            pipeline.feed.batch, pipeline.feed.finish = batches.__getitem__, finish
+            feed = pipeline.feed
+            feed.batch, feed.finish, feed.takes_loss = batches.__getitem__, finish, False
             executor.run()
+            feed.takes_loss = True
             return outputs
 
         with evaluation(pipeline.job):

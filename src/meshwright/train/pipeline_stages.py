@@ -6,6 +6,7 @@ Shapes: b batch, t tokens, d model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -45,7 +46,10 @@ class Feed:
     batch: Callable[[int], Batch]
     """Return a micro-batch by number; called once by each stage on the rank."""
     finish: Callable[[Tensor, Tensor], Tensor]
-    """Return the scalar to call backward on, given the last stage's output and the targets."""
+    """Return the scalar to call backward on, given the last stage's output, or the sum of its losses, and the targets.
+    """
+    takes_loss: bool = True
+    """Whether `finish` may be given the sum of losses in place of the output."""
 
 
 class ModelStage(ExecutableStage):
@@ -59,6 +63,8 @@ class ModelStage(ExecutableStage):
         self._feed, self._shared, self._tokens = feed, shared, tokens
         self.microbatch = 0
         """Number of the micro-batch whose forward runs, or ran last."""
+        self.computing_loss: Callable[[Tensor], AbstractContextManager[None]] | None = None
+        """Let the module return the sum of losses of some targets within a context; None if it can't."""
         self._has_backward = True
         means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
@@ -73,7 +79,9 @@ class ModelStage(ExecutableStage):
         """Return the activations [b, t, d], or the loss if this is the last stage."""
         self.microbatch = microbatch
         batch = self._tokens.localize(self._feed.batch(microbatch))
-        out = self._run(self._module, batch.inputs if x is None else x, batch)
+        computes = self.computing_loss is not None and self._feed.takes_loss
+        with self.computing_loss(batch.targets) if self.computing_loss and computes else nullcontext():
+            out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
         return self._feed.finish(out, batch.targets) if self._is_last else out
 

@@ -224,6 +224,8 @@ def _known(own: Sequence[Tensor], history: int) -> Tensor:
 
 def _scales_cause(known_rs: Tensor, own: list[Tensor], history: int, axes: Axes) -> str:
     """Return what the magnitudes that ranks scale by are made from instead."""
+    if not own:
+        return "scales are made from magnitudes of the step itself, which change from micro-batch to micro-batch"
     if not known_rs.any():
         return "the history is empty: the largest magnitudes of earlier steps are lost"
     for missing in [(axis,) for axis in axes.used()] + [tuple(axes.used())]:
@@ -242,3 +244,6 @@ def _over_other_axes(own_rs: Tensor, missing: tuple[str, ...], axes: Axes) -> Te
     """Return each rank's maximum over the ranks that have its position on the missing axes."""
     places = [tuple(at[axis] for axis in missing) for at in coordinates(axes)]
     return torch.stack([own_rs[[other == place for other in places]].amax(0) for place in places])
+
+
+REFERENCE = Float8Reference

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.comm.collectives import all_reduce_max
 from meshwright.errors import LayoutError
-from meshwright.features.contract import InReference, OnRank, RunFeature
+from meshwright.features.contract import OnRank, RunFeature
 from meshwright.features.float8.linear import AmaxHistory, Float8Linear
 from meshwright.features.float8.private import has_scaled_mm
 from meshwright.features.float8.rules import Float8Layers, Float8Recipe
@@ -33,9 +33,6 @@ from meshwright.parallel.local_shards import compute_on_local_shards
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 from meshwright.train.build_job import Job
 
-if TYPE_CHECKING:
-    from meshwright.prove.record.evidence import Evidence
-
 HISTORY = "float8.amax_history"
 """Name of the amax history in checkpoints."""
 
@@ -43,9 +40,9 @@ HISTORY = "float8.amax_history"
 class Float8InRuns(RunFeature):
     """Linear layers in float8."""
 
-    def before_styles(self, block: nn.Module, kind: LayerSpec) -> None:
-        if (part := kind.part(Float8Layers)) is not None:
-            apply_float8(block, part)
+    def before_styles(self, part: nn.Module, kind: LayerSpec) -> None:
+        if (float8 := kind.part(Float8Layers)) is not None:
+            apply_float8(part, float8)
 
     def after_styles(self, block: nn.Module, kind: LayerSpec) -> None:
         if (part := kind.part(Float8Layers)) is not None:
@@ -53,11 +50,6 @@ class Float8InRuns(RunFeature):
 
     def start(self, job: Job) -> OnRank:
         return Float8OnRank(job)
-
-    def reference(self, plan: RunPlan, evidence: Evidence) -> InReference:
-        from meshwright.features.float8.reference import Float8Reference  # only proofs need it
-
-        return Float8Reference(plan, evidence)
 
 
 def apply_float8(block: nn.Module, float8: Float8Layers) -> None:

@@ -180,6 +180,9 @@ class KindFacts:
     """What any recomputed block keeps besides its input: indices, and values of `nn/kept_results.py`."""
     output: float = 0.0
     """Elements per token of an output on which a loss is computed; it is stored together with its gradient."""
+    head: str = ""
+    """Path of the linear layer whose result is the output, of which the loss is the cross-entropy; empty if that is not
+    so."""
     output_divided: bool = False
     """Whether the output is sharded over tp."""
     flops: float = 0.0

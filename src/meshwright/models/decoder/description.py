@@ -91,6 +91,7 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         (*norm, *head),
         saved=saved_by_norm(spec.dim),
         output=float(spec.vocab_size),
+        head="head",
         output_divided=True,
         flops=2.0 * spec.vocab_size * spec.dim,
         unit=("norm", "head"),

@@ -77,8 +77,8 @@ class TextTask(Task):
         self.units_per_sample = f.seq_len if sources[0].packed is None else None
 
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the tokens' losses for logits [b, t, v]."""
-        return self._loss_sum(out, targets)
+        """Return the sum of the tokens' losses for logits [b, t, v]; a scalar is that sum, computed by the head."""
+        return self._loss_sum(out, targets) if out.dim() else out
 
     def batch(self, samples: range) -> Batch:
         """Return the windows of the training samples."""

@@ -1,0 +1,1 @@
+"""Output head and loss by chunks of tokens, without logits."""

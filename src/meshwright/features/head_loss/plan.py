@@ -1,0 +1,98 @@
+"""Head and loss by chunks in plans: of how many tokens, and what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.config.facts_for_family import model_facts
+from meshwright.config.schema import RunConfig
+from meshwright.errors import ConfigError
+from meshwright.features.contract import KindPart, PlanFeature
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts
+from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
+from meshwright.plan.verify.names import PlanError
+from meshwright.settings.violation import Violation
+from meshwright.units import counted
+
+KEY = "train.loss_chunk"
+WIDE = 4
+"""Bytes of an element of logits, at least: a loss is computed in float32."""
+LARGE_BYTES = 1 << 28
+"""Logits of a micro-batch, with their gradient, that are computed by chunks of half of it if no chunk is asked for."""
+
+
+@dataclass(frozen=True)
+class LossChunks(KindPart):
+    """Head whose loss is computed by chunks."""
+
+    feature: ClassVar[str] = "head_loss"
+
+    head: str
+    """Path of the linear layer in the end."""
+    tokens: int
+    """Tokens of a chunk."""
+
+
+class HeadLossInPlans(PlanFeature[LossChunks]):
+    """Head and loss by chunks."""
+
+    part = LossChunks
+
+    def rules(self, config: RunConfig) -> Iterator[Violation]:
+        facts = model_facts(config)
+        if config.train.loss_chunk and not any(kind.head for kind in facts.last):
+            what = f"{KEY} = {config.train.loss_chunk} has no effect"
+            rule = "a loss is computed by chunks where the model's output is that of a linear layer and the loss is "
+            yield Violation(ConfigError, what, KEY, f"{rule}cross-entropy", [{KEY: None}])
+
+    def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> LossChunks | None:
+        if layer is not None or not kind.head:
+            return None
+        axes, train = config.mesh.axes(), config.train
+        samples = train.global_batch // (axes.data_parallel() * train.num_microbatches)
+        tokens = config.train.loss_chunk or _worthwhile(kind, samples * model.tokens // axes.cp, axes.tp)
+        return LossChunks(kind.head, tokens) if tokens else None
+
+    def faults(self, plan: RunPlan) -> Iterator[PlanError]:
+        for kind in plan.kinds:
+            if (part := kind.part(LossChunks)) is None:
+                continue
+            field = f"kinds[{kind.name}].{part.feature}"
+            if kind.is_block or not kind.output_elements:
+                yield PlanError(f"{kind.name} has a loss by chunks", "only an end with an output has a loss", field)
+            elif f"{part.head}.weight" not in (p.name for p in kind.parameters):
+                yield PlanError(f"{kind.name} has no linear layer {part.head}", "the head is one", f"{field}.head")
+            if part.tokens < 1:
+                yield PlanError(f"a chunk of {part.tokens} tokens", "a chunk has tokens", f"{field}.tokens")
+
+    def output_bytes(self, plan: RunPlan, kind: LayerSpec, part: LossChunks, whole: int) -> int:
+        """Return the bytes of a chunk's logits, once more in the dtype of the computation, and of what a micro-batch
+        keeps: the gradients of the hidden states and of the head."""
+        weight = next(p for p in kind.parameters if p.name == f"{part.head}.weight")
+        tokens, compute = plan.batch.samples * plan.rank_tokens, BYTES[plan.edge.dtype]
+        columns = kind.output_elements // plan.rank_tokens
+        wide = max(WIDE, compute)
+        chunk = min(part.tokens, tokens) * columns * (wide + (compute if compute < wide else 0))
+        return chunk + tokens * weight.shape[1] * compute + columns * weight.shape[1] * wide * weight.trained
+
+    def page(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
+        yield ("head and loss by chunks",)
+        for kind in plan.kinds:
+            if (part := kind.part(LossChunks)) is not None:
+                yield part.head, f"{counted(part.tokens, 'token')} at once"
+
+
+def _worthwhile(kind: KindFacts, tokens: int, tp: int) -> int:
+    """Return the tokens of a chunk, 0 if all logits at once are small, or smaller than the gradient of the head."""
+    columns = int(kind.output) // (tp if kind.output_divided else 1)
+    width = next(p for p in kind.parameters if p.name == f"{kind.head}.weight").shape[1]
+    logits = 2 * WIDE * tokens * columns
+    if logits < LARGE_BYTES or logits < 2 * WIDE * columns * width:
+        return 0
+    largest = LARGE_BYTES // (2 * 2 * WIDE * columns)
+    return max(64, 1 << (largest.bit_length() - 1)) if largest else 64
+
+
+FEATURE = HeadLossInPlans()
