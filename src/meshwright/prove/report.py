@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -211,8 +211,6 @@ TENSOR_KINDS = {
     "initial": "initial weights",
     "gradient": "gradients",
     "update": "parameters",
-    "after_first_step": "parameters after step 1",
-    "after_steps": "parameters after the last step",
 }
 """Display name of each kind of tensor."""
 
@@ -240,9 +238,13 @@ def render(result: ProofResult) -> list[str]:
     tail = [line for note in result.notes for line in wrapped(f"  note    {note}", " " * 10)] + summary
     if result.passed:
         return [*_margins(result), *tail]
-    # Hide consequences if a cause is known; the summary line still counts them.
-    causes = [one for one in result.findings if not one.is_consequence] or list(result.findings)
-    return one_screen([list(finding_lines(title(one), one.members, one.diagnosis)) for one in causes], tail)
+    return finding_lines(result.findings, tail)
+
+
+def finding_lines(findings: Sequence[Finding], tail: list[str]) -> list[str]:
+    """Return the lines of findings that follow from no other, or of all if there are no such, and the last lines."""
+    causes = [one for one in findings if not one.is_consequence] or findings
+    return one_screen([list(_finding_lines(one)) for one in causes], tail)
 
 
 def one_screen(entries: list[list[str]], tail: list[str]) -> list[str]:
@@ -257,12 +259,12 @@ def one_screen(entries: list[list[str]], tail: list[str]) -> list[str]:
     return lines + tail
 
 
-def finding_lines(title: str, members: tuple[str, ...], diagnosis: Diagnosis) -> Iterator[str]:
-    """Yield the lines of a finding."""
-    yield from wrapped(f"✗ {title}   {diagnosis.symptom}", " " * 4)
+def _finding_lines(one: Finding) -> Iterator[str]:
+    diagnosis = one.diagnosis
+    yield from wrapped(f"✗ {title(one)}   {diagnosis.symptom}", " " * 4)
     yield from wrapped(f"  cause   {diagnosis.cause}", " " * 10)
     if diagnosis.detail:
-        where = f"in {members[0]}: " if len(members) > 1 else ""
+        where = f"in {one.members[0]}: " if len(one.members) > 1 else ""
         yield from wrapped(f"  detail  {where}{diagnosis.detail}", " " * 10)
 
 

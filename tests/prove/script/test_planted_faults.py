@@ -29,7 +29,7 @@ FSDP2_FAULTS = {
         [("loss.backward()\n", "optimizer.zero_grad()\n            loss.backward()\n")],
         ["gradient |", "only the last micro-batch is present", "accumulation is missing"], "2 --accumulate 4"),
     "another weight decay": Fault([("lr=1e-2", "lr=1e-2, weight_decay=0.01 * dp_size")],
-        ["optimizer |", "weight_decay is 0.02 on rank 0, 0.01 in the reference"]),
+        ["optimizer |", "weight_decay is 0.02 in step 1 on rank 0, 0.01 in the reference"]),
     "accumulation not divided, in bfloat16": Fault([*BFLOAT16, ("            loss = loss / options.accumulate\n", "")],
         ["gradient |", "4.000 × the reference", "summed over the 4 micro-batches instead of averaged"],
         "2 --accumulate 4", BFLOAT16),
@@ -160,7 +160,7 @@ PIPELINE_FAULTS = {
     "learning rate times stages": Fault([("lr=1e-2", "lr=1e-2 * num_stages")],
         ["learning rate |", "0.02 in step 1", "multiplied by the number of processes"]),
     "step on the last stage": Fault([(STEP, f"_ = is_last and {STEP}")],
-        ["after_first_step |", "layers.0.", "no parameter is updated in step 1 on rank 0", "takes no step on rank 0"]),
+        ["update |", "layers.0.", "no parameter is updated in step 1 on rank 0", "takes no step on rank 0"]),
     "gradients cleared on the last stage": Fault([(CLEAR, f"_ = is_last and {CLEAR}")],
         ["gradient |", "layers.0.", "still there when step 2 begins, on rank 0", "zero_grad is missing there"]),
     "activations sent in bfloat16": Fault(

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.script.evidence import ranks_on_mesh
-from meshwright.prove.script.recorder import RankRecord
+from meshwright.prove.script.evidence import gather, ranks_on_mesh
+from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
+from meshwright.prove.script.recorder import ScriptRecord
+
+
+def one_record(samples, parameters, **fields):
+    """What a rank records that reads some samples and holds some parameters."""
+    return ScriptRecord(
+        steps=[{"samples": samples, "microbatches": 1, "gradients": {}}], shapes=dict.fromkeys(parameters, ()), **fields
+    )
 
 
 def records(*, names=("dp", "tp"), sizes=(2, 2), sharded=("dp",), samples=None, stages=(("a",),) * 4):
@@ -18,10 +28,8 @@ def records(*, names=("dp", "tp"), sizes=(2, 2), sharded=("dp",), samples=None, 
             names[0]: [other * sizes[1] + column for other in range(sizes[0])],
             names[1]: [row * sizes[1] + other for other in range(sizes[1])],
         }
-        read = [[row]] if samples is None else [[samples[rank]]]
-        found.append(
-            RankRecord(lines=lines, sharded=list(sharded), samples=read, parameters=dict.fromkeys(stages[rank]))
-        )
+        read = [row] if samples is None else [samples[rank]]
+        found.append(one_record(read, stages[rank], lines=lines, sharded=list(sharded)))
     return found
 
 
@@ -40,8 +48,7 @@ def records(*, names=("dp", "tp"), sizes=(2, 2), sharded=("dp",), samples=None, 
     ],
 )
 def test_axes_come_from_names_placements_and_samples(given, axes):
-    found = ranks_on_mesh(records(**given))
-    assert (found.axes, found.order, found.note) == (axes, (0, 1, 2, 3), "")
+    assert ranks_on_mesh(records(**given)) == (axes, (0, 1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +60,7 @@ def test_axes_come_from_names_placements_and_samples(given, axes):
     ],
 )
 def test_stages_differ_in_their_parameters_and_ranks_are_renumbered(stages, axes, order):
-    found = ranks_on_mesh([RankRecord(parameters=dict.fromkeys(name), samples=[[0]]) for name in stages])
-    assert (found.axes, found.order) == (axes, order)
-    assert ("rank 1 is the script's rank 2" in found.note) == (stages == "abab")
+    ranks = [one_record([0], name) for name in stages]
+    assert ranks_on_mesh(ranks) == (axes, order)
+    run = ScriptRun(Path("train.py"), parse_layout(str(len(stages))), (), 1, Path(), 1.0)
+    assert ("rank 1 is the script's rank 2" in gather(run, ranks).note) == (stages == "abab")

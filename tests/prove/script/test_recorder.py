@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.errors import InputError
 from meshwright.prove import Recorder
 from meshwright.prove.script.layout_choice import FOLDER, STEPS
-from meshwright.prove.script.recorder import RankRecord, RecordingComplete, hash_rows
+from meshwright.prove.script.recorder import RecordingComplete, ScriptRecord, hash_rows
 
 
 def train(model, *, names=None, num_steps=1):
@@ -56,12 +56,13 @@ def test_a_step_is_recorded_and_the_script_ends(folder):
     with pytest.raises(RecordingComplete) as caught:
         train(model, num_steps=9)
     assert caught.value.code == 0
-    record = RankRecord.load(folder / "rank-0.pt")
+    record = ScriptRecord(**torch.load(folder / "rank-0.pt", weights_only=True))
     assert torch.equal(record.initial["weight"][1], start)
-    assert torch.equal(record.gradients["weight"][1], torch.full((2, 3), 2.0))
-    assert torch.equal(record.after_first["weight"][1], start - 1.0)
+    (step,) = record.steps
+    assert torch.equal(step["gradients"]["weight"][1], torch.full((2, 3), 2.0))
+    assert torch.equal(step["weights"]["weight"][1], start - 1.0)
     assert record.optimized == record.trainable == {"weight": True, "bias": True}
-    assert record.learning_rates == [[0.5]] and record.scaled == [1.0] and record.microbatches == [1]
+    assert (step["options"][0]["lr"], step["microbatches"], record.scaled) == ([0.5], 1, [1.0])
 
 
 class Wrapped(nn.Module):
@@ -90,7 +91,7 @@ class Wrapped(nn.Module):
 def test_names_are_stripped_and_mapped_and_tied_ones_recorded(folder, names, expected):
     with pytest.raises(RecordingComplete):
         train(Wrapped(), names=names)
-    record = RankRecord.load(folder / "rank-0.pt")
+    record = ScriptRecord(**torch.load(folder / "rank-0.pt", weights_only=True))
     assert list(record.initial) == expected and record.tied == [expected]
 
 

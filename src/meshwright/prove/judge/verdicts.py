@@ -169,6 +169,11 @@ def wrong_names(verdicts: Verdicts) -> list[str]:
     return [name for name, verdict in verdicts.items() if not verdict.result.ok]
 
 
+def expected_of(verdicts: Verdicts) -> dict[str, Array]:
+    """Return the reference tensors."""
+    return {name: verdict.suspect.expected for name, verdict in verdicts.items()}
+
+
 def compare_tensors(
     shards: Shards,
     references: Mapping[str, Array],

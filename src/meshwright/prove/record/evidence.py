@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.axes import Axes
+from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.models.contract.task import Batch, Reference, ShowsSamples, Task
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.prove.placement import ExpertPlacement, StagePlacement
@@ -27,6 +28,13 @@ ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
 """Per parameter: offset and value of the local shard."""
 DropoutCall = tuple[str, int, int, list[int]]
 """A call of a dropout: its name, hashes of its inputs and of its output, and the numbers of the tokens."""
+
+
+def local_shards(tensors: Mapping[str, Tensor]) -> ShardsByName:
+    """Return copies of this rank's shards on the CPU, and their offsets."""
+    return {
+        name: (local_box(tensor).offset, to_local(tensor.detach()).cpu().clone()) for name, tensor in tensors.items()
+    }
 
 
 @dataclass(frozen=True)

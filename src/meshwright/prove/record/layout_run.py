@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwright.comm.collectives import all_reduce_sum
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.mesh.local_shards import local_box, to_local
+from meshwright.mesh.local_shards import to_local
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.dropout_add.module import DropoutAdd
 from meshwright.pipeline.actions import ActionKind
@@ -31,6 +31,7 @@ from meshwright.prove.record.evidence import (
     RecordingTask,
     ShardsByName,
     StepRecord,
+    local_shards,
 )
 from meshwright.prove.spec import clip_limit
 from meshwright.train.build_job import Job, build_job
@@ -164,11 +165,6 @@ def local_weights(job: Job) -> ShardsByName:
 def local_gradients(job: Job) -> ShardsByName:
     """Return copies of this rank's shards of the gradients that there are."""
     return local_shards({name: p.grad for name, p in job.model.named_parameters() if p.grad is not None})
-
-
-def local_shards(tensors: dict[str, Tensor]) -> ShardsByName:
-    """Return copies of this rank's shards of tensors."""
-    return {name: (local_box(tensor).offset, to_local(tensor).clone()) for name, tensor in tensors.items()}
 
 
 def _record_dropouts(job: Job, calls: list[DropoutCall]) -> Callable[[], None]:

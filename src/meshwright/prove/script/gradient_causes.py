@@ -1,68 +1,182 @@
-"""Causes of wrong gradients that show in what a script recorded between its micro-batches, or in its loss.
+"""Causes of wrong gradients that show in what a script recorded between its micro-batches, in its loss, or in which
+stages hold a parameter.
 
 Gradients alone show a factor, a missing reduction or a swapped tensor. These causes need more: gradients and weights
-between micro-batches, numbers of targets, the loss of step 1, or the stages that hold a parameter, whose layers may be
-missing, renumbered, or drawn alike.
+between micro-batches, numbers of targets, the loss of step 1, or stages whose layers may overlap or be drawn alike.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from meshwright.prove.judge.tensors import Array, max_difference
-from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts
-from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Finding, rank_words
-from meshwright.prove.script.evidence import ScriptEvidence, reported
-from meshwright.prove.script.samples import names_text
+from meshwright.prove.explain.explain import missing_gradient
+from meshwright.prove.explain.gradients import GradientContext, diagnose_gradient
+from meshwright.prove.judge.counts import LayoutCounts, close
+from meshwright.prove.judge.tensors import Array, max_magnitude
+from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts, expected_of, wrong_names
+from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, StepValue, rank_words
+from meshwright.prove.script.evidence import GRADIENT, ScriptEvidence
+from meshwright.prove.script.settings import untied
 
 CLIPPED = 1e-3
 """Relative difference of norms that were clipped to the same limit."""
 OVERWRITTEN = "each micro-batch overwrites the gradient of the previous one: accumulation is missing"
 CLEARED = "gradients are cleared between micro-batches, before the backward of the last: accumulation is missing"
+STEPPED = (
+    "the optimizer steps after each micro-batch instead of the last: call it only then, or with accelerate give it to "
+    "prepare()"
+)
 UNEQUAL_COUNTS = (
     "micro-batches weigh alike, whatever their number of targets: divide the sum of their losses by the number of "
     "targets in the global batch"
 )
+NOT_SUMMED = "the sum over the copies of the tied weight is missing: their gradients sum to the reference"
+DIVIDED = "such as a loss that the script divides, and accelerate or the pipeline's schedule too"
+OVERLAP = "a layer is in several stages and so applied several times: stages overlap at their border"
+OTHER_FORWARD = "the forward pass or the loss function differs: so does the loss of step 1, with the same weights"
 
 
-def stepped_between(layout: ScriptEvidence, reference: ScriptEvidence) -> Diagnosis | None:
-    """Recognise an optimizer that steps in each micro-batch."""
-    ranks = [rank for rank, record in enumerate(layout.records) if record.is_stepped_between]
-    if not ranks or any(record.is_stepped_between for record in reference.records):
+def consequence(what: str, follows: str) -> Diagnosis:
+    """Return the diagnosis of a value that follows from another finding."""
+    return Diagnosis(FaultKind.CONSEQUENCE, what, f"follows from {follows}")
+
+
+@dataclass(frozen=True, eq=False)
+class GradientCauses:
+    """Causes of the wrong gradients of step 1, tried from particular to general."""
+
+    layout: ScriptEvidence
+    reference: ScriptEvidence
+    verdicts: Verdicts
+    counts: LayoutCounts
+    before: str
+    """Earlier fault that makes gradients wrong, or an empty string."""
+    loss: StepValue
+    """Loss of step 1, with its diagnosis if it is wrong."""
+
+    def explained(self) -> Verdicts:
+        """Return the verdicts with a cause for each wrong gradient."""
+        wrong = wrong_names(self.verdicts)
+        found = {name: self._own(name) for name in wrong}
+        if not self.before and (stepped := self._stepped_between()) is not None:
+            found = dict.fromkeys(wrong, stepped)
+        found = {name: self._of_unknown(name, one, found) for name, one in found.items()}
+        return {n: one.with_diagnosis(found[n]) if n in found else one for n, one in self.verdicts.items()}
+
+    def _own(self, name: str) -> Diagnosis:
+        """Return the cause that shows in a gradient, and in what was left of it between micro-batches."""
+        suspect = self.verdicts[name].suspect
+        if name in untied(self.layout, self.reference):
+            return consequence(f"wrong {suspect.scope_text()}", "the finding on tied weights")
+        gradient, parameter = (found.get(name, []) for found in (self.layout.gradients(1), self.layout.weights(0)))
+        absent = missing_gradient(gradient, parameter, self.counts)
+        if absent is not None and not all(record.trainable.get(name, True) for record in self.layout.ranks):
+            return consequence(absent.symptom, "the finding on frozen")
+        follows = self.before if self.before != "other parameters" else ""
+        context = GradientContext(expected_of(self.verdicts), follows=follows)
+        special = None if self.before else self._overwritten(name) or self._copies_not_summed(name)
+        found = special or absent or diagnose_gradient(suspect, context)
+        micro = self.layout.num_microbatches
+        if micro > 1 and found.cause.startswith("averaged over ") and f"over the {micro} micro-batches" in found.cause:
+            return replace(found, cause=f"{found.cause}: {DIVIDED}")
+        return found
+
+    def _of_unknown(self, name: str, found: Diagnosis, all_found: Mapping[str, Diagnosis]) -> Diagnosis:
+        """Return the cause of a gradient, if it isn't known from itself: that of the step as a whole."""
+        if found.kind not in UNKNOWN:
+            return found
+        of_step = consequence("wrong gradient", self.before) if self.before else self._of_step
+        if of_step is not None:
+            return of_step if found.kind is FaultKind.UNRECOGNISED else found
+        if not self._unknown_loss:
+            return found
+        twice = [
+            other
+            for other, one in all_found.items()
+            if one.kind in UNKNOWN and len(self.layout.holders[other]) > 1 and self._suspect(other).large_mismatches
+        ]
+        loss = f"loss of step 1: {self._unknown_loss}"
+        if name in twice:
+            held = " and ".join(str(stage) for stage in self.layout.holders[name])
+            symptom = f"held by stages {held}, with different gradients; the loss of step 1 is wrong"
+            return Diagnosis(FaultKind.FORWARD, symptom, OVERLAP, loss)
+        symptom = f"wrong {self._suspect(name).scope_text()}"
+        if twice:
+            return consequence(symptom, "stages that overlap")
+        if found.kind is FaultKind.REPLICAS_DIFFER:
+            return found
+        return Diagnosis(FaultKind.FORWARD, symptom, OTHER_FORWARD, f"{loss}; {found.detail}")
+
+    def _suspect(self, name: str) -> SuspectTensor:
+        return self.verdicts[name].suspect
+
+    @cached_property
+    def _of_step(self) -> Diagnosis | None:
+        """Cause of all gradients that are not explained by themselves."""
+        if (clipped := self._clipped_between()) is not None:
+            return clipped
+        return unequal_counts(self.layout, self.loss) if self._unknown_loss else None
+
+    @property
+    def _unknown_loss(self) -> str:
+        """What is wrong with the loss of step 1 for an unknown reason, or an empty string."""
+        found = self.loss.diagnosis
+        return found.symptom if found is not None and found.kind is FaultKind.UNRECOGNISED else ""
+
+    def _stepped_between(self) -> Diagnosis | None:
+        """Recognise an optimizer that steps in each micro-batch."""
+        ranks = [rank for rank, record in enumerate(self.layout.ranks) if record.is_stepped_between]
+        if not ranks or any(record.is_stepped_between for record in self.reference.ranks):
+            return None
+        symptom = f"weights change between the micro-batches of step 1 on {rank_words(ranks)}"
+        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, STEPPED)
+
+    def _overwritten(self, name: str) -> Diagnosis | None:
+        """Recognise a gradient that was cleared between micro-batches."""
+        suspect = self._suspect(name)
+        for kind, cause in (("before_microbatches", OVERWRITTEN), ("before_last", CLEARED)):
+            held = {rank: getattr(record, kind).get(name) for rank, record in enumerate(self.layout.ranks)}
+            left = {rank: one[1].double().numpy() for rank, one in held.items() if one is not None}
+            if _adds_up(suspect, left):
+                symptom = f"only the last micro-batch is present {suspect.scope_text()}"
+                return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
         return None
-    symptom = f"weights change between the micro-batches of step 1 on {rank_words(ranks)}"
-    cause = (
-        "the optimizer steps after each micro-batch instead of the last: call it only then, or with accelerate give it "
-        "to prepare()"
-    )
-    return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
 
+    def _copies_not_summed(self, name: str) -> Diagnosis | None:
+        """Recognise copies of a tied weight on several stages, each with its own gradient only."""
+        for group in self.reference.tied:
+            wrong = [other for other in wrong_names(self.verdicts) if other in group]
+            if name not in wrong or len(wrong) < 2:
+                continue
+            suspects = [self._suspect(other) for other in wrong]
+            copies = [next(suspect.assembly.replicas(), None) for suspect in suspects]
+            total = np.sum([copy.value for copy in copies if copy is not None], axis=0)
+            whole = not any(suspect.assembly.faults for suspect in suspects)
+            due = suspects[0].expected
+            if whole and suspects[0].matches(total, due, max_magnitude(due)):
+                return Diagnosis(FaultKind.SUM_MISSING, "each copy holds only its own contribution", NOT_SUMMED)
+        return None
 
-def overwritten(layout: ScriptEvidence, verdicts: Verdicts) -> Verdicts:
-    """Recognise gradients that were cleared between micro-batches."""
-    found = dict(verdicts)
-    options = (("before_microbatches", OVERWRITTEN), ("before_last", CLEARED))
-    lost = [(_by_rank(layout, kind), cause) for kind, cause in options]
-    for name, verdict in verdicts.items():
-        if verdict.result.ok:
-            continue
-        for left, cause in lost:
-            if _adds_up(verdict.suspect, left.get(name, {})):
-                symptom = f"only the last micro-batch is present {verdict.suspect.scope_text()}"
-                found[name] = verdict.with_diagnosis(Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause))
-                break
-    return found
-
-
-def _by_rank(layout: ScriptEvidence, kind: str) -> dict[str, dict[int, Array]]:
-    """Return what was left of each gradient: [name][rank]."""
-    return {
-        name: {shard.rank: shard.value.double().numpy() for shard in shards}
-        for name, shards in layout.shards(kind).items()
-    }
+    def _clipped_between(self) -> Diagnosis | None:
+        """Recognise gradients clipped in each micro-batch: before the last, all norms are the reference's limit."""
+        left = [[value for _, value in record.before_last.values()] for record in self.layout.ranks]
+        norms = [math.hypot(*(float(value.double().norm()) for value in values)) for values in left if values]
+        factors = [factor for record in self.reference.ranks for factor in record.scaled]
+        if not norms or not factors:
+            return None
+        limit = factors[0] * math.hypot(*(np.linalg.norm(value) for value in self.reference.fulls(GRADIENT).values()))
+        if not all(close(norm, limit, CLIPPED) for norm in norms):
+            return None
+        symptom = f"before the last micro-batch, the norm of the gradients on each rank is {limit:.3g}, the limit of "
+        symptom += "clipping"
+        cause = "gradients are clipped in each micro-batch: clip only once, when they are complete"
+        return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
 
 
 def _adds_up(suspect: SuspectTensor, left: dict[int, Array]) -> bool:
@@ -74,153 +188,47 @@ def _adds_up(suspect: SuspectTensor, left: dict[int, Array]) -> bool:
     for shard in suspect.assembly.shards:
         if shard.rank in left:
             replicas[shard.start].append(left[shard.rank])
-    for is_averaged in (False, True):
-        lost = [np.mean(replicas[shard.start], axis=0) if is_averaged else left[shard.rank] for shard in shards]
-        if all(
-            suspect.matches(shard.value + part, shard.slice_of(suspect.expected), max_difference(part, 0 * part)[0])
+    means = {start: np.mean(values, axis=0) for start, values in replicas.items()}
+    return any(
+        all(
+            suspect.matches(shard.value + part, shard.slice_of(suspect.expected), max_magnitude(part))
             for shard, part in zip(shards, lost, strict=True)
-        ):
-            return True
-    return False
+        )
+        for lost in ([left[shard.rank] for shard in shards], [means[shard.start] for shard in shards])
+    )
 
 
-def clipped_between(layout: ScriptEvidence, reference: ScriptEvidence) -> Diagnosis | None:
-    """Recognise gradients that are clipped in each micro-batch: between them, all norms are the reference's limit."""
-    norms = [norm for record in layout.records for norm in record.norms_between]
-    factors = [factor for record in reference.records for factor in record.scaled]
-    if not norms or not factors:
-        return None
-    whole = np.sqrt(sum(float((value**2).sum()) for value in reference.fulls("gradients").values()))
-    limit = whole * factors[0]
-    if any(abs(norm - limit) > CLIPPED * limit for norm in norms):
-        return None
-    symptom = f"after each micro-batch, the norm of the gradients on each rank is {limit:.3g}, the limit of clipping"
-    cause = "gradients are clipped in each micro-batch: clip only once, when they are complete"
-    return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, cause)
-
-
-def unequal_counts(layout: ScriptEvidence, reference: ScriptEvidence, tolerance: float) -> Diagnosis | None:
+def unequal_counts(layout: ScriptEvidence, loss: StepValue) -> Diagnosis | None:
     """Recognise means over micro-batches that differ in how many of their targets count.
 
     Weighted by the numbers of targets, the losses of step 1 average to the reference.
     """
-    losses = [loss for record in layout.records for step in record.losses[:1] for loss in step]
-    counts = [count for record in layout.records for step in record.targets[:1] for count in step]
+    losses, counts = ([one for found in layout.series(name, 1) for one in found] for name in ("loss", "targets"))
     if len(losses) != len(counts) or len(set(counts)) < 2 or min(counts) < 0 or not sum(counts):
         return None
-    expected = reported(reference, "losses")[0]
     weighted = float(np.average(losses, weights=counts))
-    if abs(weighted - expected) > tolerance * abs(expected):
+    if not close(weighted, loss.expected, loss.tolerance):
         return None
     symptom = f"micro-batches have {min(counts)} to {max(counts)} targets that count"
     detail = f"loss of step 1: {np.mean(losses):.6g}, {weighted:.6g} if weighted by them, as in the reference"
     return Diagnosis(FaultKind.CONTRIBUTIONS, symptom, UNEQUAL_COUNTS, detail)
 
 
-def copies_not_summed(reference: ScriptEvidence, verdicts: Verdicts) -> Verdicts:
-    """Recognise copies of a tied weight on several stages, each with its own gradient only."""
-    found = dict(verdicts)
-    for group in {tuple(group) for record in reference.records for group in record.tied}:
-        wrong = [name for name in group if name in found and not found[name].result.ok]
-        if len(wrong) < 2 or any(found[name].suspect.assembly.faults for name in wrong):
-            continue
-        suspects = [found[name].suspect for name in wrong]
-        replicas = [next(iter(suspect.assembly.replicas()), None) for suspect in suspects]
-        total = np.sum([replica.value for replica in replicas if replica is not None], axis=0)
-        if suspects[0].matches(total, suspects[0].expected, float(np.abs(suspects[0].expected).max())):
-            cause = "the sum over the copies of the tied weight is missing: their gradients sum to the reference"
-            for name in wrong:
-                diagnosis = Diagnosis(FaultKind.SUM_MISSING, "each copy holds only its own contribution", cause)
-                found[name] = found[name].with_diagnosis(diagnosis)
-    return found
-
-
-def other_forward(layout: ScriptEvidence, verdicts: Verdicts, loss: str) -> Verdicts:
-    """Explain gradients that nothing else explains where the loss of step 1 is wrong as well.
-
-    Args:
-        loss: the loss, and what it is in the reference.
-    """
-    unknown = {
-        name
-        for name, one in verdicts.items()
-        if one.result.diagnosis is not None and one.result.diagnosis.kind in UNKNOWN
-    }
-    stages = {name: found for name, found in stages_of(layout).items() if len(found) > 1}
-    twice = {name for name in unknown if name in stages and verdicts[name].suspect.large_mismatches}
-    found = dict(verdicts)
-    for name in unknown:
-        verdict = verdicts[name]
-        old = verdict.result.diagnosis
-        assert old is not None, "unknown causes have a diagnosis"
-        if name in twice:
-            held = " and ".join(str(stage) for stage in stages[name])
-            symptom = f"held by stages {held}, with different gradients; the loss of step 1 is wrong"
-            cause = "a layer is in several stages and so applied several times: stages overlap at their border"
-            new = Diagnosis(FaultKind.FORWARD, symptom, cause, loss)
-        elif twice:
-            new = Diagnosis(
-                FaultKind.CONSEQUENCE, f"wrong {verdict.suspect.scope_text()}", "follows from stages that overlap"
-            )
-        elif old.kind is FaultKind.UNRECOGNISED:
-            cause = "the forward pass or the loss function differs: so does the loss of step 1, with the same weights"
-            new = Diagnosis(FaultKind.FORWARD, f"wrong {verdict.suspect.scope_text()}", cause, f"{loss}; {old.detail}")
-        else:
-            continue
-        found[name] = verdict.with_diagnosis(new)
-    return found
-
-
-def stages_of(layout: ScriptEvidence) -> dict[str, list[int]]:
-    """Return the pipeline stages that hold each parameter."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for rank, record in enumerate(layout.records):
-        stage = layout.mesh.axes.coordinate(rank)["pp"]
-        for name in record.shapes:
-            if stage not in found[name]:
-                found[name].append(stage)
-    return found
-
-
-def other_parameters(layout: ScriptEvidence, reference: ScriptEvidence) -> Iterator[Finding]:
-    """Yield a finding for parameters that only one side has, or in another shape."""
-    expected, found = reference.shapes, layout.shapes
-    extra = [name for name in found if name not in expected]
-    stages = stages_of(layout)
-    renumbered = "the two sides do not hold the same parameters: a stage that renumbers its layers needs names="
-    left_out = "no stage holds them, and none renumbers its layers: stages leave out layers, such as those at a border"
-    only_lacks = layout.mesh.axes.pp > 1 and not extra and all(len(stages[name]) == 1 for name in found)
-    for what, names, cause in (
-        (
-            "in the reference but not in the layout",
-            [name for name in expected if name not in found],
-            left_out if only_lacks else renumbered,
-        ),
-        ("in the layout but not in the reference", extra, renumbered),
-        ("of another shape", [name for name in found if expected.get(name, found[name]) != found[name]], renumbered),
-    ):
-        if names:
-            yield Finding("parameters", Diagnosis(FaultKind.EVIDENCE, f"{what}: {names_text(names)}", cause))
-
-
 def drawn_alike(layout: ScriptEvidence, verdicts: Verdicts) -> Verdicts:
     """Recognise stages whose weights are those of another stage's layers, since all draw from the same seed."""
-    stages, alike = stages_of(layout), {}
-    wrong = {name: one for name, one in verdicts.items() if not one.result.ok}
-    for name, one in wrong.items():
-        old = one.result.diagnosis
-        if old is not None and old.kind is FaultKind.MISPLACED:
-            other = old.symptom.removeprefix("the reference of ").split(" ")[0]
-            if other in stages and not set(stages[other]) & set(stages[name]):
-                alike[name] = f"{name} starts as {other}"
+    stages, alike, found = layout.holders, {}, dict(verdicts)
+    for name in wrong_names(verdicts):
+        old = verdicts[name].result.diagnosis
+        other = "" if old is None else old.symptom.removeprefix("the reference of ").split(" ")[0]
+        if other in stages and not set(stages[other]) & set(stages[name]):
+            alike[name] = f"{name} starts as {other}"
     mine = {stage for name in alike for stage in stages[name]}
-    found = dict(verdicts)
-    for name, one in wrong.items():
+    for name in wrong_names(verdicts):
         if name in alike:
             symptom = "initial weights are those of another stage's parameters"
             cause = "each stage draws only its own weights, from the same seed: draw the whole model on every rank"
-            found[name] = one.with_diagnosis(Diagnosis(FaultKind.MISPLACED, symptom, cause, alike[name]))
+            found[name] = verdicts[name].with_diagnosis(Diagnosis(FaultKind.MISPLACED, symptom, cause, alike[name]))
         elif mine & set(stages[name]):
-            follows = "follows from a stage that draws only its own weights"
-            found[name] = one.with_diagnosis(Diagnosis(FaultKind.CONSEQUENCE, "initial weights differ", follows))
+            follows = consequence("initial weights differ", "a stage that draws only its own weights")
+            found[name] = verdicts[name].with_diagnosis(follows)
     return found

@@ -9,14 +9,10 @@ from pathlib import Path
 from meshwright.errors import InputError
 from meshwright.units import counted
 
-FOLDER, STEPS, SEED, UNIT = (
-    "MESHWRIGHT_RECORD",
-    "MESHWRIGHT_RECORD_STEPS",
-    "MESHWRIGHT_RECORD_SEED",
-    "MESHWRIGHT_RECORD_UNIT",
-)
+FOLDER, STEPS = "MESHWRIGHT_RECORD", "MESHWRIGHT_RECORD_STEPS"
+SEED, REFERENCE = "MESHWRIGHT_RECORD_SEED", "MESHWRIGHT_RECORD_REFERENCE"
 """Environment variables that a `Recorder` reads: the folder of its record, the steps to record, and to measure what
-rounding does, a seed and the relative size by which weights change."""
+rounding does, the seed of a change of the weights and the folder of the reference's records, which tell the unit."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,13 @@ class ScriptRun:
     timeout_s: float
     perturbation: int = 0
     """Seed of the change of the initial weights by one rounding unit; 0 for none."""
-    unit: float = 0.0
-    """Rounding unit, if that of the forward pass is larger than that of the weights."""
+    reference: Path = Path()
+    """Folder of the run that is changed."""
+
+    @property
+    def command(self) -> list[str]:
+        """The script and its arguments."""
+        return [str(self.script), *self.arguments, *self.layout.arguments]
 
     def record(self, rank: int) -> Path:
         """Return the path of a rank's record."""
@@ -60,11 +61,6 @@ class ScriptRun:
         path = self.output(rank)
         lines = path.read_text("utf-8", errors="replace").rstrip().splitlines() if path.exists() else []
         return "\n".join(lines[-num_lines:])
-
-
-def unit_path(folder: Path, rank: int) -> Path:
-    """Return the path of the file with the rounding unit of a rank's forward pass."""
-    return folder / f"rank-{rank}.unit"
 
 
 def record_path(folder: Path, rank: int) -> Path:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import InputError, RunError
-from meshwright.prove.script.layout_choice import ScriptRun, parse_layout, unit_path
+from meshwright.prove.script.layout_choice import LayoutChoice, ScriptRun, parse_layout
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
+from meshwright.units import counted
 
 Say = Callable[[str], None]
 NUM_PERTURBED = 2
@@ -21,16 +21,6 @@ NUM_PERTURBED = 2
 
 TIMED_OUT = "Timeout ("
 """What `faulthandler` prints above the stacks of a rank that reached the time limit."""
-
-
-@dataclass(frozen=True)
-class _Runs:
-    """All runs of a proof, to be compared in a process of its own."""
-
-    reference: ScriptRun
-    perturbed: tuple[ScriptRun, ...]
-    layouts: tuple[ScriptRun, ...]
-    result: Path
 
 
 def prove_layouts(
@@ -58,22 +48,20 @@ def prove_layouts(
     with tempfile.TemporaryDirectory(prefix="meshwright-proof-") as name:
         folder = Path(name)
 
-        def run(at: int, label: str, seed: int = 0, unit: float = 0.0) -> ScriptRun:
+        def run(layout: LayoutChoice, label: str, seed: int = 0) -> ScriptRun:
             (folder / label).mkdir()
             path, given = script.resolve(), tuple(arguments)
-            found = ScriptRun(path, choices[at], given, steps, folder / label, timeout_s, seed, unit)
-            say(f"{script.name}: {found.layout}" + (", weights changed by rounding" if seed else "") + " …")
+            found = ScriptRun(path, layout, given, steps, folder / label, timeout_s, seed, folder / "reference")
+            say(f"{script.name}: {layout}" + (", weights changed by rounding" if seed else "") + " …")
             _launch(found)
+            _check_recorded(found)
             return found
 
-        reference = run(0, "reference")
-        files = [unit_path(reference.folder, rank) for rank in range(reference.layout.num_ranks)]
-        unit = max((float(file.read_text()) for file in files if file.exists()), default=0.0)
-        perturbed = tuple(run(0, f"perturbed-{seed}", seed, unit) for seed in range(1, NUM_PERTURBED + 1))
-        others = tuple(run(at, f"layout-{at}") for at in range(1, len(choices)))
-        runs = _Runs(reference, perturbed, others, folder / "result.json")
+        runs = [run(choices[0], "reference")]
+        runs += [run(choices[0], f"perturbed-{seed}", seed) for seed in range(1, NUM_PERTURBED + 1)]
+        runs += [run(layout, f"layout-{at}") for at, layout in enumerate(choices[1:], start=1)]
         launch(compare_body, runs, num_ranks=1, threads=1)
-        answer = json.loads(runs.result.read_text("utf-8"))
+        answer = json.loads((folder / "result.json").read_text("utf-8"))
     say("")
     return answer["lines"], answer["report"]
 
@@ -102,6 +90,23 @@ def _launch(run: ScriptRun) -> None:
         ) from None
 
 
+def _check_recorded(run: ScriptRun) -> None:
+    """Check that all ranks recorded all steps.
+
+    Raises:
+        InputError: the script called no recorder, or ended before the last step.
+    """
+    lacking = [rank for rank in range(run.layout.num_ranks) if not run.record(rank).exists()]
+    if lacking:
+        printed = run.printed(lacking[0])
+        raise InputError(
+            f"{run.script.name} ended without {counted(run.num_steps, 'recorded step')} on rank {lacking[0]}",
+            where=f"{run.script}, {run.layout}" + ("\n       " + printed.replace("\n", "\n       ") if printed else ""),
+            rule="a script makes a meshwright.prove.Recorder and calls its step() after every step of the optimizer",
+            fix="see docs/prove-scripts.md; if the script trains for fewer steps, lower --steps",
+        )
+
+
 def run_body(context: RankContext, run: ScriptRun) -> None:
     """Run the script as one rank. Imports torch here to keep the launcher torch-free."""
     from meshwright.prove.script.start_ranks import run_rank
@@ -109,9 +114,10 @@ def run_body(context: RankContext, run: ScriptRun) -> None:
     run_rank(context, run)
 
 
-def compare_body(context: RankContext, runs: _Runs) -> None:
-    """Compare all runs. Imports torch here to keep the launcher torch-free."""
+def compare_body(context: RankContext, runs: list[ScriptRun]) -> None:
+    """Compare all runs: of the reference, changed ones of it, and of the layouts. Imports torch here, too."""
     from meshwright.prove.script.conclude import compare_runs
 
     context.post("comparing")
-    compare_runs(runs.reference, runs.perturbed, runs.layouts, runs.result)
+    reference, perturbed, layouts = runs[0], runs[1 : 1 + NUM_PERTURBED], runs[1 + NUM_PERTURBED :]
+    compare_runs(reference, perturbed, layouts, reference.folder.parent / "result.json")

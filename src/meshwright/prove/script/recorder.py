@@ -7,7 +7,6 @@ It takes shards and their offsets from DTensor and FSDP2 themselves, so that a s
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import time
 import zlib
@@ -19,15 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils.data import DistributedSampler
 
 from meshwright.errors import InputError
 from meshwright.mesh.local_shards import local_box, to_local
-from meshwright.prove.script.layout_choice import FOLDER, SEED, STEPS, UNIT, record_path, unit_path
+from meshwright.prove.record.evidence import RankRecord, ShardsByName, digests, local_shards
+from meshwright.prove.script.layout_choice import FOLDER, REFERENCE, SEED, STEPS, record_path
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of a parameter's name that `torch.compile`, activation checkpointing and FSDP add."""
+NO_OPTIONS = ("params", "param_names", "initial_lr")
+"""What parameter groups have besides options; the last is set by schedules."""
 FINISH_S = 60.0
 """How long a rank waits for the records of the others before it ends the script."""
 Names = Callable[[str], str] | Mapping[str, str]
@@ -60,13 +62,15 @@ class Recorder:
         self._models = [model] if isinstance(model, nn.Module) else list(model)
         optimizers = () if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
         self._groups = [group for one in optimizers for group in one.param_groups]
-        self._names, self._num_steps = names, int(os.environ[STEPS])
-        self._record = RankRecord()
+        self._name = names if callable(names) else lambda name: (names or {}).get(name, name)
+        self._num_steps = int(os.environ[STEPS])
+        self._record = ScriptRecord()
         self._describe()
-        self._record.initial = self._shards(lambda parameter: parameter)
-        unit, seed = float(os.environ.get(UNIT, "0")), int(os.environ.get(SEED, "0"))
-        _perturb(dict(self._parameters()), seed=seed, unit=unit)
-        self._start = self._shards(lambda parameter: parameter) if seed else self._record.initial
+        self._record.initial = self._weights()
+        if seed := int(os.environ.get(SEED, "0")):
+            found = torch.load(record_path(Path(os.environ[REFERENCE]), _rank()), weights_only=True, mmap=True)
+            _perturb(dict(self._parameters()), seed=seed, unit=rounding_unit(found["computed_in"]))
+        self._start = self._weights() if seed else self._record.initial
         self._dtypes: set[torch.dtype] = set()
         modules = dict.fromkeys(module for model in self._models for module in model.modules())
         self._hooks = [module.register_forward_hook(self._see_dtypes) for module in modules]
@@ -80,36 +84,38 @@ class Recorder:
         """
         if not self._folder:
             return
-        if len(self._record.samples) == 1 and self._record.microbatches[-1]:
+        number, step = len(self._record.steps), self._record.steps[-1]
+        if number == 1 and step["microbatches"]:
             self._see_between()
-        elif len(self._record.samples) == 2 and not self._record.microbatches[-1]:
-            left = self._shards(lambda parameter: parameter.grad)
-            self._record.uncleared = [name for name, (_, value) in left.items() if bool(value.any())]
-        self._record.samples[-1] += hash_rows(values)
-        self._record.targets[-1].append(count_targets(values))
-        self._record.microbatches[-1] += microbatches
+        elif number == 2 and not step["microbatches"]:
+            self._record.uncleared = [name for name, (_, value) in self._gradients().items() if bool(value.any())]
+        step["samples"] += hash_rows(values)
+        step["targets"].append(count_targets(values))
+        step["microbatches"] += microbatches
 
     def loss(self, value: Any) -> None:
         """Record the loss of the step: of the global batch, or of this rank's samples. Several values are averaged."""
         if self._folder:
-            self._record.losses[-1].append(_number(value, "loss"))
+            self._record.steps[-1]["loss"].append(_number(value, "loss"))
 
     def gradients(self) -> None:
         """Record the gradients of step 1; call it when they are complete, before they are clipped."""
         if not self._folder:
             return
-        self._record.learning_rates.append([float(group["lr"]) for group in self._groups])
-        if len(self._record.samples) > 1:
-            return
-        self._record.gradients = self._shards(lambda parameter: parameter.grad)
-        for name, parameter in self._parameters():
-            if dims := _partial_dims(parameter.grad):
-                self._record.partial[name] = dims
+        step = self._record.steps[-1]
+        step["options"] = [
+            {key: numbers for key, value in group.items() if key not in NO_OPTIONS and (numbers := _numbers(value))}
+            for group in self._groups
+        ]
+        if len(self._record.steps) == 1:
+            step["gradients"] = self._gradients()
+            partial = {name: _dims(one.grad, Placement.is_partial) for name, one in self._parameters()}
+            self._record.partial = {name: dims for name, dims in partial.items() if dims}
 
     def norm(self, value: Any) -> None:
         """Record the global norm of the gradients, before clipping."""
         if self._folder:
-            self._record.norms[-1].append(_number(value, "norm"))
+            self._record.steps[-1]["grad_norm"].append(_number(value, "norm"))
 
     def step(self) -> None:
         """Record the parameters; call it after the optimizer's step, and before gradients are cleared if it can be.
@@ -119,29 +125,31 @@ class Recorder:
         """
         if not self._folder:
             return
-        num_done = len(self._record.samples)
-        if num_done == 1:
-            self._record.after_first = self._shards(lambda parameter: parameter)
+        number = len(self._record.steps)
+        if number in (1, self._num_steps):
+            self._record.steps[-1]["weights"] = self._weights()
+        if number == 1:
             self._record.scaled = self._gradient_factor()
             for hook in self._hooks:
                 hook.remove()
-            self._record.unit, self._record.computed_in = _coarsest(self._dtypes)
-        if num_done >= self._num_steps:
+            self._record.computed_in = _coarsest(self._dtypes)
+        if number >= self._num_steps:
             self._finish(Path(self._folder))
         self._begin_step()
 
+    def _begin_step(self) -> None:
+        series: dict[str, Any] = {name: [] for name in ("samples", "targets", "loss", "grad_norm", "options")}
+        self._record.steps.append({**series, "microbatches": 0, "gradients": {}, "weights": {}})
+
     def _see_between(self) -> None:
         """Record gradients between two micro-batches, and whether weights have changed already."""
-        record, left = self._record, self._shards(lambda parameter: parameter.grad)
+        record, left = self._record, self._gradients()
         for name, (offset, value) in left.items():
             lost = record.before_microbatches.get(name)
             record.before_microbatches[name] = offset, value if lost is None else value + lost[1]
         record.before_last = left
-        squares = sum(float(value.double().square().sum()) for _, value in left.values())
-        record.norms_between.append(squares**0.5)
-        now = self._shards(lambda parameter: parameter)
+        pairs = [(value, self._start[name][1]) for name, (_, value) in self._weights().items() if name in self._start]
         # A parameter that FSDP2 keeps unsharded between micro-batches can't be compared.
-        pairs = [(value, self._start[name][1]) for name, (_, value) in now.items() if name in self._start]
         pairs = [(value, start) for value, start in pairs if (value.shape, value.dtype) == (start.shape, start.dtype)]
         record.is_stepped_between |= any(not torch.equal(value, start) for value, start in pairs)
 
@@ -149,20 +157,13 @@ class Recorder:
         if not torch.compiler.is_compiling():
             self._dtypes |= {tensor.dtype for tensor in tensors_of(output)}
 
-    def _begin_step(self) -> None:
-        record = self._record
-        for series in (record.samples, record.losses, record.norms, record.targets):
-            series.append([])
-        record.microbatches.append(0)
-
     def _finish(self, folder: Path) -> None:
         """Save the record and wait for those of the other ranks, which may still need this one's process group."""
-        self._record.parameters = self._shards(lambda parameter: parameter)
         samplers = [one for one in gc.get_objects() if issubclass(type(one), DistributedSampler)]
         self._record.fixed_samplers = sum(one.shuffle and one.epoch == 0 for one in samplers)
-        rank = int(os.environ.get("RANK", "0"))
-        unit_path(folder, rank).write_text(str(self._record.unit))
-        self._record.save(record_path(folder, rank))
+        path = record_path(folder, _rank())
+        torch.save(vars(self._record), path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)  # under its name only once it is complete
         missing = [record_path(folder, rank) for rank in range(int(os.environ.get("WORLD_SIZE", "1")))]
         deadline = time.monotonic() + FINISH_S
         while (missing := [path for path in missing if not path.exists()]) and time.monotonic() < deadline:
@@ -176,30 +177,19 @@ class Recorder:
                 parts = [part for part in name.split(".") if part not in WRAPPERS]
                 while parts[0] == "module" and len(parts) > 1:
                     parts = parts[1:]
-                plain = ".".join(parts)
-                if callable(self._names):
-                    plain = self._names(plain)
-                elif self._names is not None:
-                    plain = self._names.get(plain, plain)
-                yield plain, parameter
+                yield self._name(".".join(parts)), parameter
 
-    def _shards(self, value: Callable[[nn.Parameter], Tensor | None]) -> ShardsByName:
-        found = {name: value(parameter) for name, parameter in self._parameters()}
-        return {
-            name: (local_box(tensor).offset, to_local(tensor.detach()).cpu().clone())
-            for name, tensor in found.items()
-            if tensor is not None
-        }
+    def _weights(self) -> ShardsByName:
+        return local_shards(dict(self._parameters()))
+
+    def _gradients(self) -> ShardsByName:
+        return local_shards({name: one.grad for name, one in self._parameters() if one.grad is not None})
 
     def _describe(self) -> None:
         """Record shapes, meshes, tied parameters, and which ones the optimizer holds."""
         record, parameters = self._record, dict(self._parameters())
         held = {id(parameter) for group in self._groups for parameter in group["params"]}
         own = {id(parameter) for parameter in parameters.values()}
-        record.options = [
-            {key: numbers for key, value in group.items() if key != "lr" and (numbers := _numbers(value))}
-            for group in self._groups
-        ]
         tied, sharded = defaultdict(list), set()
         for name, parameter in parameters.items():
             record.shapes[name] = tuple(parameter.shape)
@@ -210,31 +200,35 @@ class Recorder:
             tied[pointer or id(parameter)].append(name)
             if isinstance(parameter, DTensor):
                 record.lines |= mesh_lines(parameter)
-                sharded |= {
-                    dim
-                    for dim, placement in zip(_dim_names(parameter), parameter.placements, strict=True)
-                    if not (placement.is_replicate() or placement.is_partial())
-                }
+                sharded |= set(_dims(parameter, lambda one: not (one.is_replicate() or one.is_partial())))
         record.tied = [names for names in tied.values() if len(names) > 1]
         record.sharded, record.num_foreign = sorted(sharded), len(held - own)
-        record.eps, record.dtype = _coarsest({parameter.dtype for parameter in parameters.values()})
+        record.dtype = _coarsest(parameter.dtype for parameter in parameters.values())
 
     def _gradient_factor(self) -> list[float]:
         """Return the factor between the recorded gradients and those that the optimizer used, if they are one."""
-        products = squares = 0.0
-        for name, parameter in self._parameters():
-            if parameter.grad is None or name not in self._record.gradients:
-                continue
-            before = self._record.gradients[name][1].double()
-            products += float((before * to_local(parameter.grad.detach()).cpu().double()).sum())
-            squares += float((before * before).sum())
+        products, squares, gradients = 0.0, 0.0, self._record.steps[0]["gradients"]
+        for name, (_, value) in self._gradients().items():
+            if name in gradients:
+                before = gradients[name][1].double()
+                products += float((before * value.double()).sum())
+                squares += float((before * before).sum())
         return [products / squares] if squares > 0.0 and products > 0.0 else []
 
 
-def _coarsest(dtypes: set[torch.dtype]) -> tuple[float, str]:
-    """Return the largest rounding unit of some dtypes, and which has it."""
-    found = [(torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")) for dtype in dtypes if dtype.is_floating_point]
-    return max(found, default=(0.0, ""))
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _coarsest(dtypes: Iterable[torch.dtype]) -> str:
+    """Return the name of the floating-point dtype that rounds most, or an empty string."""
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    return str(max(floats, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.") if floats else ""
+
+
+def rounding_unit(dtype: str) -> float:
+    """Return the rounding unit of a dtype, given its name; 0 for an empty string."""
+    return torch.finfo(getattr(torch, dtype)).eps if dtype else 0.0
 
 
 def mesh_lines(tensor: DTensor) -> dict[str, list[int]]:
@@ -253,16 +247,17 @@ def _dim_names(tensor: DTensor) -> tuple[str, ...]:
     return tuple(mesh.mesh_dim_names or (f"dim {at}" for at in range(mesh.ndim)))
 
 
-def _partial_dims(gradient: Tensor | None) -> list[str]:
-    if not isinstance(gradient, DTensor):
+def _dims(tensor: Tensor | None, has: Callable[[Placement], bool]) -> list[str]:
+    """Return the mesh dims of a DTensor along which its placement has a property."""
+    if not isinstance(tensor, DTensor):
         return []
-    names = zip(_dim_names(gradient), gradient.placements, strict=True)
-    return [name for name, placement in names if placement.is_partial()]
+    return [name for name, placement in zip(_dim_names(tensor), tensor.placements, strict=True) if has(placement)]
 
 
 def _numbers(option: Any) -> list[float]:
     """Return an optimizer's option as numbers; an empty list if it has none."""
     values = option if isinstance(option, list | tuple) else [option]
+    values = [value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for value in values]
     return [float(value) for value in values] if all(isinstance(value, bool | int | float) for value in values) else []
 
 
@@ -290,7 +285,7 @@ def _perturb(parameters: dict[str, nn.Parameter], *, seed: int, unit: float) -> 
     done: set[int] = set()
     for name, parameter in parameters.items():
         local = to_local(parameter.detach())
-        if not seed or local.data_ptr() in done or not local.is_floating_point():
+        if local.data_ptr() in done or not local.is_floating_point():
             continue
         done.add(local.data_ptr())
         text = f"{seed} {name} {local_box(parameter).offset}"
@@ -301,43 +296,28 @@ def _perturb(parameters: dict[str, nn.Parameter], *, seed: int, unit: float) -> 
 
 IGNORED = -100
 """Target that PyTorch's cross-entropy ignores unless told otherwise."""
-ShardsByName = dict[str, tuple[tuple[int, ...], Tensor]]
-"""Per parameter: offset and value of the local shard."""
 
 
 @dataclass
-class RankRecord:
-    """What one rank did; only numbers, text and tensors, for `torch.load` with `weights_only=True`."""
+class ScriptRecord(RankRecord):
+    """What one rank of a script did; only numbers, text and tensors, for `torch.load` with `weights_only=True`.
 
-    samples: list[list[int]] = field(default_factory=list)
-    """[step]: hashes of the samples of the step, in order."""
-    microbatches: list[int] = field(default_factory=list)
-    """[step]: number of micro-batches."""
-    losses: list[list[float]] = field(default_factory=list)
-    """[step]: values given to `loss`."""
-    norms: list[list[float]] = field(default_factory=list)
-    learning_rates: list[list[float]] = field(default_factory=list)
-    """[step][parameter group]"""
-    options: list[dict[str, list[float]]] = field(default_factory=list)
-    """Per parameter group: numbers that the optimizer was given, such as betas, except the learning rate."""
+    Each of `steps` has `samples` (digests, in order), `microbatches` (their number) and, per call of the recorder,
+    `targets` (number of those that are not ignored, -1 where there are no integers), `loss` and `grad_norm`;
+    `options` of each parameter group, such as the learning rate; the first also `gradients`, and the first and the last
+    `weights`.
+    """
+
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Full shape of each parameter."""
-    initial: ShardsByName = field(default_factory=dict)
-    gradients: ShardsByName = field(default_factory=dict)
     before_microbatches: ShardsByName = field(default_factory=dict)
     """Sum of the gradients at the start of each micro-batch of step 1: what an overwritten gradient has lost."""
     before_last: ShardsByName = field(default_factory=dict)
     """Gradients at the start of the last micro-batch of step 1."""
-    norms_between: list[float] = field(default_factory=list)
-    """Norm of this rank's gradients at the start of each micro-batch of step 1, but for the first."""
     is_stepped_between: bool = False
     """Whether weights changed between micro-batches of step 1."""
     uncleared: list[str] = field(default_factory=list)
     """Parameters that still had a gradient when step 2 began."""
-    targets: list[list[int]] = field(default_factory=list)
-    """[step][batch]: number of targets that are not ignored; -1 where there are no integers."""
-    after_first: ShardsByName = field(default_factory=dict)
-    parameters: ShardsByName = field(default_factory=dict)
     partial: dict[str, list[str]] = field(default_factory=dict)
     """Mesh dims over which a recorded gradient is a partial sum, per parameter; absent for complete gradients."""
     lines: dict[str, list[int]] = field(default_factory=dict)
@@ -355,28 +335,14 @@ class RankRecord:
     """Factor between `gradients` and the optimizer's step in step 1, such as a clipping factor; empty if not known."""
     fixed_samplers: int = 0
     """Number of shuffling `DistributedSampler`s whose epoch was never set."""
-    eps: float = 0.0
-    """Rounding unit of the parameters' dtype, the largest of all."""
     dtype: str = ""
-    unit: float = 0.0
-    """Rounding unit of the outputs of modules in step 1, the largest of all."""
+    """Dtype of the parameters, the coarsest of all."""
     computed_in: str = ""
-    """Dtype of these outputs."""
-
-    def save(self, path: Path) -> None:
-        """Save the record; it appears under its name only once it is complete."""
-        temporary = path.with_suffix(".tmp")
-        torch.save(vars(self), temporary)
-        temporary.rename(path)
-
-    @staticmethod
-    def load(path: Path) -> RankRecord:
-        """Load a record."""
-        return RankRecord(**torch.load(path, weights_only=True))
+    """Dtype of the outputs of modules in step 1, the coarsest of all."""
 
 
-def hash_rows(values: tuple[Any, ...]) -> list[int]:
-    """Hash each sample of a batch: the row of every tensor, with its dtype and shape.
+def hash_rows(values: tuple[Any, ...]) -> list[str]:
+    """Return a digest of each sample of a batch: the row of every tensor, with its dtype and shape.
 
     Raises:
         InputError: there are no tensors, or their first dims differ.
@@ -390,13 +356,7 @@ def hash_rows(values: tuple[Any, ...]) -> list[int]:
             rule="all tensors of a batch have one row per sample, in the same order",
             fix="recorder.batch(inputs, targets), both with the samples along dim 0",
         )
-    digests = [hashlib.blake2b(digest_size=8) for _ in range(sizes.pop())]
-    for tensor in tensors:
-        kind = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()
-        rows = tensor.detach().cpu().contiguous().reshape(len(tensor), -1)
-        for digest, row in zip(digests, rows.view(torch.uint8).numpy(), strict=True):
-            digest.update(kind + row.tobytes())
-    return [int.from_bytes(digest.digest(), "big", signed=True) for digest in digests]
+    return ["".join(parts) for parts in zip(*map(digests, tensors), strict=True)]
 
 
 def count_targets(values: tuple[Any, ...]) -> int:

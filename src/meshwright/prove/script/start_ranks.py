@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from meshwright.errors import MeshwrightError, RunError
-from meshwright.prove.script.layout_choice import FOLDER, SEED, STEPS, UNIT, ScriptRun
+from meshwright.prove.script.layout_choice import FOLDER, REFERENCE, SEED, STEPS, ScriptRun
 from meshwright.prove.script.recorder import RecordingComplete
 from meshwright.train.launch.rank_context import RankContext
 
@@ -39,10 +39,10 @@ def run_rank(context: RankContext, run: ScriptRun) -> None:
         os.dup2(output, stream)
     faulthandler.dump_traceback_later(run.timeout_s, exit=True)
     context.post("step", 0)
-    store = _meet(context, run)
+    _store = _meet(context, run)  # held until the end
     os.environ |= {FOLDER: str(run.folder), STEPS: str(run.num_steps)}
-    os.environ |= {SEED: str(run.perturbation), UNIT: str(run.unit)}
-    sys.argv = [str(run.script), *run.arguments, *run.layout.arguments]
+    os.environ |= {SEED: str(run.perturbation), REFERENCE: str(run.reference)}
+    sys.argv = run.command
     sys.path.insert(0, str(run.script.parent))
     dist.destroy_process_group = _keeping(dist.destroy_process_group)
     try:
@@ -59,7 +59,9 @@ def run_rank(context: RankContext, run: ScriptRun) -> None:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(run.script)]
         line = f", line {own[-1].lineno}" if own else ""
         raise _failure(context, run, f"{type(error).__name__}: {str(error).splitlines()[0][:300]}", line) from error
-    _leave(store)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # without the destructors of process groups, which may wait for ranks that are gone
 
 
 def _failure(context: RankContext, run: ScriptRun, what: str, line: str) -> RunError:
@@ -68,8 +70,7 @@ def _failure(context: RankContext, run: ScriptRun, what: str, line: str) -> RunE
         f"{run.script.name} failed on rank {context.rank} of {run.layout}: {what}",
         where=f"{run.script}{line}\n       {printed}",
         rule="a script must run on every layout that is to be proved",
-        fix=f"run it alone: torchrun --nproc-per-node {run.layout.num_ranks} "
-        + " ".join([str(run.script), *run.arguments, *run.layout.arguments]),
+        fix=f"run it alone: torchrun --nproc-per-node {run.layout.num_ranks} {' '.join(run.command)}",
     )
 
 
@@ -110,13 +111,3 @@ def _keeping(destroy: Callable[..., None]) -> Callable[..., None]:
         destroy(*args, **kwargs)
 
     return destroy_process_group
-
-
-def _leave(store: TCPStore | None) -> None:
-    """End this process, which holds the store until now, without the destructors of process groups.
-
-    They may wait for ranks that are gone.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
