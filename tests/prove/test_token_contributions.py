@@ -23,7 +23,7 @@ CONFIGS = {
 def test_contributions_of_tokens_sum_to_the_gradient(name: str) -> None:
     config, step = CONFIGS[name], 2
     plain, axes = plain_model(config), config.mesh.axes()
-    placement = context_placement_of(make_plan(config), axes)
+    placement = context_placement_of(make_plan(config))
     assert placement is not None
     found, losses = token_contributions(plain, open_data(config), placement, step, plain.initial)
     due, expected = plain.contributions(step, plain.initial), plain.step(step, plain.initial)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from meshwright.config.schema import RunConfig
+from meshwright.mesh.axes import Axes
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.conclude import sides_of
@@ -22,7 +25,7 @@ from meshwright.prove.record.definitions import plain_attention, rotate, visible
 from meshwright.prove.record.layout_run import gather_evidence
 from meshwright.prove.result import FaultKind
 from meshwright.prove.trace.conclude import Step, find_place, locate
-from meshwright.prove.trace.expert_layer import INPUTS, Cell, Run, by_score, once_each, sending
+from meshwright.prove.trace.expert_layer import INPUTS, ExpertLayer
 from meshwright.prove.trace.first_difference import Trace
 from meshwright.prove.trace.probe import ReferenceTrace, trace_reference
 from tests.gangs.gang import GangPool
@@ -100,10 +103,10 @@ class Made:
                 own = tokens[cell][axes.coordinate(rank)["cp"]] if cell in tokens else np.arange(16)
                 mine[microbatch] = {n: value[:, own] if value.ndim > 2 else value for n, value in full.items()}
             held.append(mine)
-        trace = Trace(held, self.values, axes, tokens=tokens, source=self.source)
+        trace = Trace(held, self.source, axes)
         plan = make_plan(self.config)
         counts = LayoutCounts(axes, num_micro, self.config.train.global_batch)
-        step = Step(1, self.source.samples, stage_placement_of(plan), expert_placement_of(plan), counts)
+        step = Step(1, stage_placement_of(plan), expert_placement_of(plan), counts)
         found = locate(trace, step)
         assert found is not None and name in found.symptom, found
         is_gradient = name.startswith("gradient")
@@ -114,7 +117,7 @@ class Made:
 @cache
 def made(make: Any, *words: str) -> Made:
     config = make(*words)
-    plain, placement = plain_model(config), context_placement_of(make_plan(config), config.mesh.axes())
+    plain, placement = plain_model(config), context_placement_of(make_plan(config))
     source = trace_reference(plain, open_data(config), step=1, weights=[plain.initial], context=placement)
     return Made(config, source, [to_arrays(values) for values in source.values])
 
@@ -299,62 +302,119 @@ def test_gradients_of_values_are_fitted_by_queries_of_the_own_and_other_ranks(fa
 MOE = "blocks.0.moe"
 CAPACITY = "model.drop=over-capacity model.capacity_factor=1.0"
 EXPERTS = {
-    "routing weights are applied twice": ("", Run(weigh=lambda one, c: one.weights(c) ** 2)),
-    "routing weights are not applied": ("", Run(weigh=lambda one, c: c.kept_btk.double())),
-    "applied to the experts' inputs instead of their outputs": ("", Run(at_input=True)),
-    "shared experts are left out": ("model.num_shared_experts=1", Run(shared=0.0)),
-    "the part of the shared experts is 0.500 × the right one": ("model.num_shared_experts=1", Run(shared=0.5)),
-    "rows of other ranks are lost on their way back": ("", Run(drop=Cell.remote_ne)),
-    "rows from ep rank 1 are lost": ("", Run(drop=lambda one: one.on_rank_ne(1))),
-    "the experts of ep ranks 0 and 1 are swapped": ("", sending([4, 5, 6, 7, 0, 1, 2, 3])),
-    "the offset of the experts' indices is wrong by 1": ("", sending([1, 2, 3, 4, 5, 6, 7, 0])),
-    "128 tokens get experts that are not theirs": ("", sending([3, 0, 1, 2, 6, 7, 5, 4])),
-    "gate and up are exchanged in experts 0…3 (ep rank 0)": ("", Run(exchanged=range(4))),
-    "gets their outputs once for each of them": ("", Run(weigh=once_each)),
-    "each token gets the outputs of the previous one": ("", Run(shift=1)),
-    "tokens over an expert's capacity are computed": (CAPACITY, Run(keep=lambda one, e, _: torch.ones_like(e) > 0)),
-    "an expert has 3 slots per sample instead of 4": (CAPACITY, Run(keep=lambda one, e, _: one.kept(e, 3))),
-    "the choices with the lowest scores are dropped": (CAPACITY, Run(keep=by_score)),
+    "routing weights are applied twice": ("", lambda right: {"weights": right.weights**2}),
+    "routing weights are not applied": ("", lambda right: {"weights": right.kept.double()}),
+    "applied to the experts' inputs instead of their outputs": ("", lambda right: {
+        "routed": right.combine(right.table, at_input=True)}),
+    "shared experts are left out": ("model.num_shared_experts=1", lambda right: {"shared": 0.0 * right.shared}),
+    "the part of the shared experts is 0.500 × the right one": ("model.num_shared_experts=1", lambda right: {
+        "shared": 0.5 * right.shared}),
+    "rows of other ranks are lost on their way back": ("", lambda right: {"table": right.table * ~right.remote}),
+    "rows from ep rank 1 are lost": ("", lambda right: {"table": right.table * (torch.arange(8) < 4)}),
+    "the experts of ep ranks 0 and 1 are swapped": ("", lambda right: sent(right, [4, 5, 6, 7, 0, 1, 2, 3])),
+    "the offset of the experts' indices is wrong by 1": ("", lambda right: sent(right, [1, 2, 3, 4, 5, 6, 7, 0])),
+    "128 tokens get experts that are not theirs": ("", lambda right: sent(right, [3, 0, 1, 2, 6, 7, 5, 4])),
+    "gate and up are exchanged in experts 0…3 (ep rank 0)": ("", lambda right: {
+        "routed": right.combine(right.table, exchanged=range(4))}),
+    "gets their outputs once for each of them": ("", lambda right: {"weights": right.weights * (
+        1 + (right.experts[..., :1] // 4 == right.experts[..., 1:] // 4))}),
+    "each token gets the outputs of the previous one": ("", lambda right: {
+        "routed": right.routed.view(2, -1, 16).roll(1, 1).view_as(right.x)}),
+    "tokens over an expert's capacity are computed": (CAPACITY, lambda right: {"kept": right.kept | True}),
+    "an expert has 3 slots per sample instead of 4": (CAPACITY, lambda right: {"kept": right.slots(right.experts, 3)}),
+    "the choices with the lowest scores are dropped": (CAPACITY, lambda right: {"kept": best_kept(right)}),
+    "the routing weight of the row after it on ep rank 1": (CAPACITY, lambda right: {
+        "table": right.with_rows(lambda expert_r, weight_r: (expert_r, weight_r.roll(-1)), [1])}),
 }  # fmt: skip
 
 
-def cell_of(one: Made, cell: int, values: Mapping[str, Array]) -> Cell:
+def sent(right: ExpertLayer, other: list[int]) -> dict[str, torch.Tensor]:
+    """Let other experts compute."""
+    return {"table": right.table_of(torch.tensor(other)[right.experts])}
+
+
+def best_kept(right: ExpertLayer) -> torch.Tensor:
+    """The 4 choices of each expert with the best scores in a sample."""
+    found = torch.zeros_like(right.kept)
+    for sample, expert in itertools.product(range(len(found)), range(8)):
+        score = right.chosen[sample].masked_fill(right.experts[sample] != expert, -1.0).flatten()
+        best = score.topk(4)
+        found[sample].view(-1)[best.indices[best.values > 0]] = True
+    return found
+
+
+def layer_of(one: Made) -> ExpertLayer:
     layer = dict(one.source.plain.module.named_modules())[MOE]
     placement = expert_placement_of(make_plan(one.config))
     assert placement is not None
-    return Cell(layer, torch.from_numpy(values[f"input of {MOE}"]), cell, placement)  # type: ignore[arg-type]
+    x_cbtd = torch.from_numpy(np.stack([values[f"input of {MOE}"] for values in one.values]))
+    return ExpertLayer(layer, x_cbtd, placement, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("says", EXPERTS)
 def test_a_wrong_layer_of_experts_is_run_again(says: str) -> None:
-    words, how = EXPERTS[says]
+    words, other = EXPERTS[says]
     one = made(small_expert_config, "mesh.dp_shard=2", "mesh.ep=2", *words.split())
-
-    @torch.no_grad()
-    def wrong(cell: int, values: Mapping[str, Array]) -> Array:
-        found = cell_of(one, cell, values)
-        right = found.run(Run()).numpy()
-        np.testing.assert_allclose(right, values[f"output of {MOE}"], rtol=1e-9, atol=1e-12)
-        return found.run(how).numpy()
-
-    assert says in one.place(f"output of {MOE}", wrong)
+    right = layer_of(one)
+    with torch.no_grad():
+        due, out = (layer.out.view_as(right.x_cbtd).numpy() for layer in (right, right.but(**other(right))))
+    for found, values in zip(due, one.values, strict=True):
+        np.testing.assert_allclose(found, values[f"output of {MOE}"], rtol=1e-9, atol=1e-12)
+    assert says in one.place(f"output of {MOE}", lambda cell, values: out[cell])
 
 
 @pytest.mark.parametrize(
-    ("lose", "says"),
-    [(("weights",), "the router's gradient comes from each rank's own experts only"),
-     (("rows",), "gradients of rows are not returned"),
-     (("rows", "weights"), "experts get gradients of their own rank's tokens only")],
+    ("lost", "says"),
+    [(("router_x",), "the router's gradient comes from each rank's own experts only"),
+     (("rows_x",), "gradients of rows are not returned"),
+     (("rows_x", "router_x"), "experts get gradients of their own rank's tokens only")],
 )  # fmt: skip
-def test_lost_gradients_of_experts_are_told(lose: tuple[str, ...], says: str) -> None:
+def test_lost_gradients_of_experts_are_told(lost: tuple[str, ...], says: str) -> None:
     one = made(small_expert_config, "mesh.dp_shard=2", "mesh.ep=2")
+    right = layer_of(one)
+    xs = {name: right.x.clone().requires_grad_() for name in INPUTS}
+    run = right.but(**xs)
+    gradient = torch.from_numpy(np.concatenate([values[f"gradient of the output of {MOE}"] for values in one.values]))
+    of_others = torch.autograd.grad(run.combine(run.table * right.remote), [xs[name] for name in lost], gradient)
+    missing = sum(of_others).view_as(right.x_cbtd).numpy()  # type: ignore[union-attr]
+    name = f"gradient of the input of {MOE}"
+    assert says in one.place(name, lambda cell, values: values[name] - missing[cell])
 
-    def wrong(cell: int, values: Mapping[str, Array]) -> Array:
-        found, parts = cell_of(one, cell, values), []
-        for how in (Run(), Run(lose=lose)):
-            x = found.x_btd.clone().requires_grad_()
-            gradient = torch.from_numpy(values[f"gradient of the output of {MOE}"])
-            parts.append(torch.autograd.grad(found.run(how, *(x for _ in INPUTS)), x, gradient)[0].numpy())
-        return values[f"gradient of the input of {MOE}"] + parts[1] - parts[0]
 
-    assert says in one.place(f"gradient of the input of {MOE}", wrong)
+# ---- experts of transformers
+
+
+class ForeignExperts(torch.nn.Module):
+    """Experts that take tokens, choices and routing weights, beside a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = torch.nn.Parameter(torch.randn(4, 8, 8, dtype=torch.float64))
+
+    def forward(self, x_nd: torch.Tensor, chosen_nk: torch.Tensor, weights_nk: torch.Tensor) -> torch.Tensor:
+        outs_nke = torch.einsum("nd,nkde->nke", x_nd, self.up[chosen_nk])
+        return (weights_nk[..., None] * outs_nke.tanh()).sum(1)
+
+
+@pytest.mark.parametrize("says", ["routing weights are not normalised over a token's 2 experts", "first expert also"])
+@torch.no_grad()
+def test_experts_of_transformers_are_run_again(says: str) -> None:
+    experts = ForeignExperts()
+    module = torch.nn.ModuleDict({"gate": torch.nn.Linear(8, 4, bias=False).double(), "experts": experts})
+    x_nd = torch.randn(16, 8, dtype=torch.float64)
+    best_nk, chosen_nk = module["gate"](x_nd).softmax(-1).topk(2)
+    weights_nk = best_nk / best_nk.sum(-1, keepdim=True)
+    right = {"input of mlp.experts": x_nd, "output of mlp.experts": experts(x_nd, chosen_nk, weights_nk)}
+    source: Any = SimpleNamespace(plain=SimpleNamespace(module=torch.nn.ModuleDict({"mlp": module})), values=[right],
+                                  tokens={}, layouts=[None], targets=[torch.zeros(2, 8)], earlier=())  # fmt: skip
+    held = []
+    for rank in range(2):
+        mine_nk = chosen_nk // 2 == rank
+        parts = experts(x_nd, torch.where(mine_nk, chosen_nk, 2 * rank), weights_nk)
+        if "first" not in says:
+            parts = experts(x_nd, chosen_nk, best_nk * mine_nk)
+        held.append({0: to_arrays({**right, "output of mlp.experts": parts})})
+    axes = Axes(tp=2)
+    found = locate(Trace(held, source, axes), Step(1, None, None, LayoutCounts(axes, 1, 2)))
+    assert found is not None and says in found.text

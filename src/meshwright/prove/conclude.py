@@ -74,7 +74,7 @@ def conclude(
     measured, feedback = measure(config, plan, plain, sides) if as_run else (None, None)
     comparison = compare(sides, measured or Tolerances())
     contents = sample_contents(plain.samples, num_steps * config.train.global_batch, with_floats=not as_run)
-    placement = context_placement_of(plan, evidence.axes)
+    placement = context_placement_of(plan)
     tokens = None if placement is None else partial(token_contributions, plain, data, placement)
     is_compiled = any(kind.compiled for kind in plan.kinds)
     explained = Explainer(comparison, contents, tokens, is_compiled).explain()

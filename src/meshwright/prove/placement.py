@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshwright.mesh.axes import Axes
 from meshwright.nn.attention.mask_spec import Documents, Shard
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.split_layers import SharedParameter
@@ -92,21 +91,15 @@ class ContextPlacement:
     """Tokens of each context-parallel rank."""
 
     plan: RunPlan
-    axes: Axes
 
     def shards(self, documents: Documents | None) -> tuple[Shard, ...]:
         """Return the tokens of each rank of a micro-batch."""
         return batch_shards(self.plan, documents)
 
-    def describe(self, position: int) -> str:
-        """Format a position on the axis with its ranks: `cp rank 1 (ranks 1 and 3)`."""
-        ranks = [rank for rank in range(self.axes.num_ranks()) if self.axes.coordinate(rank)["cp"] == position]
-        return f"cp rank {position} ({rank_words(ranks)})"
 
-
-def context_placement_of(plan: RunPlan, axes: Axes) -> ContextPlacement | None:
+def context_placement_of(plan: RunPlan) -> ContextPlacement | None:
     """Return the placement of tokens, or None without context parallelism."""
-    return ContextPlacement(plan, axes) if plan.mesh.view("cp") else None
+    return ContextPlacement(plan) if plan.mesh.view("cp") else None
 
 
 @dataclass(frozen=True)
@@ -129,24 +122,16 @@ class ExpertPlacement:
         """Number of experts on a rank."""
         return self.num_experts // self.size
 
-    def position(self, dp_rank: int) -> int:
-        """Return the position of a data-parallel rank in its group."""
-        return dp_rank % self.size
-
-    def group(self, dp_rank: int) -> int:
-        """Return the group of a data-parallel rank."""
-        return dp_rank // self.size
-
-    def owners(self, experts: Iterable[int]) -> list[int]:
-        """Return the positions in a group of the ranks that hold the experts."""
-        return sorted({expert // self.num_local for expert in experts})
+    def held(self, position: int) -> range:
+        """Return the experts on the rank at a position of its group."""
+        return range(position * self.num_local, (position + 1) * self.num_local)
 
     def describe(self, experts: Iterable[int]) -> str:
         """Format experts with their ranks: `expert 3 (ep rank 0)`, `experts 4…7 (ep rank 1)`, `all experts`."""
         found = sorted(set(experts))
         if len(found) == self.num_experts:
             return "all experts"
-        owners = f" (ep {rank_words(self.owners(found))})" if self.size > 1 else ""
+        owners = f" (ep {rank_words(expert // self.num_local for expert in found)})" if self.size > 1 else ""
         return f"expert{'s' if len(found) > 1 else ''} {index_words(found)}{owners}"
 
 

@@ -7,7 +7,7 @@ hold the same experts, and never scaled by ep.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from meshwright.prove.explain.contributions import FitProblem, common_factor
 from meshwright.prove.explain.gradients import incomplete, non_finite, replicas_differ, unrecognised, weights_by_rank
 from meshwright.prove.judge.counts import CLOSE, NOTHING_FITS, LayoutCounts, close, factor_cause
 from meshwright.prove.judge.judge import Comparison
-from meshwright.prove.judge.tensors import Array, LocalShard, max_difference, max_magnitude, to_arrays
+from meshwright.prove.judge.tensors import Array, max_magnitude, to_arrays
 from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts, any_wrong
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.result import Diagnosis, FaultKind, number_words, rank_words
@@ -27,16 +27,13 @@ SAME_EXPERTS = "the ranks that hold the same experts"
 def narrow_to_experts(verdicts: Verdicts, experts: ExpertPlacement | None) -> Verdicts:
     """Replace the diagnoses of experts' gradients where the dispatch explains them, and other gradients don't have the
     same fault."""
-    wrong = {name for name, verdict in verdicts.items() if not verdict.result.ok}
-    if experts is None or not wrong & experts.parameters:
+    if experts is None:
         return verdicts
-    result, others = dict(verdicts), set()
-    for name in wrong - experts.parameters:
-        if (other := verdicts[name].result.diagnosis) is not None:
-            others.add((other.kind, other.cause))
-    for name in wrong & experts.parameters:
-        known = verdicts[name].result.diagnosis
-        if known is None or known.kind is FaultKind.CONSEQUENCE or (known.kind, known.cause) in others:
+    wrong = {name: one.result.diagnosis for name, one in verdicts.items() if not one.result.ok and one.result.diagnosis}
+    others = {(one.kind, one.cause) for name, one in wrong.items() if name not in experts.parameters}
+    result = dict(verdicts)
+    for name, known in wrong.items():
+        if name not in experts.parameters or known.kind is FaultKind.CONSEQUENCE or (known.kind, known.cause) in others:
             continue
         found = _diagnose(verdicts[name].suspect, experts)
         if found is not None:
@@ -63,38 +60,31 @@ def _wrong_reduction(suspect: SuspectTensor, experts: ExpertPlacement) -> Diagno
 
 def _scaled(factor: float, suspect: SuspectTensor, experts: ExpertPlacement) -> Diagnosis | None:
     """Diagnose a factor of ep, or of the number of ranks that hold the same experts."""
-    symptom, size = f"{number_words(factor)} × the reference {suspect.scope_text()}", experts.size
-    causes = []
-    if close(factor, size):
-        causes.append(f"multiplied by ep ({size}): an expert's gradient is a sum over tokens, without a factor of ep")
-    elif close(factor, 1.0 / size):
-        causes.append(f"averaged over ep ({size} ranks): tokens of all ep ranks are summed by the dispatch's backward")
-    elif experts.num_groups > 1 and close(factor, experts.num_groups):
-        causes.append(f"summed twice over {SAME_EXPERTS} ({experts.num_groups})")
-    elif experts.num_groups > 1 and close(factor, 1.0 / experts.num_groups):
-        causes.append(f"averaged instead of summed over {SAME_EXPERTS} ({experts.num_groups})")
-    if not causes:
+    size, groups = experts.size, experts.num_groups
+    sizes = (
+        (size, f"multiplied by ep ({size}): an expert's gradient is a sum over tokens, without a factor of ep"),
+        (1 / size, f"averaged over ep ({size} ranks): tokens of all ep ranks are summed by the dispatch's backward"),
+        (groups, f"summed twice over {SAME_EXPERTS} ({groups})"),
+        (1 / groups, f"averaged instead of summed over {SAME_EXPERTS} ({groups})"),
+    )
+    cause = next((words for number, words in sizes if number != 1 and close(factor, number)), None)
+    if cause is None:
         return None
+    symptom = f"{number_words(factor)} × the reference {suspect.scope_text()}"
     other = factor_cause(factor, suspect.counts, max_rarity=2)
-    return Diagnosis(FaultKind.SCALED, symptom, ", or ".join([*causes, *([other] if other else [])]), factor=factor)
+    return Diagnosis(FaultKind.SCALED, symptom, f"{cause}, or {other}" if other else cause, factor=factor)
 
 
 def _missing_groups(weights: dict[int, Array], suspect: SuspectTensor, experts: ExpertPlacement) -> Diagnosis | None:
     """Diagnose gradients that contain only the tokens of a rank's own group, or of the rank itself."""
-    axes = suspect.counts.axes
-    for whose, same in (
-        ("its own group of ep ranks", lambda a, b: experts.group(a) == experts.group(b)),
-        ("the rank that holds the expert", lambda a, b: a == b),
-    ):
-        factors = set()
-        for rank, found in weights.items():
-            own = np.array([same(d, axes.data_index(rank)) for d in range(len(found))])
-            if found[~own].any() or (found[own] != found[own][0, 0]).any():
-                break
-            factors.add(float(found[own][0, 0]))
-        else:
-            if len(factors) == 1:
-                return _missing_words(whose, factors.pop(), experts)
+    for whose, size in (("its own group of ep ranks", experts.size), ("the rank that holds the expert", 1)):
+        parts = [
+            (found, np.arange(len(found)) // size == suspect.counts.axes.data_index(rank) // size)
+            for rank, found in weights.items()
+        ]
+        factors = {float(factor) for found, is_own in parts for factor in found[is_own].flat}
+        if len(factors) == 1 and not any(found[~is_own].any() for found, is_own in parts):
+            return _missing_words(whose, factors.pop(), experts)
     return None
 
 
@@ -111,19 +101,20 @@ def _missing_words(whose: str, factor: float, experts: ExpertPlacement) -> Diagn
 
 def _wrong_experts(suspect: SuspectTensor, experts: ExpertPlacement) -> Diagnosis | None:
     """Diagnose some experts with a multiple of their gradient, or with another expert's."""
-    parts = _parts(suspect)
+    found_e = np.stack([replica.value for replica in suspect.assembly.replicas()], 1)
+    due_e = np.broadcast_to(suspect.expected[:, None], found_e.shape)
+    error_e = np.abs(found_e - due_e).reshape(len(due_e), -1).max(1)
     factors, holds = {}, {}
-    for expert, shards in parts.items():
-        if not any(_is_wrong(suspect, shard) for shard in shards):
-            continue
-        factor = _factor(suspect, shards)
-        other = None if factor is not None else _other_expert(suspect, shards, expert)
-        if factor is None and other is None:
-            return None
-        if factor is not None:
+    for expert in np.flatnonzero(error_e > suspect.tolerance * suspect.scale).tolist():
+        found, error = found_e[expert], float(error_e[expert])
+        others = (e for e, due in enumerate(due_e) if e != expert and suspect.matches(found, due, error))
+        problem = FitProblem(found.ravel(), due_e[expert].reshape(1, 1, -1), suspect.counts, found.size)
+        if (factor := common_factor(problem) if found.any() else 0.0) is not None:
             factors[expert] = factor
-        if other is not None:
+        elif (other := next(others, None)) is not None:
             holds[expert] = other
+        else:
+            return None
     if holds and not factors:
         return _exchanged(holds, experts)
     if not factors or holds or len(set(factors.values())) > 1 or len(factors) == experts.num_experts:
@@ -135,37 +126,6 @@ def _wrong_experts(suspect: SuspectTensor, experts: ExpertPlacement) -> Diagnosi
     symptom = f"{number_words(factor)} × the reference {where}"
     cause = factor_cause(factor, suspect.counts) or NOTHING_FITS
     return Diagnosis(FaultKind.SCALED, symptom, cause, factor=factor)
-
-
-def _parts(suspect: SuspectTensor) -> dict[int, list[LocalShard]]:
-    """Return the shards of each expert."""
-    parts: dict[int, list[LocalShard]] = defaultdict(list)
-    for shard in suspect.assembly.shards:
-        for row in range(shard.value.shape[0]):
-            start = (shard.start[0] + row, *shard.start[1:])
-            parts[start[0]].append(LocalShard(shard.rank, start, shard.value[row : row + 1]))
-    return parts
-
-
-def _is_wrong(suspect: SuspectTensor, shard: LocalShard) -> bool:
-    return max_difference(shard.value, shard.slice_of(suspect.expected))[0] > suspect.tolerance * suspect.scale
-
-
-def _factor(suspect: SuspectTensor, shards: list[LocalShard]) -> float | None:
-    value_n = np.concatenate([shard.value.reshape(-1) for shard in shards])
-    if not value_n.any():
-        return 0.0
-    expected_n = np.concatenate([shard.slice_of(suspect.expected).reshape(-1) for shard in shards])
-    return common_factor(FitProblem(value_n, expected_n[None, None], suspect.counts, value_n.size))
-
-
-def _other_expert(suspect: SuspectTensor, shards: list[LocalShard], expert: int) -> int | None:
-    error = max(max_difference(shard.value, shard.slice_of(suspect.expected))[0] for shard in shards)
-    for other in range(suspect.expected.shape[0]):
-        moved = [LocalShard(shard.rank, (other, *shard.start[1:]), shard.value) for shard in shards]
-        if other != expert and all(suspect.matches(m.value, m.slice_of(suspect.expected), error) for m in moved):
-            return other
-    return None
 
 
 def _exchanged(holds: dict[int, int], experts: ExpertPlacement) -> Diagnosis:
@@ -290,46 +250,38 @@ def diagnose_bias(
         contributions: [data-parallel rank, micro-batch, expert]: right counts of the step.
         rate: step by which the bias changes.
     """
-    values, scope = [shard.value for shard in suspect.wrong_shards], suspect.scope_text()
+    num_microbatches, axes = contributions.shape[1], suspect.counts.axes
+    ranks = [shard.rank for shard in suspect.wrong_shards]
 
-    def is_change(change: Array) -> bool:
-        return all(np.allclose(value, change, rtol=CLOSE, atol=CLOSE * rate) for value in values)
-
-    def words(symptom: str, cause: str) -> Diagnosis:
-        return Diagnosis(FaultKind.COUNTS, f"{symptom} {scope}", cause)
-
-    due = balancing_step(contributions.sum((0, 1)), rate)
-    axes, num_microbatches = suspect.counts.axes, contributions.shape[1]
-    if all(
-        shard.rank in held_counts and _is_step(shard.value, held_counts[shard.rank], rate)
-        for shard in suspect.wrong_shards
-    ):
-        return Diagnosis(FaultKind.CONSEQUENCE, f"wrong {scope}", "follows from wrong counts of experts' tokens")
-    if is_change(-due):
-        return words("the bias changes in the opposite direction", "the sign is flipped: busy experts get more tokens")
-    if is_change(0 * due):
-        return words("the bias does not change", "the bias is not updated")
-    by_microbatch = [balancing_step(contributions[:, m].sum(0), rate) for m in range(num_microbatches)]
-    if num_microbatches > 1 and is_change(np.sum(by_microbatch, axis=0)):
-        return words("the bias changes once per micro-batch", "the bias is updated from each micro-batch's counts")
-    for factor in (2, 3, 4, num_microbatches, 2 * num_microbatches):
-        if factor > 1 and is_change(factor * due):
-            return words(
-                f"the bias changes by {factor} × its step",
-                f"it is updated {factor} times a step, as in a forward and its recomputation, or with a wrong rate",
-            )
-    own = {shard.rank: contributions[axes.data_index(shard.rank)].sum(0) for shard in suspect.wrong_shards}
-    if all(_is_step(shard.value, own[shard.rank], rate) for shard in suspect.wrong_shards):
-        return words(
-            "the bias follows each rank's own counts", "the bias is updated before counts are summed over ranks"
+    def is_change(changes: Mapping[int, Array]) -> bool:
+        """Return whether the bias of each wrong rank changes by what is given for it."""
+        return all(
+            shard.rank in changes and np.allclose(shard.value, changes[shard.rank], rtol=CLOSE, atol=CLOSE * rate)
+            for shard in suspect.wrong_shards
         )
+
+    if is_change({rank: balancing_step(counts_e, rate) for rank, counts_e in held_counts.items()}):
+        symptom = f"wrong {suspect.scope_text()}"
+        return Diagnosis(FaultKind.CONSEQUENCE, symptom, "follows from wrong counts of experts' tokens")
+    due = balancing_step(contributions.sum((0, 1)), rate)
+    by_microbatch = np.sum([balancing_step(counts_e, rate) for counts_e in contributions.sum(0)], axis=0)
+    own = {rank: balancing_step(contributions[axes.data_index(rank)].sum(0), rate) for rank in ranks}
+    again = "it is updated {} times a step, as in a forward and its recomputation, or with a wrong rate"
+    factors = [n for n in (2, 3, 4, num_microbatches, 2 * num_microbatches) if n > 1]
+    for symptom, cause, changes in (
+        ("the bias changes in the opposite direction", "the sign is flipped: busy experts get more tokens",
+         dict.fromkeys(ranks, -due)),
+        ("the bias does not change", "the bias is not updated", dict.fromkeys(ranks, 0 * due)),
+        *([("the bias changes once per micro-batch", "the bias is updated from each micro-batch's counts",
+            dict.fromkeys(ranks, by_microbatch))] if num_microbatches > 1 else []),
+        *((f"the bias changes by {n} × its step", again.format(n), dict.fromkeys(ranks, n * due)) for n in factors),
+        ("the bias follows each rank's own counts", "the bias is updated before counts are summed over ranks", own),
+    ):  # fmt: skip
+        if is_change(changes):
+            return Diagnosis(FaultKind.COUNTS, f"{symptom} {suspect.scope_text()}", cause)
     return None
 
 
 def balancing_step(counts_e: Array, rate: float) -> Array:
     """Return the change of the balancing bias for a step's counts (Wang et al. 2024, algorithm 1)."""
     return np.asarray(-rate * np.sign(counts_e * counts_e.size - counts_e.sum()), dtype=np.float64)
-
-
-def _is_step(bias_e: Array, counts_e: Array, rate: float) -> bool:
-    return np.allclose(bias_e, balancing_step(counts_e, rate), rtol=CLOSE, atol=CLOSE * rate)

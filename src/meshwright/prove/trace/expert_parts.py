@@ -1,64 +1,214 @@
-"""Explain a layer with experts whose input is right: run it once more on the recorded input, expert by expert, with
-other choices, weights and gradients, and its auxiliary losses by themselves.
+"""Explain a layer with experts whose input is right: run it once more on the recorded inputs with other choices,
+weights and rows, and fit its gradient by parts.
 
-Shapes: b samples, t tokens, n = b · t, k experts per token, e experts, d model width, c = t · k choices, r rows.
+Shapes: c cells, b samples of a cell, s = c · b, t tokens, n = s · t, k experts per token, e experts, d model width,
+r rows.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.nn.experts.layer import MixtureOfExperts
-from meshwright.nn.experts.router import balance_loss, sample_counts, z_loss
 from meshwright.nn.experts.router_config import Score
-from meshwright.nn.step_handles import AuxiliaryLoss, auxiliary_losses
 from meshwright.prove.judge.counts import NOTHING_FITS, LayoutCounts, close, factor_cause
-from meshwright.prove.judge.judge import Sides
-from meshwright.prove.judge.tensors import Array, to_arrays
 from meshwright.prove.placement import ExpertPlacement
-from meshwright.prove.record.definitions import best_experts, one_expert, scores
+from meshwright.prove.record.definitions import best_experts, one_expert
 from meshwright.prove.result import number_words
-from meshwright.prove.trace.expert_layer import (
-    INPUTS,
-    ROWS,
-    Cell,
-    Run,
-    after_drops,
-    biased,
-    by_moving_bias,
-    by_score,
-    combined,
-    of_local,
-    of_microbatch,
-    on_own_rank,
-    once_each,
-    other_score,
-    previous,
-    rows_of,
-    sending,
-)  # fmt: skip
+from meshwright.prove.trace.expert_layer import INPUTS, ExpertLayer, RowChange
 from meshwright.prove.trace.first_difference import FirstDifference, LocalValue, Trace, take
-from meshwright.prove.trace.probe import GRADIENT, ReferenceTrace
+from meshwright.prove.trace.probe import GRADIENT
 from meshwright.prove.trace.relations import close as same
-from meshwright.units import counted
+from meshwright.units import counted, join_words
 
-ORDINALS = ("first", "second")
 LOST = "lost on their way back: the all-to-all of the combine, or its row counts"
 COMBINE_BACKWARD = "the backward of the combine"
-FLOAT32 = 1e-6
-"""Relative difference of what foreign routers compute in float32."""
+OTHERS = "other ranks' "
+NOT_RETURNED = {
+    frozenset({f"{OTHERS}weights"}): "the router's gradient comes from each rank's own experts only: gradients of "
+    "routing weights are not returned to the tokens' ranks",
+    frozenset({f"{OTHERS}rows"}): "gradients of rows are not returned to the tokens' ranks: the backward of the "
+    "dispatch's all-to-all",
+    frozenset({f"{OTHERS}rows", f"{OTHERS}weights"}): "experts get gradients of their own rank's tokens only: "
+    f"{COMBINE_BACKWARD}'s all-to-all",
+}
+"""Causes, by the parts of a gradient that are lost on the way from other ranks."""
+PARTS = {
+    "rows": "the experts' rows", "weights": "routing weights", "balance": "the balance loss", "z": "the z-loss",
+    "shared gate": "the shared experts' gate", "shared up": "the shared experts' up projection",
+}  # fmt: skip
+"""What the gradient of a layer's input comes through."""
 RIGHT = 1e-7
 """Distance of a fitted factor from 1 up to which it is right."""
+Hypothesis = tuple[str, dict[str, Tensor]]
+"""A cause, and what replaces steps of the layer's definition then."""
 
 
-Hypothesis = tuple[str, Run]
+def hypotheses(right: ExpertLayer, *, is_cp: bool) -> Iterator[Hypothesis]:
+    """Yield what may be wrong in a layer with experts, simple faults first.
+
+    Args:
+        right: the layer as it should be.
+        is_cp: whether samples are on several ranks, so that a token's rank is not known.
+    """
+    yield from _of_combine(right, is_cp=is_cp)
+    yield from _of_scores(right)
+    yield from _of_slots(right)
+    yield from _of_choices(right)
+    if not is_cp:
+        yield from _of_rows(right)
+
+
+def _of_combine(right: ExpertLayer, *, is_cp: bool) -> Iterator[Hypothesis]:
+    """Yield other sums of the experts' outputs."""
+    placement, size, table = right.placement, right.placement.size, right.table
+    positions = range(size if size > 1 else 0)
+    held = {position: placement.held(position) for position in positions}
+    yield "routing weights are applied twice", {"weights": right.weights**2}
+    yield "routing weights are not applied", {"weights": right.kept.double()}
+    at_input = right.combine(table, at_input=True)
+    yield "routing weights are applied to the experts' inputs instead of their outputs", {"routed": at_input}
+    yield "rows are dropped at combine", {"table": torch.zeros_like(table)}
+    if size > 1 and not is_cp:
+        yield f"rows of other ranks are {LOST}", {"table": table * ~right.remote}
+        own = right.experts % placement.num_local + right.positions[:, None, None] * placement.num_local
+        cause = "the experts' local indices are taken for those on the token's own rank: no row leaves its rank"
+        yield cause, {"table": right.table_of(own)}
+    for at in positions:
+        cause = f"rows from ep rank {at} are {LOST}; no outputs of {placement.describe(held[at])}"
+        yield cause, {"table": table * (right.owners != at)}
+    for experts in (range(placement.num_experts), *held.values()):
+        cause = f"gate and up are exchanged in {placement.describe(experts)}"
+        yield cause, {"routed": right.combine(table, exchanged=experts)}
+    for cause, other_e in _misrouted(placement):
+        yield cause, {"table": right.table_of(torch.tensor(other_e)[right.experts])}
+    for shift, whose in ((1, "previous"), (-1, "next")):
+        cause = f"rows are combined into the wrong tokens: each token gets the outputs of the {whose} one"
+        by_cell = right.routed.view(len(right.x_cbtd), -1, right.x.shape[-1])
+        yield cause, {"routed": by_cell.roll(shift, 1).view_as(right.x)}
+    if size > 1:
+        owners_stk = right.owners[right.experts]
+        num_there = (owners_stk[..., None] == owners_stk[..., None, :]).sum(-1)
+        cause = "a token with several experts on one rank gets their outputs once for each of them"
+        yield cause, {"weights": right.weights * num_there}
+    for number, word in enumerate(("first", "second")[: right.config.top_k] if right.config.top_k > 1 else ()):
+        kept = torch.arange(right.config.top_k) != number
+        yield f"tokens get no output of their {word} choice of expert", {"weights": right.weights * kept}
+
+
+def _misrouted(placement: ExpertPlacement) -> Iterator[tuple[str, list[int]]]:
+    """Yield causes, and the experts that compute in the place of each."""
+    num, local = placement.num_experts, placement.num_local
+    for a, b in itertools.combinations(range(placement.size), 2):
+        other = {a: b, b: a}
+        table = [other.get(e // local, e // local) * local + e % local for e in range(num)]
+        yield f"the experts of ep ranks {a} and {b} are swapped", table
+    for shift in sorted({1, num - 1, local, num - local}) if num > 1 else ():
+        away = f"{shift}" if 2 * shift <= num else f"−{num - shift}"
+        yield f"the offset of the experts' indices is wrong by {away}", [(e + shift) % num for e in range(num)]
+
+
+def _of_scores(right: ExpertLayer) -> Iterator[Hypothesis]:
+    """Yield other scores and routing weights."""
+    config, bias = right.config, right.router.load.bias
+    verb = "are not" if config.normalize else "are"
+    cause = f"routing weights {verb} normalised over a token's {config.top_k} experts"
+    yield cause, {"weights": right.weighed(normalize=not config.normalize)}
+    yield "the routing weights of a token's choices are exchanged", {"weights": right.weights.flip(-1) * right.kept}
+    is_softmax = config.score is Score.SOFTMAX
+    due, other = ("softmax", "sigmoid") if is_softmax else ("sigmoid", "softmax")
+    wrong = {f"scores are the {other} of the router's logits instead of their {due}":
+             right.logits.sigmoid() if is_softmax else right.logits.softmax(-1)}  # fmt: skip
+    if right.placement.size > 1:
+        by_rank = right.logits.view(*right.x.shape[:2], right.placement.size, -1)
+        cause = "scores are a softmax over each ep rank's experts instead of over all"
+        wrong[cause] = by_rank.softmax(-1).flatten(-2)
+    if bias is not None:
+        cause = "the balancing bias enters the routing weights; it may only change the choice of experts"
+        wrong[cause] = right.scores + bias
+    for cause, found in wrong.items():
+        yield cause, {"scores": found, "experts": right.experts}
+        yield cause, {"scores": found}
+
+
+def _of_slots(right: ExpertLayer) -> Iterator[Hypothesis]:
+    """Yield other choices that find a slot."""
+    if (capacity := right.capacity) is None:
+        return
+    config, experts, size, length = right.config, right.experts, right.placement.size, right.x.shape[1]
+    yield "tokens over an expert's capacity are computed instead of dropped", {"kept": torch.ones_like(right.kept)}
+    num_samples = right.x_cbtd.shape[1]
+    of_cell = right.slots(experts.view(len(right.x_cbtd), -1, config.top_k), num_samples * capacity)
+    cause = "capacity is counted over each rank's micro-batch instead of over each sample"
+    yield cause, {"kept": of_cell.view_as(experts)}
+    order_sc = right.chosen.flatten(1).argsort(-1, descending=True)
+    kept_sc = right.slots(experts.flatten(1).gather(1, order_sc)[..., None], capacity)[..., 0]
+    best = torch.zeros_like(kept_sc).scatter(1, order_sc, kept_sc).view_as(experts)
+    yield "the choices with the lowest scores are dropped, instead of the last tokens'", {"kept": best}
+    left = right.chosen * right.kept
+    weights = left / left.sum(-1, keepdim=True).clamp_min(1e-300) * config.scale
+    yield "routing weights are normalised after choices are dropped instead of before", {"weights": weights}
+    divided = replace(config, capacity_factor=(config.capacity_factor or 0.0) / size).capacity(length)
+    for slots in sorted(set(range(1, length + 1)) - {capacity}, key=lambda n: (n != divided, abs(n - capacity))):
+        why = f", as with a capacity divided by ep ({size})" if size > 1 and slots == divided else ""
+        cause = f"an expert has {slots} slots per sample instead of {capacity}{why}"
+        yield cause, {"kept": right.slots(experts, slots)}
+
+
+def _of_choices(right: ExpertLayer) -> Iterator[Hypothesis]:
+    """Yield other choices of experts."""
+    config, count = right.config, right.num_microbatches
+    groups = {1: "best expert", config.num_experts // config.num_groups: "experts' sum"}
+    for number, words in groups.items() if config.num_groups > 1 else ():
+        cause = f"groups of experts are chosen by their {words} instead of their best two"
+        yield cause, {"experts": best_experts(right.router, right.scores, of_group=number)}
+    if right.router.load.bias is not None:
+        cause = "the balancing bias is updated, but not added to the scores that experts are chosen by"
+        yield cause, {"experts": right.scores.topk(config.top_k, -1).indices}
+    if count > 1:
+        of_microbatch = right.experts.view(-1, count, right.x_cbtd.shape[1], *right.experts.shape[1:])
+        before = torch.cat((of_microbatch[:, :1], of_microbatch[:, :-1]), 1).view_as(right.experts)
+        yield "stale routing: a micro-batch uses the chosen experts of the one before it", {"experts": before}
+
+
+def _last_of_each(expert_r: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+    is_last = torch.cat((expert_r[1:] != expert_r[:-1], torch.tensor([True])))
+    return expert_r, weight_r * ~is_last
+
+
+def _last(expert_r: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+    return expert_r, weight_r * (torch.arange(len(weight_r)) < len(weight_r) - 1)
+
+
+def _reversed_groups(expert_r: Tensor, weight_r: Tensor) -> tuple[Tensor, Tensor]:
+    experts, sizes = torch.unique(expert_r, return_counts=True)
+    return experts.repeat_interleave(sizes.flip(0)), weight_r
+
+
+ROWS: dict[str, RowChange] = {
+    "the last row of each expert is missing{}: offsets of the groups of rows are off by one": _last_of_each,
+    "the last row is missing{}: the end of the rows is off by one": _last,
+    "each row has the routing weight of the row before it{}": lambda expert_r, weight_r: (expert_r, weight_r.roll(1)),
+    "each row has the routing weight of the row after it{}": lambda expert_r, weight_r: (expert_r, weight_r.roll(-1)),
+    "the groups of rows are given to the experts in reverse order{}": _reversed_groups,
+}
+"""Faults in the rows of a rank, which are ordered by expert."""
+
+
+def _of_rows(right: ExpertLayer) -> Iterator[Hypothesis]:
+    """Change the rows of all ranks' experts, or of one's."""
+    size = right.placement.size
+    where = {" on each ep rank": range(size), **{f" on ep rank {at}": range(at, at + 1) for at in range(size)}}
+    for on, positions in where.items() if size > 1 else [("", range(1))]:
+        for words, change in ROWS.items():
+            yield words.format(on), {"table": right.with_rows(change, positions)}
 
 
 @dataclass(frozen=True)
@@ -72,224 +222,90 @@ class ExpertParts:
 
     def explain(self) -> str | None:
         """Return the cause, or None if it is not recognised."""
-        what, name = self.first.name.removeprefix(GRADIENT).split(" of ", 1)
-        source = self.trace.source
-        layer = None if source is None else dict(source.plain.module.named_modules()).get(name)
-        if not isinstance(layer, MixtureOfExperts):
-            return None
-        if self.first.name.startswith(GRADIENT):
-            return self._backward(layer, name) if what == "input" else None
-        return self._forward(layer, name) if what == "output" else None
+        explain = {"output": self._forward, f"{GRADIENT}input": self._backward}.get(self.first.what)
+        is_layer = isinstance(self.trace.module(self.name), MixtureOfExperts)
+        return explain() if is_layer and explain is not None else None
 
-    def _cells(self, layer: MixtureOfExperts, name: str) -> dict[int, Cell]:
-        return {cell: self._cell(layer, name, cell) for cell in sorted({value.cell for value in self.first.wrong})}
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+        return self.first.module
 
-    def _cell(self, layer: MixtureOfExperts, name: str, cell: int) -> Cell:
-        dp_rank, microbatch = divmod(cell, self.trace.num_microbatches)
-        inputs = [
-            torch.from_numpy(self.trace.reference[at][f"input of {name}"]) for at in range(cell - microbatch, cell + 1)
-        ]
-        return Cell(layer, inputs[-1], dp_rank, self.placement, tuple(inputs[:-1]))
+    @cached_property
+    def layer(self) -> ExpertLayer:
+        """The layer as it should be."""
+        module = self.trace.module(self.name)
+        assert isinstance(module, MixtureOfExperts), "others are not explained"
+        x_cbtd = torch.from_numpy(np.stack([values[f"input of {self.name}"] for values in self.trace.reference]))
+        return ExpertLayer(module, x_cbtd, self.placement, self.trace.num_microbatches)
+
+    def _at(self, found: Tensor, value: LocalValue) -> np.ndarray:
+        """Return a rank's shard of a value [s, t, d] that is computed here."""
+        return take(found.detach().view_as(self.layer.x_cbtd)[value.cell].numpy(), value.index)
 
     @torch.no_grad()
-    def _forward(self, layer: MixtureOfExperts, name: str) -> str | None:
-        cells = self._cells(layer, name)
-        for cause, how in self._hypotheses(layer, next(iter(cells.values()))):
-            if self._agree({cell: one.run(how).numpy() for cell, one in cells.items()}):
+    def _forward(self) -> str | None:
+        for cause, other in hypotheses(self.layer, is_cp=self.trace.axes.cp > 1):
+            out = self.layer.but(**other).out
+            if all(same(value.observed, self._at(out, value)) for value in self.first.wrong):
                 return cause
-        if (factors := self._factors(cells)) is not None:
-            return factors or None
-        return self._wrong_rows(layer, name, cells) or self._other_weights(cells)
+        factors = self._fit({"routed": self.layer.routed, "shared": self.layer.shared}) or {}
+        return self._factor_words(*factors.popitem()) if len(factors) == 1 else self._other_weights()
 
-    def _agree(self, outputs: dict[int, np.ndarray]) -> bool:
-        return all(same(value.observed, take(outputs[value.cell], value.index)) for value in self.first.wrong)
-
-    def _hypotheses(self, layer: MixtureOfExperts, one: Cell) -> Iterator[Hypothesis]:
-        size, top_k = self.placement.size, layer.router.config.top_k
-        yield "routing weights are applied twice", Run(weigh=lambda one, c: one.weights(c) ** 2)
-        yield "routing weights are not applied", Run(weigh=lambda one, c: c.kept_btk.double())
-        yield "routing weights are applied to the experts' inputs instead of their outputs", Run(at_input=True)
-        yield "rows are dropped at combine", Run(drop=lambda one: torch.ones_like(one.remote_ne()))
-        if size > 1 and self.trace.axes.cp == 1:
-            yield f"rows of other ranks are {LOST}", Run(drop=Cell.remote_ne)
-            cause = "the experts' local indices are taken for those on the token's own rank: no row leaves its rank"
-            yield cause, Run(send=on_own_rank)
-        for position in range(size if size > 1 else 0):
-            held = self._held(position)
-            cause = f"rows from ep rank {position} are {LOST}; no outputs of {self.placement.describe(held)}"
-            yield cause, Run(drop=lambda one, at=position: one.on_rank_ne(at))  # type: ignore[misc]
-        for position in range(-1, size) if size > 1 else (-1,):
-            held = range(self.placement.num_experts) if position < 0 else self._held(position)
-            cause = f"gate and up are exchanged in {self.placement.describe(held)}"
-            yield cause, Run(exchanged=held)
-        yield from self._misrouted()
-        for shift, whose in ((1, "previous"), (-1, "next")):
-            cause = f"rows are combined into the wrong tokens: each token gets the outputs of the {whose} one"
-            yield cause, Run(shift=shift)
-        if size > 1:
-            cause = "a token with several experts on one rank gets their outputs once for each of them"
-            yield cause, Run(weigh=once_each)
-        for number in range(top_k):
-            lost = torch.arange(top_k) != number
-            cause = f"tokens get no output of their {ORDINALS[number]} choice of expert" if number < 2 else ""
-            if cause and top_k > 1:
-                yield cause, Run(weigh=lambda one, c, left=lost: one.weights(c) * left)  # type: ignore[misc]
-        yield from self._routed(layer, one)
-
-    def _routed(self, layer: MixtureOfExperts, one: Cell) -> Iterator[Hypothesis]:
-        """Yield other scores, choices and routing weights."""
-        config, router = layer.router.config, layer.router
-        toggled = Run(weigh=lambda one, c: one.weights(c, other=True))
-        verb = "are not" if config.normalize else "are"
-        yield f"routing weights {verb} normalised over a token's {config.top_k} experts", toggled
-        yield (
-            "the routing weights of a token's choices are exchanged",
-            Run(weigh=lambda one, c: one.weights(c).flip(-1) * c.kept_btk),
-        )
-        right = lambda one, _: one.right_experts()  # noqa: E731
-        due, other = ("softmax", "sigmoid") if config.score is Score.SOFTMAX else ("sigmoid", "softmax")
-        for choose in (right, Run.choose):
-            yield f"scores are the {other} of the router's logits instead of their {due}", Run(other_score, choose)
-            if self.placement.size > 1:
-                yield "scores are a softmax over each ep rank's experts instead of over all", Run(of_local, choose)
-        if (capacity := config.capacity(one.x_btd.shape[1])) is not None:
-            yield from self._dropped(one, capacity)
-        if config.num_groups > 1:
-            groups = config.num_experts // config.num_groups
-            for number, words in ((1, "best expert"), (groups, "experts' sum")):
-                yield (
-                    f"groups of experts are chosen by their {words} instead of their best two",
-                    Run(choose=lambda one, s, n=number: best_experts(one.layer.router, s, of_group=n)),  # type: ignore[misc]
-                )
-        if router.load.bias is not None:
-            cause = "the balancing bias enters the routing weights; it may only change the choice of experts"
-            for choose in (right, Run.choose):
-                yield cause, Run(biased, choose)
-            yield (
-                "the balancing bias is updated, but not added to the scores that experts are chosen by",
-                Run(choose=lambda one, s: s.topk(config.top_k, -1).indices),
-            )
-            if self.trace.axes.cp == 1:
-                cause = "the balancing bias changes after each micro-batch, by its own counts, and not once per step"
-                yield cause, Run(choose=by_moving_bias)
-        if self.trace.num_microbatches > 1:
-            yield "stale routing: a micro-batch uses the chosen experts of the one before it", Run(choose=previous)
-
-    def _dropped(self, one: Cell, capacity: int) -> Iterator[Hypothesis]:
-        """Yield other choices that find a slot."""
-        config, length, size = one.layer.router.config, one.x_btd.shape[1], self.placement.size
-        cause = "tokens over an expert's capacity are computed instead of dropped"
-        yield cause, Run(keep=lambda one, e, _: torch.ones_like(e, dtype=torch.bool))
-        cause = "capacity is counted over each rank's micro-batch instead of over each sample"
-        yield cause, Run(keep=of_microbatch)
-        yield "the choices with the lowest scores are dropped, instead of the last tokens'", Run(keep=by_score)
-        yield "routing weights are normalised after choices are dropped instead of before", Run(weigh=after_drops)
-        divided = replace(config, capacity_factor=(config.capacity_factor or 0.0) / size).capacity(length)
-        for slots in sorted(set(range(1, length + 1)) - {capacity}, key=lambda n: (n != divided, abs(n - capacity))):
-            why = f", as with a capacity divided by ep ({size})" if size > 1 and slots == divided else ""
-            cause = f"an expert has {slots} slots per sample instead of {capacity}{why}"
-            yield cause, Run(keep=lambda one, e, _, n=slots: one.kept(e, n))  # type: ignore[misc]
-
-    def _held(self, position: int) -> range:
-        return range(position * self.placement.num_local, (position + 1) * self.placement.num_local)
-
-    def _misrouted(self) -> Iterator[Hypothesis]:
-        num, local = self.placement.num_experts, self.placement.num_local
-        for a, b in itertools.combinations(range(self.placement.size), 2):
-            other = {a: b, b: a}
-            table = [other.get(e // local, e // local) * local + e % local for e in range(num)]
-            yield f"the experts of ep ranks {a} and {b} are swapped", sending(table)
-        for shift in sorted({1, num - 1, local, num - local}) if num > 1 else ():
-            away = f"{shift}" if 2 * shift <= num else f"−{num - shift}"
-            cause = f"the offset of the experts' indices is wrong by {away}"
-            yield cause, sending([(e + shift) % num for e in range(num)])
-
-    def _factors(self, cells: dict[int, Cell]) -> str | None:
-        """Fit factors of the routed and shared experts' parts; empty if it is one of the whole output."""
-        one = next(iter(cells.values()))
-        routed = {cell: each.run(Run(shared=0.0)).numpy() for cell, each in cells.items()}
-        both = {cell: each.run(Run()).numpy() for cell, each in cells.items()}
-        parts = {"routed": routed}
-        if one.layer.shared is not None:
-            parts["shared"] = {cell: both[cell] - routed[cell] for cell in cells}
-        found = self._fit(parts)
-        if found is None or len(found) != 1:
-            return None
-        ((part, factor),) = found.items()
+    def _factor_words(self, part: str, factor: float) -> str | None:
+        """Tell a factor of the routed or the shared experts' part; None if it is one of the whole output."""
         if part == "shared" and factor == 0.0:
             return "shared experts are left out"
-        scale, causes = one.layer.router.config.scale, []
+        scale, causes = self.layer.config.scale, []
         if scale != 1.0 and close(factor, scale):
             twice = "is applied twice" if part == "routed" else "is applied to it too"
             causes.append(f"the router's scale ({scale:g}) {twice}")
         if part == "routed" and scale != 1.0 and close(factor, 1 / scale):
             causes.append(f"the router's scale ({scale:g}) is not applied")
-        known = factor_cause(factor, self.counts, max_rarity=2)
-        if not causes and one.layer.shared is None:
-            return ""
-        causes += [known] if known else []
+        if not causes and self.layer.module.shared is None:
+            return None
+        causes += [known] if (known := factor_cause(factor, self.counts, max_rarity=2)) else []
         why = ", or ".join(causes) or NOTHING_FITS
         return f"the part of the {part} experts is {number_words(factor)} × the right one: {why}"
 
-    def _fit(self, parts: Mapping[str, Mapping[int, Array]]) -> dict[str, float] | None:
+    def _fit(self, parts: Mapping[str, Tensor]) -> dict[str, float] | None:
         """Return the factors other than 1 of parts whose sum is the right value; None if others don't explain it."""
+        wrong = self.first.wrong
         columns = {
-            name: np.concatenate([take(part[value.cell], value.index).reshape(-1) for value in self.first.wrong])
-            for name, part in parts.items()
+            name: np.concatenate([self._at(part, value).ravel() for value in wrong]) for name, part in parts.items()
         }
         columns = {name: column for name, column in columns.items() if np.abs(column).max(initial=0.0) > 1e-12}
-        off = np.concatenate([(value.observed - value.expected).reshape(-1) for value in self.first.wrong])
+        off = np.concatenate([(value.observed - value.expected).ravel() for value in wrong])
         if not columns:
             return None
-        norms = [float(np.linalg.norm(column)) for column in columns.values()]
-        matrix = np.stack([column / norm for column, norm in zip(columns.values(), norms, strict=True)], -1)
-        change = np.linalg.lstsq(matrix, off, rcond=None)[0]
+        matrix = np.stack(list(columns.values()), -1)
+        norms = np.linalg.norm(matrix, axis=0)
+        change = np.linalg.lstsq(matrix / norms, off, rcond=None)[0] / norms
         if not same(off, matrix @ change):
             return None
-        factors = {name: 1.0 + float(c) / norm for name, c, norm in zip(columns, change, norms, strict=True)}
+        factors = dict(zip(columns, (1.0 + change).tolist(), strict=True))
         return {name: round(factor, 9) + 0.0 for name, factor in factors.items() if abs(factor - 1.0) > RIGHT}
 
-    def _wrong_rows(self, layer: MixtureOfExperts, name: str, cells: dict[int, Cell]) -> str | None:
-        """Change the rows of all ranks' experts, or of one's."""
-        size, count = self.placement.size, self.trace.num_microbatches
-        if self.trace.axes.cp > 1:
-            return None
-        groups = {(cell // count // size, cell % count) for cell in cells}
-        layers = {(g, m): [self._cell(layer, name, (g * size + q) * count + m) for q in range(size)] for g, m in groups}
-        rows = {at: [rows_of(group, position) for position in range(size)] for at, group in layers.items()}
-        for where in (tuple(range(size)), *((position,) for position in range(size) if size > 1)):
-            on = f" on ep rank {where[0]}" if len(where) < size else (" on each ep rank" if size > 1 else "")
-            for words, change in ROWS:
-                outputs = {}
-                for (g, m), group in layers.items():
-                    changed = [change(r) if at in where else r for at, r in enumerate(rows[g, m])]
-                    for q, out in enumerate(combined(group, rows[g, m], changed)):
-                        outputs[(g * size + q) * count + m] = out
-                if self._agree(outputs):
-                    return words.format(on)
-        return None
-
-    def _other_weights(self, cells: dict[int, Cell]) -> str | None:
+    def _other_weights(self) -> str | None:
         """Solve for the routing weights, if each token's output is a sum of its experts' outputs."""
-        num, wrong, others, subset = self.placement.num_experts, 0, 0, True
+        layer, num, wrong, others, subset = self.layer, self.placement.num_experts, 0, 0, True
         for value in self.first.wrong:
-            one = cells[value.cell]
-            if one.x_btd.shape[-1] <= num or value.observed.shape[-1] != one.x_btd.shape[-1]:
+            x_nd = torch.from_numpy(self._at(layer.x, value)).flatten(0, 1)
+            if x_nd.shape[1] <= num or value.observed.shape[-1] != x_nd.shape[1]:
                 return None
-            x_nd, tokens = one.x_btd.flatten(0, 1), _flat(value)
-            outs_end = torch.stack([one_expert(one.layer, expert, x_nd) for expert in range(num)])[:, tokens].numpy()
-            due_ne = one.weights_ne(Run())[tokens].numpy()
-            shared = 0.0 if one.layer.shared is None else one.layer.shared(one.x_btd).flatten(0, 1)[tokens].numpy()
-            observed_nd = value.observed.reshape(-1, value.observed.shape[-1])
-            for at, out_d in enumerate(observed_nd - shared):
-                found_e = np.linalg.lstsq(outs_end[:, at].T, out_d, rcond=None)[0]
-                if not same(out_d, outs_end[:, at].T @ found_e):
-                    return None
-                found_e[np.abs(found_e) < RIGHT * np.abs(due_ne).max()] = 0.0
-                is_other = np.abs(found_e - due_ne[at]) > RIGHT * np.abs(due_ne).max()
-                wrong += int(is_other.any())
-                others += int(((found_e != 0) & (due_ne[at] == 0)).any())
-                subset &= not found_e[is_other].any()
+            outs_nde = torch.stack([one_expert(layer.module, expert, x_nd) for expert in range(num)], -1)
+            out_nd = torch.from_numpy(value.observed - self._at(layer.shared, value)).flatten(0, 1)
+            found_ne = torch.linalg.lstsq(outs_nde, out_nd[..., None]).solution[..., 0]
+            if not same(out_nd.numpy(), (outs_nde @ found_ne[..., None])[..., 0].numpy()):
+                return None
+            table_bte = layer.table.view(*layer.x_cbtd.shape[:3], num)[value.cell].numpy()
+            due_ne = torch.from_numpy(take(table_bte, value.index[:2])).flatten(0, 1)
+            least = RIGHT * due_ne.abs().max()
+            found_ne = torch.where(found_ne.abs() < least, 0.0, found_ne)
+            is_other = (found_ne - due_ne).abs() > least
+            wrong += int(is_other.any(-1).sum())
+            others += int(((found_ne != 0) & (due_ne == 0)).any(-1).sum())
+            subset &= not found_ne[is_other].any()
         if subset:
             return f"{counted(wrong, 'token')} get no output of some of their experts; other outputs are right"
         weights = f"{counted(wrong - others, 'token')} get other routing weights for their experts"
@@ -299,223 +315,87 @@ class ExpertParts:
             f"{', and '.join(found)}: the output is a sum of experts' outputs, but not the one the router is to choose"
         )
 
-    def _backward(self, layer: MixtureOfExperts, name: str) -> str | None:
-        cells = self._cells(layer, name)
-        found: dict[str, dict[int, Array]] = defaultdict(dict)
-        for cell, one in cells.items():
-            gradient = self.trace.reference[cell].get(f"{GRADIENT}output of {name}")
-            if gradient is None:
-                return None
-            for part, value in self._gradients(one, torch.from_numpy(gradient)):
-                found[part][cell] = value.numpy()
-        if set(found) and all(len(of) == len(cells) for of in found.values()):
-            factors = self._fit(found)
-            if factors and (cause := self._part_words(factors, name, set(found))):
-                return cause
-        return self._loads(layer, cells)
+    # ---- backward
 
-    def _gradients(self, one: Cell, gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts of the gradient of a layer's input."""
-        router = one.layer.router
+    def _backward(self) -> str | None:
+        name = f"{GRADIENT}output of {self.name}"
+        if any(name not in values for values in self.trace.reference):
+            return None
+        gradient = torch.from_numpy(np.concatenate([values[name] for values in self.trace.reference]))
+        parts = self._gradients(gradient)
+        factors = self._fit(parts)
+        return (self._part_words(factors, parts) if factors else None) or self._loads()
 
-        def parts(how: Run) -> tuple[Tensor, ...]:
-            xs = [one.x_btd.clone().requires_grad_() for _ in INPUTS]
-            grads = torch.autograd.grad(one.run(how, *xs), xs, gradient, allow_unused=True)
-            return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True))
-
-        rows, weights, gate, up = parts(Run())
+    def _gradients(self, gradient: Tensor) -> dict[str, Tensor]:
+        """Return the parts of the gradient of a layer's input."""
+        xs = {name: self.layer.x.clone().requires_grad_() for name in INPUTS}
+        run, found = self.layer.but(**xs), dict[str, Tensor]()
+        shares = {"": torch.tensor(1.0)}
         if self.placement.size > 1 and self.trace.axes.cp == 1:
-            own_rows, own_weights, *_ = parts(Run(lose=("rows", "weights")))
-            yield from (("other ranks' rows", rows - own_rows), ("other ranks' weights", weights - own_weights))
-            rows, weights = own_rows, own_weights
-        yield from (("rows", rows), ("weights", weights), ("shared gate", gate), ("shared up", up))
-        for handle in (router.balance_loss, router.z_loss):
-            if handle is not None:
-                yield handle.name, torch.from_numpy(_auxiliary_gradient(one, handle, None))
+            shares = {OTHERS: self.layer.remote, "": ~self.layer.remote}
+        for whose, share in shares.items():
+            inputs, out = (xs["rows_x"], xs["router_x"]), run.combine(run.table * share)
+            rows, weights = torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+            found |= {f"{whose}rows": rows, f"{whose}weights": weights}
+        if self.layer.module.shared is not None:
+            gate, up = torch.autograd.grad(run.shared, (xs["gate_x"], xs["up_x"]), gradient)
+            found |= {"shared gate": gate, "shared up": up}
+        losses = (self.layer.router.balance_loss, self.layer.router.z_loss)
+        return found | {one.name: self.layer.loss_gradient(one) for one in losses if one is not None}
 
-    def _part_words(self, factors: Mapping[str, float], name: str, parts: set[str]) -> str | None:
-        changed, cp = set(factors), self.trace.axes.cp
+    def _part_words(self, factors: Mapping[str, float], parts: Iterable[str]) -> str | None:
+        """Tell the parts of the gradient that are lost, or scaled."""
+        changed, cp, router = set(factors), self.trace.axes.cp, f"{self.name}.router"
         losses = [loss for loss in ("balance", "z") if loss in changed]
         own_means = {"balance": float(cp * cp), "z": float(cp)}
         if changed == set(losses):
             if cp > 1 and "balance" in losses and all(close(factors[one], own_means[one]) for one in losses):
                 times = " and ".join(number_words(factors[one]) for one in losses)
-                what = f"the {' and '.join(losses)} loss{'es' if len(losses) > 1 else ''} of {name}.router"
+                what = f"the {' and '.join(losses)} loss{'es' if len(losses) > 1 else ''} of {router}"
                 return f"{what} have {times} × their weight: means are over each cp rank's own tokens, not the sample's"
-            return "; ".join(self._weight_words(f"the {one} loss of {name}.router", factors[one]) for one in losses)
+            return "; ".join(self._weight_words(f"the {one} loss of {router}", factors[one]) for one in losses)
         if any(factors.values()):
             return None
-        rows, weights = ({f"other ranks' {what}"} for what in ("rows", "weights"))
-        router = {*weights, "weights", "balance", "z"} & parts
-        remote = "gradients of {} are not returned to the tokens' ranks: the backward of the dispatch's all-to-all"
-        own = "the router's gradient comes from each rank's own experts only: gradients of routing weights are not "
-        for which, cause in (
-            (weights, own + "returned to the tokens' ranks"),
-            (rows, remote.format("rows")),
-            (rows | weights, f"experts get gradients of their own rank's tokens only: {COMBINE_BACKWARD}'s all-to-all"),
-            (rows | {"rows"}, "no gradient reaches the layer's input through the experts' rows"),
-            (router, "no gradient reaches the layer's input through the router: of routing weights, or of its gate"),
-            (
-                {*weights, "weights"},
-                "no gradient reaches the layer's input through routing weights, only through losses",
-            ),
-            ({"shared gate", "shared up"}, "no gradient reaches the layer's input through the shared experts"),
-            ({"shared gate"}, "no gradient reaches the layer's input through the shared experts' gate"),
-            ({"shared up"}, "no gradient reaches the layer's input through the shared experts' up projection"),
-        ):
-            if changed == which & parts:
-                return cause
-        return None
-
-    def _loads(self, layer: MixtureOfExperts, cells: dict[int, Cell]) -> str | None:
-        """Recognise another load that a balance loss counts."""
-        handle = layer.router.balance_loss
-        if handle is None:
-            return None
-        due = "the global batch's" if layer.router.config.over_batch else "each sample's"
-        causes = {
-            "micro-batch": f"the load of each rank's micro-batch instead of {due}",
-            "sample": f"the load of each sample instead of {due}",
-            "kept": "only the choices that find a slot, and not those that are dropped",
-            "cp": "the tokens of each cp rank, times cp, instead of the sample's: counts are not summed over cp",
-        }
-        for count, words in causes.items():
-            if all(self._counts(cells[value.cell], value, handle, count) for value in self.first.wrong):
-                return f"the balance loss counts {words}"
-        return None
-
-    def _counts(self, one: Cell, value: LocalValue, handle: AuxiliaryLoss, count: str) -> bool:
-        experts_btk, num = one.right_experts(), one.placement.num_experts
-        counted_bt = torch.ones(experts_btk.shape[:2], dtype=torch.bool)
-        if count == "cp":
-            counted_bt = torch.zeros_like(counted_bt).flatten().index_fill(0, torch.from_numpy(_flat(value)), True)
-            counted_bt = counted_bt.view(experts_btk.shape[:2])
-        kept_btk = one.kept(experts_btk) if count == "kept" else torch.ones_like(experts_btk, dtype=torch.bool)
-        counts_be = sample_counts(torch.where(kept_btk & counted_bt[..., None], experts_btk, num), num + 1)[
-            :, :num
-        ].double()
-        counts_be = counts_be * (self.trace.axes.cp if count == "cp" else 1)
-        counts_be = counts_be.mean(0, keepdim=True).expand_as(counts_be) if count == "micro-batch" else counts_be
-        found = _auxiliary_gradient(one, handle, counts_be) - _auxiliary_gradient(one, handle, None)
-        return same(value.observed - value.expected, take(found, value.index))
+        if words := NOT_RETURNED.get(frozenset(changed)):
+            return words
+        lost = [PARTS[part] for part in parts if part in changed and part in PARTS]
+        is_all = all(part in changed for part in parts if part.removeprefix(OTHERS) in changed)
+        return f"no gradient reaches the layer's input through {join_words(lost)}" if is_all else None
 
     def _weight_words(self, what: str, factor: float) -> str:
-        factor = round(factor, 9)
         if factor == 0.0:
             return f"{what} is missing: its scale is 0, or it is not added there"
-        known = factor_cause(factor, self.counts, max_rarity=2)
-        causes, ep = [known] if known else [], self.placement.size
-        if ep > 1 and close(factor, ep):
-            causes.append(f"multiplied by ep ({ep} ranks), whose ranks have different tokens")
-        elif ep > 1 and close(factor, 1.0 / ep):
-            causes.append(f"divided by ep ({ep} ranks), whose ranks have different tokens")
+        known, ep = factor_cause(factor, self.counts, max_rarity=2), self.placement.size
+        causes = [known] if known else []
+        for verb, size in (("multiplied", ep), ("divided", 1.0 / ep)):
+            if ep > 1 and close(factor, size):
+                causes.append(f"{verb} by ep ({ep} ranks), whose ranks have different tokens")
         why = ", or ".join(causes) or factor_cause(factor, self.counts) or NOTHING_FITS
         return f"{what} has {number_words(factor)} × its weight: {why}"
 
-
-def _flat(value: LocalValue) -> np.ndarray:
-    """Return the number of each of a shard's tokens in the micro-batch."""
-    rows, tokens = value.index[0], value.index[1]
-    places = np.broadcast_to(tokens, (len(rows), tokens.shape[-1]))
-    return np.asarray((rows[:, None] * value.full.shape[1] + places).reshape(-1))
-
-
-def _auxiliary_gradient(one: Cell, handle: AuxiliaryLoss, counts_be: Tensor | None) -> Array:
-    """Return the gradient of a layer's input from one auxiliary loss, with other counts if they are given."""
-    router, x = one.layer.router, one.x_btd.clone().requires_grad_()
-    logits_bte = router.gate(x)
-    if handle is router.z_loss:
-        loss = z_loss(logits_bte)
-    else:
-        _, probabilities_bte = scores(router, logits_bte)
-        if counts_be is None:
-            counts_be = _right_counts(one)
-        loss = balance_loss(counts_be, probabilities_bte, top_k=router.config.top_k)
-    (found,) = torch.autograd.grad(loss * handle.weight * handle.scale, x)
-    gradient: Array = to_arrays({"": found})[""]
-    return gradient
-
-
-def _right_counts(one: Cell) -> Tensor:
-    """Return the counts that the balance loss is due, [b, e]."""
-    router = one.layer.router
-    with torch.no_grad():
-        experts_btk = one.right_experts()
-        counts_be = sample_counts(experts_btk, one.placement.num_experts)
-        if not router.config.over_batch:
-            return counts_be
-        total_e = router.batch_counts.reduce(counts_be.sum(0))
-        num_samples = total_e.sum() / (experts_btk.shape[1] * experts_btk.shape[2])
-        return (total_e / num_samples).expand_as(counts_be.double())
-
-
-def foreign_experts(first: FirstDifference, trace: Trace) -> str | None:
-    """Return what is wrong in experts of transformers, which take tokens, choices and routing weights."""
-    what, _, name = first.name.partition(" of ")
-    named = {} if trace.source is None else dict(trace.source.plain.module.named_modules())
-    gate, experts = getattr(named.get(f"{name.rpartition('.')[0]}.gate"), "weight", None), named.get(name)
-    if what != "output" or not isinstance(gate, Tensor) or experts is None or not name.endswith(".experts"):
-        return None
-    found: list[set[str]] = [_of_tokens(value, trace, name, gate) for value in first.wrong]
-    if causes := set.intersection(*found):
-        return min(causes)
-    return _of_first_experts(first, trace, experts, name, len(gate))
-
-
-def _of_tokens(value: LocalValue, trace: Trace, name: str, gate_ed: Tensor) -> set[str]:
-    """Explain a factor of each token by the sum of its best probabilities."""
-    a_nd, b_nd = value.observed, value.expected
-    x_nd = torch.from_numpy(trace.reference[value.cell][f"input of {name}"])
-    factor_n = (a_nd * b_nd).sum(-1) / np.maximum((b_nd * b_nd).sum(-1), 1e-300)
-    if a_nd.ndim != 2 or a_nd.shape != x_nd.shape or not same(a_nd, factor_n[:, None] * b_nd):
-        return set()
-    with torch.no_grad():
-        best_ne = (x_nd @ gate_ed.to(x_nd.dtype).T).softmax(-1).sort(-1, descending=True).values.cumsum(-1).numpy()
-    words = "routing weights are {}normalised over a token's {} experts"
-    found = {words.format("not ", k + 1) for k in range(1, len(gate_ed)) if same(factor_n, best_ne[:, k], FLOAT32)}
-    return found | {
-        words.format("", k + 1) for k in range(1, len(gate_ed)) if same(factor_n, 1 / best_ne[:, k], FLOAT32)
-    }
-
-
-@torch.no_grad()
-def _of_first_experts(first: FirstDifference, trace: Trace, experts: nn.Module, name: str, num: int) -> str | None:
-    """Explain outputs in which each rank's first expert also stands in for those of other ranks."""
-    tp = trace.axes.size("tp")
-    if tp == 1 or num % tp:
-        return None
-    for value in first.wrong:
-        x_nd = torch.from_numpy(trace.reference[value.cell][f"input of {name}"])
-        if x_nd.dim() != 2 or value.observed.shape != x_nd.shape or x_nd.shape[1] < num:
+    def _loads(self) -> str | None:
+        """Recognise another load that a balance loss counts."""
+        layer, handle = self.layer, self.layer.router.balance_loss
+        if handle is None:
             return None
-        one_n1 = torch.ones(len(x_nd), 1, dtype=torch.int64)
-        outs_end = torch.stack([experts(x_nd, e * one_n1, one_n1.to(x_nd.dtype)) for e in range(num)]).numpy()
-        found = np.zeros_like(value.expected)
-        for at, due_d in enumerate(value.expected):
-            due_e = np.linalg.lstsq(outs_end[:, at].T, due_d, rcond=None)[0]
-            extra = [due_e.sum() - due_e[rank * num // tp : (rank + 1) * num // tp].sum() for rank in range(tp)]
-            found[at] = due_d + sum(more * outs_end[rank * num // tp, at] for rank, more in enumerate(extra))
-        if not same(value.observed, found, FLOAT32):
-            return None
-    return "each tp rank's first expert also computes the choices of other ranks' experts, with their routing weights"
+        for words, counts_ste in self._other_counts():
+            off = layer.loss_gradient(handle, counts_ste) - layer.loss_gradient(handle)
+            if all(same(value.observed - value.expected, self._at(off, value)) for value in self.first.wrong):
+                return f"the balance loss counts {words}"
+        return None
 
-
-def logged_losses(source: ReferenceTrace, sides: Sides, step: int) -> str | None:
-    """Return the cause of a wrong loss whose gradients are right, if it is a factor of the auxiliary losses in it."""
-    parts: dict[str, float] = defaultdict(float)
-    for _, handle in auxiliary_losses(source.plain.module):
-        if (total := handle.take()) is not None:
-            parts[handle.name] += float(total)
-    losses, due = sides.evidence.series("loss", step), sides.references[step - 1].loss  # which forgets those parts
-    for names in ([*parts], *([name] for name in parts)):
-        part = sum(parts[name] for name in names)
-        factors = [1.0 + (loss - due) / part for loss in losses] if abs(part) > RIGHT * abs(due) else [1.0]
-        factor, error = round(factors[0], 6) + 0.0, FLOAT32 * abs(factors[0])
-        cause = "they are not added" if factor == 0.0 else factor_cause(factor, sides.counts, max_rarity=2)
-        if factor != 1.0 and max(abs(each - factor) for each in factors) <= error + RIGHT and (cause or factor == 2.0):
-            cause = ", or ".join([*([cause] if cause else []), *(["added twice"] if factor == 2.0 else [])])
-            what = f"the {' and '.join(names)} loss{'es' if len(names) > 1 else ''}"
-            return (
-                f"the loss that is reported contains {what} {number_words(factor)} times: {cause}; gradients are right"
-            )
-    return None
+    def _other_counts(self) -> Iterator[tuple[str, Tensor]]:
+        layer, (num_cells, num_samples, length) = self.layer, self.layer.x_cbtd.shape[:3]
+        due = "the global batch's" if layer.config.over_batch else "each sample's"
+        chosen_ste, cp = layer.one_hot(), self.trace.axes.cp
+        of_sample = chosen_ste.sum(1, keepdim=True)
+        of_cell = of_sample.view(num_cells, num_samples, 1, -1).mean(1).repeat_interleave(num_samples, 0)
+        yield f"the load of each rank's micro-batch instead of {due}", of_cell
+        yield f"the load of each sample instead of {due}", of_sample
+        kept = layer.one_hot(kept_only=True).sum(1, keepdim=True)
+        yield "only the choices that find a slot, and not those that are dropped", kept
+        ranks = [self.trace.context_places(cell, num_samples, length)[0] for cell in range(num_cells)]
+        rank_st = torch.from_numpy(np.concatenate(ranks))
+        same_rank_stt = (rank_st[:, :, None] == rank_st[:, None, :]).double()
+        cause = "the tokens of each cp rank, times cp, instead of the sample's: counts are not summed over cp"
+        yield cause, cp * same_rank_stt @ chosen_ste

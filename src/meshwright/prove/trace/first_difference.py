@@ -8,23 +8,21 @@ Shapes: b samples of a micro-batch, t tokens.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import nn
 
 from meshwright.mesh.axes import Axes
-from meshwright.prove.judge.tensors import Array
+from meshwright.prove.judge.tensors import Array, max_magnitude, to_arrays
 from meshwright.prove.judge.verdicts import NOISE
 from meshwright.prove.result import coordinates
-from meshwright.prove.trace.probe import GRADIENT
-
-if TYPE_CHECKING:
-    from meshwright.prove.trace.probe import ReferenceTrace
+from meshwright.prove.trace.probe import GRADIENT, ReferenceTrace
 
 TOLERANCE = 1e-11
 """Relative difference from which a value differs in float64: rounding stays below it, and a fault that a proof sees is
@@ -42,18 +40,38 @@ Places = npt.NDArray[np.int64]
 """Indices in a dim of the full value; [b, t] for the tokens of samples that differ in theirs."""
 RankValues = Mapping[int, Mapping[str, Array]]
 """Local values of a rank, by micro-batch and name."""
-TokensOf = Mapping[int, Sequence[Places]]
-"""Positions of the tokens of each sample on a context-parallel rank, by cell; empty without context parallelism."""
 
 
 @dataclass(frozen=True, eq=False)
-class LocalValue:
+class Named:
+    """Something of a module."""
+
+    name: str
+    """As of `Values`."""
+
+    @property
+    def what(self) -> str:
+        """What it is of its module: `output`, `gradient of the input`, `queries`, …"""
+        return self.name.rpartition(" of ")[0]
+
+    @property
+    def module(self) -> str:
+        """Name of its module."""
+        return self.name.rpartition(" of ")[2]
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is the gradient of something."""
+        return self.name.startswith(GRADIENT)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalValue(Named):
     """A value on a rank, and what it should be."""
 
     rank: int
     cell: int
     """Micro-batch of a data-parallel rank: `data index × micro-batches + micro-batch`."""
-    name: str
     observed: Array
     expected: Array
     index: tuple[Places, ...]
@@ -85,10 +103,9 @@ class LocalValue:
 
 
 @dataclass(frozen=True, eq=False)
-class FirstDifference:
+class FirstDifference(Named):
     """The first value that differs in the order of the reference's forward and backward."""
 
-    name: str
     wrong: tuple[LocalValue, ...]
     compared: tuple[LocalValue, ...]
     """The value on all ranks and in all micro-batches in which it can be compared."""
@@ -98,40 +115,54 @@ class FirstDifference:
     """The last value before that is right only once it is summed over tp, if nothing right came after it."""
 
 
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Values of a step on both sides."""
 
-    def __init__(
-        self,
-        ranks: Sequence[RankValues],
-        reference: Sequence[Mapping[str, Array]],
-        axes: Axes,
-        *,
-        tokens: TokensOf,
-        source: ReferenceTrace | None = None,
-        repeated: Collection[str] = (),
-        tolerance: float = TOLERANCE,
-    ) -> None:
-        """Hold the values.
+    ranks: Sequence[RankValues]
+    """Values of each rank."""
+    source: ReferenceTrace
+    """The reference."""
+    axes: Axes
+    repeated: Collection[str] = ()
+    """Values that several stages of a rank compute."""
+    tolerance: float = TOLERANCE
+    """Relative difference from which a value differs."""
 
-        Args:
-            ranks: values of each rank.
-            reference: values of each cell, in order: forward, then backward.
-            axes: mesh axes.
-            tokens: positions of the tokens of context-parallel ranks.
-            source: what the reference's values were computed by.
-            repeated: values that several stages of a rank compute.
-            tolerance: relative difference from which a value differs.
-        """
-        self.tolerance = tolerance
-        self._repeated = repeated
-        self.source = source
-        self.ranks, self.reference, self.axes, self.tokens = ranks, reference, axes, tokens
-        self.num_microbatches = len(reference) // axes.data_parallel()
+    @cached_property
+    def reference(self) -> list[dict[str, Array]]:
+        """Values of each cell, in order: forward, then backward."""
+        return [to_arrays(values) for values in self.source.values]
+
+    @cached_property
+    def tokens(self) -> dict[int, list[Places]]:
+        """Positions of the tokens of each sample on a context-parallel rank, by cell; empty without any."""
+        return {cell: [one.numpy() for one in tokens] for cell, tokens in self.source.tokens.items()}
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a data-parallel rank."""
+        return len(self.reference) // self.axes.data_parallel()
+
+    @cached_property
+    def _modules(self) -> Mapping[str, nn.Module]:
+        return dict(self.source.plain.module.named_modules())
 
     def module(self, name: str) -> nn.Module | None:
         """Return the reference's module of that name, if there is one."""
-        return None if self.source is None else dict(self.source.plain.module.named_modules()).get(name)
+        return self._modules.get(name)
+
+    def at(self, value: LocalValue, name: str, cell: int | None = None) -> Array | None:
+        """Return another right value at the places of a shard, of its cell or another; None if its shape is another."""
+        full = self.reference[value.cell if cell is None else cell].get(name)
+        return None if full is None or full.shape != value.full.shape else take(full, value.index)
+
+    def context_places(self, cell: int, num_samples: int, length: int) -> tuple[Places, Places]:
+        """Return the context-parallel rank of each token of a cell's samples, and its place there, each [b, t]."""
+        tokens = self.tokens.get(cell, [np.arange(length)])
+        flat_bt = np.concatenate([np.broadcast_to(one, (num_samples, one.shape[-1])) for one in tokens], 1)
+        rank_bt, place_bt = divmod(flat_bt.argsort(-1), tokens[0].shape[-1])
+        return rank_bt, place_bt
 
     def values(self, name: str) -> Iterator[LocalValue]:
         """Yield a value on all ranks that have it, where it can be compared."""
@@ -146,36 +177,30 @@ class Trace:
                 full, local = self.reference[cell][name], values[name]
                 index = self._place(full.shape, local.shape, cell, at)
                 if index is not None:
-                    scale = max(float(np.abs(full).max(initial=0.0)), self._noise(cell, name))
-                    yield LocalValue(rank, cell, name, local, take(full, index), index, full, scale, self.tolerance)
+                    noise = self._noise[cell] if name.startswith(GRADIENT) else 0.0
+                    scale = max(max_magnitude(full), noise, TINY)
+                    yield LocalValue(name, rank, cell, local, take(full, index), index, full, scale, self.tolerance)
 
     def _is_of_several_stages(self, name: str) -> bool:
         """Return whether several stages compute a value, so that each has only its part of the gradient."""
-        having = {
-            coordinates(self.axes)[rank]["pp"]
-            for rank, by_microbatch in enumerate(self.ranks)
-            if any(name in values for values in by_microbatch.values())
-        }
-        return len(having) > 1 or name in self._repeated
-
-    def _noise(self, cell: int, name: str) -> float:
-        """Return the magnitude below which a value is rounding noise, as gradients of keys' biases are."""
-        if not name.startswith(GRADIENT):
-            return TINY
-        if cell not in self._largest:
-            gradients = (v for n, v in self.reference[cell].items() if n.startswith(GRADIENT))
-            self._largest[cell] = max(float(np.abs(value).max(initial=0.0)) for value in gradients)
-        return max(TINY, NOISE * self._largest[cell])
+        held = (any(name in values for values in by_microbatch.values()) for by_microbatch in self.ranks)
+        stages = {at["pp"] for at, is_held in zip(coordinates(self.axes), held, strict=True) if is_held}
+        return len(stages) > 1 or name in self.repeated
 
     @cached_property
-    def _largest(self) -> dict[int, float]:
-        return {}
+    def _noise(self) -> list[float]:
+        """Magnitude below which gradients of a cell are rounding noise, as those of keys' biases are."""
+        found = []
+        for values in self.reference:
+            gradients = [value for name, value in values.items() if name.startswith(GRADIENT)]
+            found.append(NOISE * max((max_magnitude(value) for value in gradients), default=0.0))
+        return found
 
     def first_difference(self) -> FirstDifference | None:
         """Return the first value that differs, or None if all that can be compared agree."""
         right: list[str] = []
         partial = ""
-        for name in self.reference[0] if self.reference else ():
+        for name in self.reference[0]:
             compared = tuple(self.values(name))
             wrong = tuple(value for value in compared if value.error > self.tolerance)
             if wrong and self._is_partial(compared):
@@ -188,36 +213,29 @@ class Trace:
 
     def summed(self, first: FirstDifference) -> FirstDifference:
         """Return a difference with its values summed over tp, where ranks of tp have the same part of it."""
-        groups: dict[tuple[object, ...], list[LocalValue]] = {}
-        for value in first.compared:
-            at = coordinates(self.axes)[value.rank]
-            key = (*(at[axis] for axis in at if axis != "tp"), value.cell, value.observed.shape)
-            groups.setdefault(key, []).append(value)
-        whole = [group for group in groups.values() if len(group) == self.axes.size("tp")]
-        same = [group for group in whole if all(np.array_equal(one.expected, group[0].expected) for one in group)]
-        values = tuple(replace(group[0], observed=np.sum([one.observed for one in group], axis=0)) for group in same)
-        return (
-            replace(first, wrong=tuple(one for one in values if one.error > self.tolerance))
-            if len(values) > 0
-            else first
-        )
+        sums, _ = self._sums(first.compared)
+        wrong = tuple(one for one in sums if one.error > self.tolerance)
+        return replace(first, wrong=wrong) if wrong else first
 
     def _is_partial(self, values: Sequence[LocalValue]) -> bool:
         """Return whether the value is right once it is summed over tp, as it will be by who reads it."""
-        tp = self.axes.size("tp")
-        groups: dict[tuple[object, ...], list[LocalValue]] = {}
+        sums, is_all = self._sums(values)
+        return self.axes.size("tp") > 1 and is_all and all(one.error <= self.tolerance for one in sums)
+
+    def _sums(self, values: Sequence[LocalValue]) -> tuple[list[LocalValue], bool]:
+        """Return sums over tp of values that all its ranks have the same part of, and whether these are all."""
+        groups: dict[tuple[object, ...], list[LocalValue]] = defaultdict(list)
         for value in values:
             rest = tuple(at for axis, at in coordinates(self.axes)[value.rank].items() if axis != "tp")
-            groups.setdefault((rest, value.cell, value.observed.shape), []).append(value)
-        if tp == 1 or any(len(group) != tp for group in groups.values()):
-            return False
-        for group in groups.values():
-            total, expected = np.sum([value.observed for value in group], axis=0), group[0].expected
-            if any(not np.array_equal(value.expected, expected) for value in group):
-                return False
-            if np.abs(total - expected).max(initial=0.0) > self.tolerance * group[0].scale:
-                return False
-        return True
+            groups[(rest, value.cell, value.observed.shape)].append(value)
+        same = [
+            group
+            for group in groups.values()
+            if len(group) == self.axes.size("tp")
+            and all(np.array_equal(one.expected, group[0].expected) for one in group)
+        ]
+        sums = [replace(group[0], observed=np.sum([one.observed for one in group], axis=0)) for group in same]
+        return sums, len(same) == len(groups)
 
     def _place(
         self, full: tuple[int, ...], local: tuple[int, ...], cell: int, at: Mapping[str, int]
@@ -240,10 +258,13 @@ class Trace:
 
 def take(full: npt.NDArray[Element], index: tuple[Places, ...]) -> npt.NDArray[Element]:
     """Return the elements of a value at a shard's places."""
-    found = full
-    for dim, places in enumerate(index):
-        if places.ndim == 1:
-            found = np.take(found, places, axis=dim)
-        else:  # [b, t]: the tokens of each sample
-            found = np.take_along_axis(found, places.reshape(*places.shape, *[1] * (found.ndim - 2)), axis=dim)
-    return found
+    return full[grid(index)]
+
+
+def grid(index: tuple[Places, ...]) -> tuple[Places, ...]:
+    """Return places per dim such that they broadcast to the shard's shape."""
+    num_dims = len(index)
+    return tuple(
+        places.reshape(*(1,) * (dim + 1 - places.ndim), *places.shape, *(1,) * (num_dims - dim - 1))
+        for dim, places in enumerate(index)
+    )

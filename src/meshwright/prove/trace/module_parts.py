@@ -1,7 +1,8 @@
 """Explain a module whose input is right by running it again in other ways: a dropout with other masks, a table with
-other ids, a layer with earlier weights, another activation.
+other ids, a layer with earlier weights, another activation, experts of transformers with other routing weights, and a
+loss with other targets, which stand in the gradient of logits.
 
-Shapes: b samples, t tokens, d features, v rows of a table.
+Shapes: b samples, t tokens, n tokens of all samples, d features, v rows of a table, e experts, r ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwright.prove.record.definitions import positions
 from meshwright.prove.result import index_words, number_words
 from meshwright.prove.trace.first_difference import ROUNDING, TOKENS, LocalValue, Places, Trace, take
 from meshwright.prove.trace.probe import GRADIENT
-from meshwright.prove.trace.relations import Relation, close, factor_of
+from meshwright.prove.trace.relations import Relation, cell_words, close, context_orders, factor_of, token_factors
 
 Mask = npt.NDArray[np.bool_]
 STRONG = 1e-4
@@ -32,6 +33,10 @@ STRONG = 1e-4
 MOST_DISTANCES = 2**28
 """Elements up to which each row of a value is compared with each row of a table."""
 NO_ROW = -1
+IGNORED = -100
+"""Target of a token that has none."""
+FLOAT32 = 1e-6
+"""Relative difference of what routers of transformers compute in float32."""
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GELU": F.gelu,
     "GELU by tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -42,34 +47,24 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _of(value: LocalValue, trace: Trace) -> tuple[str, str, nn.Module | None]:
-    """Return what a value is of a module, the module's name, and the reference's module."""
-    what, _, name = value.name.rpartition(" of ")
-    return what, name, trace.module(name)
-
-
 # ---- dropout
 
 
 def _dropout(value: LocalValue, trace: Trace) -> str | None:
     """Recognise what a dropout adds, or its backward returns: x · mask · factor."""
-    what, name, module = _of(value, trace)
-    source = {"output": "input of ", f"{GRADIENT}input": f"{GRADIENT}output of "}.get(what)
-    x = trace.reference[value.cell].get(f"{source}{name}")
-    if not isinstance(module, DropoutAdd | nn.Dropout | nn.Identity) or x is None or x.shape != value.full.shape:
+    name, module = value.module, trace.module(value.module)
+    source = {"output": "input of ", f"{GRADIENT}input": f"{GRADIENT}output of "}.get(value.what)
+    part, layout = trace.at(value, f"{source}{name}"), trace.source.layouts[value.cell]
+    if not isinstance(module, DropoutAdd | nn.Dropout | nn.Identity) or part is None:
         return None
-    layout = trace.source.layouts[value.cell] if trace.source is not None else None
-    due, scale = np.ones(x.shape, dtype=bool), 1.0
+    due, scale = np.ones(part.shape, dtype=bool), 1.0
     if isinstance(module, DropoutAdd) and module.p and layout is not None and layout.samples is not None:
-        due, scale = _mask(module, layout, x.shape[-1]), eager.keep_scale(eager.drop_threshold(module.p))
-    part, kept_due = take(x, value.index), take(due, value.index)
-    added = value.observed - (value.expected - scale * kept_due * part)
+        due, scale = _mask(value, module, layout), eager.keep_scale(eager.drop_threshold(module.p))
+    added = value.observed - (value.expected - scale * due * part)
     strong = np.abs(part) > STRONG * np.abs(part).max(initial=0.0)
     kept = strong & (np.abs(added) > STRONG * np.abs(part))
-    if not kept.any():
-        return None
     factor = factor_of(added[kept], part[kept])
-    if not close(added[strong], (factor * kept * part)[strong]):
+    if not kept.any() or not close(added[strong], (factor * kept * part)[strong]):
         return None
     if scale == 1.0 and due.all():
         share = 1.0 - kept.sum() / strong.sum()
@@ -77,7 +72,7 @@ def _dropout(value: LocalValue, trace: Trace) -> str | None:
         return f"{is_active}, others have {number_words(factor)} × their value" if share else None
     if (kept == strong).all():
         return "dropout drops nothing" + (f", but scales by {number_words(factor)}" if abs(factor - 1) > 1e-6 else "")
-    if (kept == strong & kept_due).all():
+    if (kept == strong & due).all():
         one = ": 1 / (1 − p) is missing" if abs(factor - 1.0) < 1e-6 else ""
         return f"dropout scales what it keeps by {number_words(factor)} instead of {number_words(scale)}{one}"
     other = "dropout drops other elements than those of this module, its seed and these tokens"
@@ -85,35 +80,34 @@ def _dropout(value: LocalValue, trace: Trace) -> str | None:
     return next((f"{other}: {words}" for words in whose), other)
 
 
-def _mask(module: DropoutAdd, layout: TokenLayout, size: int, p: float | None = None) -> Mask:
+def _mask(
+    value: LocalValue, module: DropoutAdd, layout: TokenLayout, *, p: float | None = None, at: Places | None = None
+) -> Mask:
+    """Return which elements of a shard a dropout keeps, or of other positions."""
     whole = replace(layout, shards=None, rank=0, stream=(0, 1))
-    return eager.keep_mask(module.key, token_rows(whole), size, module.p if p is None else p).numpy()
+    size, index = value.full.shape[-1], value.index if at is None else (value.index[0], at, *value.index[2:])
+    return take(eager.keep_mask(module.key, token_rows(whole), size, module.p if p is None else p).numpy(), index)
 
 
 def _other_masks(value: LocalValue, trace: Trace, name: str, factor: float) -> Iterator[tuple[str, Mask]]:
-    """Yield masks of other tokens, samples, modules and probabilities."""
-    assert trace.source is not None, "there is a reference"
-    modules = {n: m for n, m in trace.source.plain.module.named_modules() if isinstance(m, DropoutAdd)}
-    own, layout, size = modules[name], trace.source.layouts[value.cell], value.full.shape[-1]
-    assert layout is not None and layout.samples is not None, "the mask of these tokens is known"
-    for other, module in modules.items():
-        if other != name:
-            yield f"those of {other}", take(_mask(module, layout, size), value.index)
-    yield (
-        "samples are counted from 0 in each micro-batch",
-        take(_mask(own, replace(layout, samples=tuple(range(len(layout.samples)))), size), value.index),
-    )
+    """Yield masks of other modules, samples, positions and probabilities."""
+    own, layout = trace.module(name), trace.source.layouts[value.cell]
+    assert layout is not None and isinstance(own, DropoutAdd), "the due mask is known"
+    for other, module in trace.source.plain.module.named_modules():
+        if other != name and isinstance(module, DropoutAdd):
+            yield f"those of {other}", _mask(value, module, layout)
+    from_0 = replace(layout, samples=tuple(range(len(value.full))))
+    yield "samples are counted from 0 in each micro-batch", _mask(value, own, from_0)
     for cell, one in enumerate(trace.source.layouts):
         if cell != value.cell and one is not None and one.samples is not None:
-            yield f"those of samples {index_words(one.samples)}", take(_mask(own, one, size), value.index)
-    full, part = _mask(own, layout, size), value.observed.shape[TOKENS]
+            yield f"those of samples {index_words(one.samples)}", _mask(value, own, one)
+    part = value.observed.shape[TOKENS]
     for start in range(0, value.full.shape[TOKENS] - part + 1, part):
         places = np.arange(start, start + part)
-        words = f"those of positions {index_words(places.tolist())}"
-        yield words, take(full, (value.index[0], places, *value.index[2:]))
+        yield f"those of positions {index_words(places.tolist())}", _mask(value, own, layout, at=places)
     if factor > 1.0:
         p = 1.0 - 1.0 / factor
-        yield f"it drops with p = {p:.3g} instead of {own.p:.3g}", take(_mask(own, layout, size, p), value.index)
+        yield f"it drops with p = {p:.3g} instead of {own.p:.3g}", _mask(value, own, layout, p=p)
 
 
 # ---- tables
@@ -121,8 +115,12 @@ def _other_masks(value: LocalValue, trace: Trace, name: str, factor: float) -> I
 
 def _rows(value: LocalValue, trace: Trace) -> str | None:
     """Recognise other rows of an embedding's table, by reading the id of each row from the table."""
-    what, _, module = _of(value, trace)
-    if what != "output" or not isinstance(module, nn.Embedding) or value.observed.shape[-1] != module.embedding_dim:
+    module = trace.module(value.module)
+    if (
+        value.what != "output"
+        or not isinstance(module, nn.Embedding)
+        or value.observed.shape[-1] != module.embedding_dim
+    ):
         return None
     table = module.weight.detach().double().numpy()
     due, found = (_ids(rows, table) for rows in (value.expected, value.observed))
@@ -140,15 +138,16 @@ def _ids(rows: Array, table: Array) -> Places | None:
     found = []
     for row in flat:
         distance = np.abs(table - row).max(-1)
-        if not distance.min() <= ROUNDING * scale and row.any():
+        is_there = distance.min() <= ROUNDING * scale
+        if not is_there and row.any():
             return None
-        found.append(int(distance.argmin()) if distance.min() <= ROUNDING * scale else NO_ROW)
+        found.append(int(distance.argmin()) if is_there else NO_ROW)
     return np.array(found).reshape(rows.shape[:-1])
 
 
 def _running_positions(value: LocalValue, trace: Trace, due: Places, found: Places) -> str | None:
     """Recognise positions of a table that don't start again in each document."""
-    layout = trace.source.layouts[value.cell] if trace.source is not None else None
+    layout = trace.source.layouts[value.cell]
     if layout is None or layout.documents is None or due.ndim != 2 or len(due) != value.full.shape[0]:
         return None
     tokens_bt = np.broadcast_to(value.index[TOKENS], due.shape)
@@ -184,43 +183,154 @@ def _name_ids(due: Places, found: Places) -> str | None:
 
 def _weights_before(value: LocalValue, trace: Trace) -> str | None:
     """Recognise a layer that uses its weights of an earlier step."""
-    what, name, module = _of(value, trace)
+    name, module = value.module, trace.module(value.module)
     x = trace.reference[value.cell].get(f"input of {name}")
-    if what != "output" or module is None or x is None or trace.source is None or list(module.children()):
+    if value.what != "output" or module is None or x is None or list(module.children()):
         return None
     for step, weights in reversed(list(enumerate(trace.source.earlier, start=1))):
         state = {n: weights[at].to(p) for n, p in module.named_parameters() if (at := f"{name}.{n}") in weights}
         if not state:
             return None
-        with torch.no_grad():
-            out = torch.func.functional_call(module, state, torch.from_numpy(x))
-        if out.shape == value.full.shape and close(value.observed, take(out.numpy(), value.index), value.rounding):
+        out = torch.func.functional_call(module, state, torch.from_numpy(x)).numpy()
+        if out.shape == value.full.shape and close(value.observed, take(out, value.index), value.rounding):
             return f"{name} uses its weights of step {step}: they were not gathered again after the update"
     return None
 
 
 def _activation(value: LocalValue, trace: Trace) -> str | None:
     """Recognise another activation, of a module or between the projections of a gated feed-forward layer."""
-    what, name, _ = _of(value, trace)
-    parent, _, last = name.rpartition(".")
-    suffix = last.removeprefix("down")
-    values, factor = trace.reference[value.cell], None
-    if what == "output":
-        x = values.get(f"input of {name}")
-    elif what == "input" and last.startswith("down"):
-        x, factor = (values.get(f"output of {parent}.{one}{suffix}") for one in ("gate", "up"))
-    else:
+    parent, _, last = value.module.rpartition(".")
+    inputs = [f"input of {value.module}"]
+    if value.what == "input" and last.startswith("down"):
+        inputs = [f"output of {parent}.{one}{last.removeprefix('down')}" for one in ("gate", "up")]
+    elif value.what != "output":
         return None
-    if x is None or x.shape != value.full.shape or (factor is not None and factor.shape != x.shape):
+    found = [one for name in inputs if (one := trace.at(value, name)) is not None]
+    if len(found) < len(inputs):
         return None
-    gate, by = torch.from_numpy(x), 1.0 if factor is None else factor
-    outputs = {kind: run(gate).numpy() * by for kind, run in ACTIVATIONS.items()}
-    right = next((kind for kind, out in outputs.items() if close(value.full, out)), None)
+    x, factor = torch.from_numpy(found[0]), found[-1] if len(found) > 1 else 1.0
+    outputs = {kind: run(x).numpy() * factor for kind, run in ACTIVATIONS.items()}
+    right = next((kind for kind, out in outputs.items() if close(value.expected, out)), None)
     for kind, out in outputs.items() if right is not None else ():
-        if kind != right and close(value.observed, take(out, value.index), value.rounding):
+        if kind != right and close(value.observed, out, value.rounding):
             return f"the activation is another: {kind} instead of {right}"
     return None
 
 
-RELATIONS: tuple[Relation, ...] = (_dropout, _rows, _weights_before, _activation)
+# ---- experts of transformers, which take tokens, choices and routing weights
+
+
+def _foreign_experts(value: LocalValue, trace: Trace) -> str | None:
+    """Explain wrong outputs of experts by their tokens and the gate beside them."""
+    name, experts = value.module, trace.module(value.module)
+    gate_ed = getattr(trace.module(f"{name.rpartition('.')[0]}.gate"), "weight", None)
+    x = trace.at(value, f"input of {name}")
+    if value.what != "output" or not name.endswith(".experts") or not isinstance(gate_ed, Tensor) or experts is None:
+        return None
+    if x is None or x.ndim != 2:
+        return None
+    probability_ne = (torch.from_numpy(x) @ gate_ed.to(torch.float64).T).softmax(-1).numpy()
+    return _other_normalisation(value, probability_ne) or _first_experts(value, trace, experts, x, len(gate_ed))
+
+
+def _other_normalisation(value: LocalValue, probability_ne: Array) -> str | None:
+    """Explain a factor of each token by the sum of its best probabilities."""
+    factor_n1 = token_factors(value.observed, value.expected)
+    if not close(value.observed, factor_n1 * value.expected):
+        return None
+    best_ne = np.sort(probability_ne)[:, ::-1].cumsum(-1)
+    for num in range(2, best_ne.shape[1] + 1):
+        for word, due_n1 in (("not ", best_ne[:, num - 1 : num]), ("", 1 / best_ne[:, num - 1 : num])):
+            if close(factor_n1, due_n1, FLOAT32):
+                return f"routing weights are {word}normalised over a token's {num} experts"
+    return None
+
+
+def _first_experts(value: LocalValue, trace: Trace, experts: nn.Module, x: Array, num: int) -> str | None:
+    """Recognise outputs in which each rank's first expert also stands in for those of other ranks."""
+    tp, x_nd, due_nd = trace.axes.size("tp"), torch.from_numpy(x), torch.from_numpy(value.expected)
+    if tp == 1 or num % tp or x_nd.shape[1] < num:
+        return None
+    one_n1 = torch.ones(len(x_nd), 1, dtype=torch.int64)
+    outs_nde = torch.stack([experts(x_nd, e * one_n1, one_n1.to(x_nd.dtype)) for e in range(num)], -1)
+    weights_nre = torch.linalg.lstsq(outs_nde, due_nd[..., None]).solution.view(len(x_nd), tp, -1)
+    of_others_nr = weights_nre.sum((1, 2))[:, None] - weights_nre.sum(2)
+    found_nd = due_nd + (outs_nde[..., :: num // tp] @ of_others_nr[..., None])[..., 0]
+    words = "each tp rank's first expert also computes the choices of other ranks' experts, with their routing weights"
+    return words if close(value.observed, found_nd.numpy(), FLOAT32) else None
+
+
+# ---- the loss
+
+
+def _other_loss(value: LocalValue, trace: Trace) -> str | None:
+    """Recognise another loss by the gradient of logits, which is (softmax − one-hot target) · a factor."""
+    logits = trace.reference[value.cell].get(value.name.removeprefix(GRADIENT))
+    due = trace.source.targets[value.cell].numpy()
+    if not value.name.startswith(f"{GRADIENT}output of ") or logits is None:
+        return None
+    if logits.ndim != 3 or due.shape != logits.shape[:2] or due.dtype.kind != "i":
+        return None
+    chance, target = _softmax(logits), _one_hot(due, logits.shape[-1])
+    has_target = (due != IGNORED)[..., None]
+    unit = factor_of(value.full, (chance - target) * has_target)
+    if not unit or not close(value.full, unit * (chance - target) * has_target):
+        return None
+    extra = (value.observed - value.expected) / unit
+    log_sum = torch.from_numpy(logits).logsumexp(-1, keepdim=True).numpy()
+    for part, words in (
+        (2.0 * log_sum * chance * has_target, "the loss has a z-loss that the reference doesn't have: {} × logsumexp²"),
+        ((target - 1.0 / logits.shape[-1]) * has_target, "targets are smoothed: label smoothing of {}"),
+    ):
+        local = take(part, value.index)
+        factor = factor_of(extra, local)
+        if factor and close(extra, factor * local, value.rounding):
+            return words.format(f"{factor:.3g}")
+    if value.observed.shape[-1] == value.full.shape[-1]:
+        return _targets(value, trace, take(chance, value.index) - value.observed / unit, due)
+    local = unit * (_softmax(take(logits, value.index)) - take(target, value.index))
+    words = "the softmax's denominator is the sum of each tp rank's own classes: its sum over tp is missing"
+    return words if close(value.observed, local, value.rounding) else None
+
+
+def _softmax(logits: Array) -> Array:
+    found: Array = torch.from_numpy(logits).softmax(-1).numpy()
+    return found
+
+
+def _one_hot(targets: Places, size: int) -> Array:
+    found: Array = (targets[..., None] == np.arange(size)).astype(np.float64)
+    return found
+
+
+def _targets(value: LocalValue, trace: Trace, target: Array, due_bt: Places) -> str | None:
+    """Name the targets that a rank uses, which stand in its gradient of logits."""
+    lost = np.asarray(~value.observed.any(-1))
+    used = np.where(lost, IGNORED, target.argmax(-1))
+    if not close(np.where(lost[..., None], 0.0, target), _one_hot(used, target.shape[-1]), ROUNDING):
+        return None
+    own = take(due_bt, value.index[:2])
+    found = [words for words, other_bt in _other_targets(value, trace, due_bt) if np.array_equal(other_bt, used)]
+    if not found and (used[used != own] == IGNORED).all():
+        return "targets are lost"
+    if not found and (own[used != own] == IGNORED).all():
+        return "tokens that have no target have one"
+    for shift, words in ((1, "previous"), (-1, "next")):
+        if not trace.tokens and np.array_equal(np.roll(due_bt, shift, 1)[:, 1:-1], used[:, 1:-1]):
+            found.append(f"each token has the target of the {words} one")
+    return found[0] if found else "tokens have other targets"
+
+
+def _other_targets(value: LocalValue, trace: Trace, due_bt: Places) -> Iterator[tuple[str, Places]]:
+    """Yield targets of other micro-batches, and those of other tokens of the sample under context parallelism."""
+    for cell, other in enumerate(trace.source.targets):
+        if cell != value.cell and other.shape == due_bt.shape:
+            yield cell_words(value, "targets", cell, trace), take(other.numpy(), value.index[:2])
+    for words, order in context_orders(value, trace):
+        yield f"inputs and targets are sharded apart: targets: {words}", take(due_bt, (value.index[0], order))
+
+
+RELATIONS: tuple[Relation, ...] = tuple(
+    torch.no_grad()(one) for one in (_dropout, _rows, _weights_before, _activation, _foreign_experts, _other_loss)
+)
 """Relations of a value to the module that computes it."""

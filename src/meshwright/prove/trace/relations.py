@@ -26,6 +26,10 @@ LEAST_ROUNDINGS, MOST_ROUNDINGS = 64.0, 32.0
 LEAST_SIGNS, MOST_BIAS, LEAST_MEDIAN = 16, 0.5, 0.125
 """Elements by which rounding is told from other small differences, how far from 0 the mean of their signs may be, and
 the least median of their relative differences, in rounding units: that of rounding once is 0.35."""
+SAME_ANGLE = 1e-7
+"""Difference of equal angles."""
+APART = 1e-3
+"""Least difference between the factors of tokens; less may be rounding."""
 
 
 def close(a: Array, b: Array, rounding: float = ROUNDING) -> bool:
@@ -35,6 +39,18 @@ def close(a: Array, b: Array, rounding: float = ROUNDING) -> bool:
     scale = max(float(np.abs(b).max(initial=0.0)), float(np.abs(a).max(initial=0.0)))
     with np.errstate(invalid="ignore", over="ignore"):
         return bool(np.abs(a - b).max(initial=0.0) <= rounding * scale)
+
+
+def factor_of(a: Array, b: Array) -> float:
+    """Return the c for which c · b is nearest to a; 0 if b is zero."""
+    energy = float(np.vdot(b, b))
+    return float(np.vdot(b, a)) / energy if energy else 0.0
+
+
+def token_factors(a: Array, b: Array) -> Array:
+    """Return the c of each token, […, 1], for which c · b is nearest to a."""
+    factors: Array = (a * b).sum(-1, keepdims=True) / np.maximum((b * b).sum(-1, keepdims=True), TINY)
+    return factors
 
 
 def relate(values: tuple[LocalValue, ...], trace: Trace, relations: Sequence[Relation] | None = None) -> str | None:
@@ -56,158 +72,135 @@ def _not_finite(value: LocalValue, trace: Trace) -> str | None:
     return None if np.isfinite(value.observed).all() else "it has NaN or infinite entries"
 
 
-def _zero(value: LocalValue, trace: Trace) -> str | None:
-    return None if value.observed.any() else "it is zero"
-
-
 def _multiple(value: LocalValue, trace: Trace) -> str | None:
     factor = factor_of(value.observed, value.expected)
+    if not value.observed.any():
+        return "it is zero"
     is_multiple = close(value.observed, factor * value.expected, value.rounding)
     return f"it is {number_words(factor)} × the right one" if is_multiple else None
 
 
-def factor_of(a: Array, b: Array) -> float:
-    """Return the c for which c · b is nearest to a; 0 if b is zero."""
-    energy = float(np.vdot(b, b))
-    return float(np.vdot(b, a)) / energy if energy else 0.0
+# ---- another value
+
+
+def _is(value: LocalValue, name: str, trace: Trace, cell: int | None = None) -> bool:
+    """Return whether a value is another one of the reference, of its micro-batch or another."""
+    other = trace.at(value, name, cell)
+    return other is not None and close(value.observed, other, value.rounding)
 
 
 def _of_another_cell(value: LocalValue, trace: Trace) -> str | None:
-    home = divmod(value.cell, trace.num_microbatches)
-    for cell, values in enumerate(trace.reference):
-        if cell != value.cell and value.name in values and _is(value, values[value.name]):
-            dp_rank, microbatch = divmod(cell, trace.num_microbatches)
-            whose = "" if dp_rank == home[0] else f" of data-parallel rank {dp_rank}"
-            return (
-                f"micro-batch {home[1]} has the value of micro-batch {microbatch}{whose}: a stale or exchanged buffer"
-            )
-    return None
+    others = (cell for cell in range(len(trace.reference)) if cell != value.cell)
+    cell = next((cell for cell in others if _is(value, value.name, trace, cell)), None)
+    return None if cell is None else f"{cell_words(value, 'value', cell, trace)}: a stale or exchanged buffer"
+
+
+def cell_words(value: LocalValue, what: str, cell: int, trace: Trace) -> str:
+    """Say that a value's micro-batch has something of another."""
+    (own, here), (dp_rank, there) = (divmod(one, trace.num_microbatches) for one in (value.cell, cell))
+    whose = "" if dp_rank == own else f" of data-parallel rank {dp_rank}"
+    return f"micro-batch {here} has the {what} of micro-batch {there}{whose}"
 
 
 def _skipped(value: LocalValue, trace: Trace) -> str | None:
-    what, _, module = value.name.partition(" of ")
-    name = f"input of {module}"
-    if module == MODEL:  # the last module's output
+    name, is_model = f"input of {value.module}", value.module == MODEL
+    if is_model:  # the last module's output
         name = [one for one in trace.reference[value.cell] if one.startswith("output of ")][-2]
-    before = trace.reference[value.cell].get(name)
-    if what != "output" or before is None or not _is(value, before):
+    if value.what != "output" or not _is(value, name, trace):
         return None
-    return f"it is the {name}: " + ("nothing is done to it after" if module == MODEL else "the module does nothing")
+    return f"it is the {name}: " + ("nothing is done to it after" if is_model else "the module does nothing")
 
 
 def _of_another_layer(value: LocalValue, trace: Trace) -> str | None:
     own = LAYER.search(value.name)
-    for name, full in trace.reference[value.cell].items() if own else ():
-        other = LAYER.search(name)
-        if other and other[1] != own[1] and LAYER.sub(own[0], name, count=1) == value.name and _is(value, full):  # type: ignore[index]
+    for name in trace.reference[value.cell] if own else ():
+        if name != value.name and LAYER.sub(own[0], name, count=1) == value.name and _is(value, name, trace):  # type: ignore[index]
             return f"it is the {name}: layers are exchanged"
     return None
 
 
-def _is(value: LocalValue, full: Array) -> bool:
-    return full.shape == value.full.shape and close(value.observed, take(full, value.index), value.rounding)
+def _residual(value: LocalValue, trace: Trace) -> str | None:
+    """Recognise a branch that is scaled before it is added: observed − start = factor · (expected − start).
+
+    The start is a block's input, or what an adapter's base returns.
+    """
+    for name, words in (
+        (f"output of {value.module}.base_layer", "the adapter's part of {} is {} × what it should be"),
+        (f"input of {value.module}", "{} adds {} × what it should to its input"),
+    ):
+        start = trace.at(value, name)
+        if value.what == "output" and start is not None:
+            added = value.expected - start
+            factor = factor_of(value.observed - start, added)
+            if close(value.observed, start + factor * added, value.rounding):
+                return words.format(value.module, number_words(factor))
+    return None
 
 
-def _samples(value: LocalValue, trace: Trace) -> str | None:
-    order = _permutation(value.observed, value.expected, dim=0)
-    return None if order is None else _exchanged("samples", "row", order)
+def _part(value: LocalValue, trace: Trace) -> str | None:
+    """Recognise a gradient that lacks what one of the modules within returns, or counts it more than once."""
+    difference = value.observed - value.expected
+    within = [name for name in trace.reference[value.cell] if name.startswith(f"{value.name}.")]
+    for name in within if value.what == f"{GRADIENT}input" else ():
+        part = trace.at(value, name)
+        factor = 0.0 if part is None else factor_of(difference, part)
+        if part is not None and factor and close(difference, factor * part, value.rounding):
+            count = round(1.0 + factor, 6)
+            return f"the {name} is {'not added' if not count else f'counted {count:g} times'} in it"
+    return None
 
 
-def _exchanged(whose: str, what: str, order: Places) -> str:
-    """Say in which order the slices of a dim are; what is there twice is not exchanged."""
-    if len(set(order.tolist())) == len(order):
-        they = "they" if whose == f"{what}s" else f"{what}s"
-        return f"{whose} are exchanged: {they} are in the order {index_words(order.tolist())}"
-    if len(set(order.tolist())) == 1:
-        return f"all {what}s have the value of {what} {order[0]}"
-    return f"{what}s have the values of {what}s {index_words(order.tolist())}"
+# ---- the same elements in another order
 
 
 def _shifted(value: LocalValue, trace: Trace) -> str | None:
-    if (
-        value.observed.ndim < 3
-        or value.index[TOKENS].ndim > 1
-        or value.observed.shape[TOKENS] < value.full.shape[TOKENS]
-    ):
-        return None
     size = value.observed.shape[TOKENS]
-    for shift in (sign * k for k in range(1, size) for sign in (1, -1)):
-        a, b = (slice(shift, None), slice(None, -shift)) if shift > 0 else (slice(None, shift), slice(-shift, None))
-        if size - abs(shift) < 2:
-            break
-        if close(value.observed[:, b], value.expected[:, a], value.rounding):
-            where = "later" if shift > 0 else "earlier"
-            return f"each token has the value of the token {abs(shift)} {where}"
+    whole = value.observed.ndim > 2 and value.index[TOKENS].ndim == 1 and size == value.full.shape[TOKENS]
+    for shift in (sign * k for k in range(1, size - 1 if whole else 0) for sign in (1, -1)):
+        here, there = slice(max(0, -shift), size - max(0, shift)), slice(max(0, shift), size + min(0, shift))
+        if close(value.observed[:, here], value.expected[:, there], value.rounding):
+            return f"each token has the value of the token {abs(shift)} {'later' if shift > 0 else 'earlier'}"
     return None
 
 
-def _tokens(value: LocalValue, trace: Trace) -> str | None:
-    """Recognise tokens of other places, in the shard or in the full value; with cp, of which rank and in what order."""
-    if value.observed.ndim < 3:
-        return None
-    order = _permutation(value.observed, value.expected, dim=TOKENS)
-    own = value.index[TOKENS]
-    if order is None and own.ndim == 1 and value.full.shape[TOKENS] > len(own):
-        others = take(value.full, (value.index[0], np.arange(value.full.shape[TOKENS]), *value.index[2:]))
-        order = _permutation(value.observed, others, dim=TOKENS)
-    elif order is not None and own.ndim == 1:
-        order = own[order]
-    if order is None:
-        return None
-    named = name_order(order, value, trace)
-    return named or _exchanged("tokens", "position", order)
-
-
-def name_order(order: Places, value: LocalValue, trace: Trace) -> str | None:
-    """Name tokens of a context-parallel rank that are read from other positions, given the positions."""
-    own, rank = [np.asarray(one) for one in trace.tokens.get(value.cell, [])], coordinates(trace.axes)[value.rank]["cp"]
-    if len(own) < 2 or any(one.ndim > 1 for one in own) or len(order) != len(own[rank]):
-        return None
-    size, mine = len(order), own[rank]
-    for other, places in enumerate(own):
-        if other != rank and np.array_equal(order, places):
-            return f"cp rank {rank} holds the tokens of cp rank {other}, which are there twice"
-    for places, what in (
-        (np.arange(size) + rank * size, "a contiguous order over cp, not that of masks and positions"),
-        (mine[::-1], "a reversed order of the cp rank's tokens"),
-        (np.roll(mine, -(size // 2)), "an order of the cp rank's tokens with its halves swapped"),
-    ):
-        if np.array_equal(order, places):
-            return f"tokens are in {what}"
-    return None
-
-
-def _heads(value: LocalValue, trace: Trace) -> str | None:
-    if value.observed.ndim != 4:
-        return None
-    order = _permutation(value.observed, value.expected, dim=2)
-    return None if order is None else _exchanged("heads", "head", order)
-
-
-def _features(value: LocalValue, trace: Trace) -> str | None:
-    order = _permutation(value.observed, value.expected, dim=value.observed.ndim - 1)
+def _exchanged(value: LocalValue, trace: Trace) -> str | None:
+    """Recognise samples, heads, tokens or features in another order, or some that are there several times."""
+    num_dims = value.observed.ndim
+    for dim, least_dims, whose, what in (
+        (0, 2, "samples", "row"), (2, 4, "heads", "head"), (TOKENS, 3, "tokens", "position"),
+    ):  # fmt: skip
+        if num_dims < least_dims:
+            continue
+        order = _tokens(value) if dim == TOKENS else _permutation(value.observed, value.expected, dim=dim)
+        if order is not None:
+            orders = context_orders(value, trace) if dim == TOKENS else ()
+            named = next((words for words, places in orders if np.array_equal(order, places)), None)
+            return named or _order_words(whose, what, order)
+    order = _permutation(value.observed, value.expected, dim=num_dims - 1)
     if order is None:
         return None
     for parts in (2, 3, 4, 6):  # a layer that returns several things at once
         blocks = order.reshape(parts, -1) if len(order) % parts == 0 else order[:1, None]
         starts, size = blocks[:, 0], blocks.shape[1]
         if size > 2 and (np.diff(blocks, axis=1) == 1).all() and not (starts % size).any():
-            return _exchanged("features", "equal part", starts // size)
-    return _exchanged("features", "feature", order)
+            return _order_words("features", "equal part", starts // size)
+    return _order_words("features", "feature", order)
 
 
-def _transposed(value: LocalValue, trace: Trace) -> str | None:
-    is_transposed = value.observed.ndim > 3 and _is(value, value.full.swapaxes(-1, -2))
-    return "its last two dims are exchanged" if is_transposed else None
+def _tokens(value: LocalValue) -> Places | None:
+    """Return the positions of the tokens that a value holds instead of its own, in its shard or the full value."""
+    order, own = _permutation(value.observed, value.expected, dim=TOKENS), value.index[TOKENS]
+    if order is None and own.ndim == 1 and value.full.shape[TOKENS] > len(own):
+        others = take(value.full, (value.index[0], np.arange(value.full.shape[TOKENS]), *value.index[2:]))
+        return _permutation(value.observed, others, dim=TOKENS)
+    return order if order is None or own.ndim > 1 else own[order]
 
 
 def _permutation(a: Array, b: Array, *, dim: int) -> Places | None:
     """Return the slices of `b` that `a` has along a dim, its own where it can be."""
-    if a.ndim <= dim or a.shape[dim] < 2 or b.ndim != a.ndim:
+    if a.shape[dim] < 2:
         return None
     rows_a, rows_b = (np.moveaxis(x, dim, 0).reshape(x.shape[dim], -1) for x in (a, b))
-    if rows_a.shape[1] != rows_b.shape[1]:
-        return None
     scale, order = float(np.abs(rows_b).max(initial=0.0)), []
     for place, row in enumerate(rows_a):
         distance = np.abs(rows_b - row).max(axis=1)
@@ -218,20 +211,46 @@ def _permutation(a: Array, b: Array, *, dim: int) -> Places | None:
     return None if order == list(range(len(rows_b))) else np.array(order)
 
 
+def _order_words(whose: str, what: str, order: Places) -> str:
+    """Say in which order the slices of a dim are; what is there twice is not exchanged."""
+    num = len(set(order.tolist()))
+    if num == len(order):
+        they = "they" if whose == f"{what}s" else f"{what}s"
+        return f"{whose} are exchanged: {they} are in the order {index_words(order.tolist())}"
+    if num == 1:
+        return f"all {what}s have the value of {what} {order[0]}"
+    return f"{what}s have the values of {what}s {index_words(order.tolist())}"
+
+
+def context_orders(value: LocalValue, trace: Trace) -> Iterator[tuple[str, Places]]:
+    """Yield wrong orders of the tokens of a context-parallel rank: what it is called, and their positions."""
+    own, rank = [np.asarray(one) for one in trace.tokens.get(value.cell, [])], coordinates(trace.axes)[value.rank]["cp"]
+    if len(own) < 2 or any(one.ndim > 1 for one in own):
+        return
+    size, mine = len(own[rank]), own[rank]
+    for other, places in enumerate(own):
+        if other != rank:
+            yield f"cp rank {rank} holds the tokens of cp rank {other}, which are there twice", places
+    contiguous = np.arange(size) + rank * size
+    yield "tokens are in a contiguous order over cp, not that of masks and positions", contiguous
+    yield "tokens are in a reversed order of the cp rank's tokens", mine[::-1]
+    yield "tokens are in an order of the cp rank's tokens with its halves swapped", np.roll(mine, -(size // 2))
+
+
+# ---- rotary embedding
+
+
 def _rotated(value: LocalValue, trace: Trace) -> str | None:
     """Recognise rotary embedding at other positions: each pair (x[i], x[i + h/2]) is rotated by a further angle."""
     if value.observed.ndim != 4 or value.observed.shape[-1] % 2:
         return None
-    a, b = (_complex(x) for x in (value.observed, value.expected))
+    if _is_unrotated(value, trace):
+        return "it is not rotated: RoPE is not applied"
+    a, b = (x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :] for x in (value.observed, value.expected))
     if not close(np.abs(a), np.abs(b)):
         return None
-    strong = np.abs(b) > 1e-3 * np.abs(b).max()
-    angle = np.angle(a * np.conj(b))
-    fast = np.where(strong[..., 0], angle[..., 0], np.nan)  # the first pair turns by one radian per position
-    turn_bt = np.nanmedian(fast, axis=2) if fast.size else fast
-    moved = [_steps(float(turn), value.observed.shape[1] * 4) for turn in turn_bt.reshape(-1) if np.isfinite(turn)]
-    if moved and len(moved) == turn_bt.size and all(step is not None for step in moved):
-        steps_bt = np.array(moved, dtype=np.int64).reshape(turn_bt.shape)
+    steps_bt = _steps(a[..., 0], b[..., 0], 4 * value.observed.shape[1])
+    if steps_bt is not None:
         if named := _name_positions(steps_bt, value, trace):
             return named
         steps = sorted({int(step) for step in steps_bt.flat})
@@ -242,9 +261,29 @@ def _rotated(value: LocalValue, trace: Trace) -> str | None:
     return "it is rotated by other angles: RoPE has another base, scaling or pairing, or other positions"
 
 
+def _is_unrotated(value: LocalValue, trace: Trace) -> bool:
+    """Return whether queries or keys are still what their projection returns."""
+    projection = {"queries": "wq", "keys": "wk"}.get(value.what)
+    full = trace.reference[value.cell].get(f"output of {value.module.removesuffix('.core')}.{projection}")
+    if full is None or full.size != value.full.size:
+        return False
+    return close(value.observed, take(full.reshape(value.full.shape), value.index), value.rounding)
+
+
+def _steps(a_btn: npt.NDArray[np.complex128], b_btn: npt.NDArray[np.complex128], most: int) -> Places | None:
+    """Return by how many positions tokens are off, given the first pair of features, which turns by one radian per
+    position; None if angles are no multiples of it."""
+    strong = np.abs(b_btn) > 1e-3 * np.abs(b_btn).max()
+    turn_bt = np.nanmedian(np.where(strong, np.angle(a_btn * np.conj(b_btn)), np.nan), axis=2)
+    steps = np.array(sorted(range(1 - most, most), key=lambda step: step % (2 * np.pi)))
+    nearest_bt = np.searchsorted(steps % (2 * np.pi), turn_bt % (2 * np.pi) - SAME_ANGLE) % len(steps)
+    off_bt = (turn_bt - steps[nearest_bt] + np.pi) % (2 * np.pi) - np.pi
+    return steps[nearest_bt] if bool((np.abs(off_bt) < SAME_ANGLE).all()) else None
+
+
 def _name_positions(steps_bt: Places, value: LocalValue, trace: Trace) -> str | None:
     """Name positions that are off by steps: those of places in the shard, of consecutive tokens, or of samples."""
-    layout = None if trace.source is None else trace.source.layouts[value.cell]
+    layout = trace.source.layouts[value.cell]
     if layout is None:
         return None
     tokens = np.broadcast_to(value.index[TOKENS], steps_bt.shape)
@@ -261,47 +300,18 @@ def _name_positions(steps_bt: Places, value: LocalValue, trace: Trace) -> str | 
     return None
 
 
-def _complex(x_btnh: Array) -> npt.NDArray[np.complex128]:
-    first, second = np.split(x_btnh, 2, axis=-1)
-    return first + 1j * second
-
-
-def _steps(turn: float, most: int) -> int | None:
-    """Return how many positions an angle in (−π, π] turns by, at one radian each; None if not an integer."""
-    for step in (sign * k for k in range(most) for sign in (1, -1)):
-        if abs((turn - step + np.pi) % (2 * np.pi) - np.pi) < 1e-7:
-            return step
-    return None
-
-
-def _unrotated(value: LocalValue, trace: Trace) -> str | None:
-    module = value.name.partition(" of ")[2].removesuffix(".core")
-    projection = {"queries": "wq", "keys": "wk"}.get(value.name.partition(" ")[0])
-    name = f"output of {module}.{projection}"
-    full = trace.reference[value.cell].get(name)
-    if projection is None or full is None:
-        return None
-    plain = full.reshape(*full.shape[:2], -1, value.observed.shape[-1])
-    return "it is not rotated: RoPE is not applied" if _is(value, plain) else None
-
-
-APART = 1e-3
-"""Least difference between the factors of tokens; less may be rounding."""
+# ---- norms, biases and rounding
 
 
 def _per_token(value: LocalValue, trace: Trace) -> str | None:
     if value.observed.ndim < 3 or value.observed.shape[-1] < 4:
         return None
-    a, b = value.observed, value.expected
-    energy = np.maximum((b * b).sum(-1, keepdims=True), 1e-300)
-    factor = (a * b).sum(-1, keepdims=True) / energy
-    if not close(a, factor * b):
-        return None
+    factor = token_factors(value.observed, value.expected)
     low, high = float(factor.min()), float(factor.max())
-    if high - low < APART:
+    if high - low < APART or not close(value.observed, factor * value.expected):
         return None
     words = f"each token has a factor of its own, {low:.4g} … {high:.4g}"
-    if "norm" in type(trace.module(value.name.rpartition(" of ")[2])).__name__.lower():
+    if "norm" in type(trace.module(value.module)).__name__.lower():
         return _epsilon(value, trace, factor) or f"{words}: another statistic of the norm, or its epsilon"
     some = factor[np.abs(factor - high) > 1e-6 * abs(high)]
     if len(some) and np.abs(some).max() < 1e-9:
@@ -316,14 +326,13 @@ def _epsilon(value: LocalValue, trace: Trace, factor: Array) -> str | None:
 
     Here s is the mean square, or a LayerNorm's variance.
     """
-    what, _, module = value.name.partition(" of ")
-    norm, before = trace.module(module), trace.reference[value.cell].get(f"input of {module}")
+    norm, before = trace.module(value.module), trace.at(value, f"input of {value.module}")
     given = (getattr(norm, name, None) for name in ("eps", "variance_epsilon"))
     epsilon = next((one for one in given if isinstance(one, float)), None)
-    if what != "output" or epsilon is None or before is None or before.shape != value.full.shape:
+    if value.what != "output" or epsilon is None or before is None:
         return None
     centred = before - before.mean(-1, keepdims=True) if isinstance(norm, nn.LayerNorm) else before
-    square = take((centred * centred).mean(-1, keepdims=True), (*value.index[:-1], np.arange(1)))
+    square = (centred * centred).mean(-1, keepdims=True)
     found = (square + epsilon) / factor**2 - square
     mid = float(np.median(found))
     is_one = np.abs(found - mid).max() <= 1e-3 * max(abs(mid), epsilon)
@@ -337,52 +346,15 @@ def _offset(value: LocalValue, trace: Trace) -> str | None:
     return "it is off by the same vector at every token: a bias is missing or added twice" if same else None
 
 
-def _residual(value: LocalValue, trace: Trace) -> str | None:
-    """Recognise a branch that is scaled before it is added: observed − start = factor · (expected − start).
-
-    The start is a block's input, or what an adapter's base returns.
-    """
-    what, _, module = value.name.partition(" of ")
-    for name, words in (
-        (f"output of {module}.base_layer", "the adapter's part of {} is {} × what it should be"),
-        (f"input of {module}", "{} adds {} × what it should to its input"),
-    ):
-        before = trace.reference[value.cell].get(name)
-        if what != "output" or before is None or before.shape != value.full.shape:
-            continue
-        start = take(before, value.index)
-        added = value.expected - start
-        factor = factor_of(value.observed - start, added)
-        if close(value.observed, start + factor * added, value.rounding):
-            return words.format(module, number_words(factor))
-    return None
-
-
-def _part(value: LocalValue, trace: Trace) -> str | None:
-    """Recognise a gradient that lacks what one of the modules within returns, or counts it more than once."""
-    what, _, module = value.name.removeprefix(GRADIENT).partition(" of ")
-    if what != "input" or not value.name.startswith(GRADIENT):
-        return None
-    difference = value.observed - value.expected
-    for name, full in trace.reference[value.cell].items():
-        if name.startswith(f"{value.name}.") and full.shape == value.full.shape:
-            part = take(full, value.index)
-            factor = factor_of(difference, part)
-            if factor and close(difference, factor * part, value.rounding):
-                count = round(1.0 + factor, 6)
-                return f"the {name} is {'not added' if not count else f'counted {count:g} times'} in it"
-    return None
-
-
 def _rounded(value: LocalValue, trace: Trace) -> str | None:
     """Recognise a value that is rounded to a narrower dtype, or computed in one, by the size of its error."""
-    for dtype, unit, kind in (("float32", 2.0**-24, np.float32), ("bfloat16", 2.0**-9, None)):
+    for dtype, unit in (("float32", 2.0**-24), ("bfloat16", 2.0**-9)):
         if not unit / LEAST_ROUNDINGS <= value.error <= MOST_ROUNDINGS * unit:
             continue
-        numbers = is_bfloat16(value.observed) if kind is None else value.observed.astype(kind) == value.observed
-        if bool(numbers.all()):
+        x, is_float32 = value.observed, dtype == "float32"
+        if bool((x.astype(np.float32) == x if is_float32 else is_bfloat16(x)).all()):
             return f"it is rounded to {dtype}: part of the computation runs in {dtype}, the difference is its rounding"
-        if value.error <= MOST_ROUNDINGS / 4 * unit and dtype == "float32" and _is_rounding(value, unit):
+        if is_float32 and value.error <= MOST_ROUNDINGS / 4 * unit and _is_rounding(value, unit):
             return f"part of the computation runs in {dtype}: the difference is its rounding"
     return None
 
@@ -396,22 +368,7 @@ def _is_rounding(value: LocalValue, unit: float) -> bool:
 
 
 RELATIONS: tuple[Relation, ...] = (
-    _not_finite, _zero, _multiple, _of_another_cell, _skipped, _of_another_layer, _samples, _unrotated, _rotated,
-    _heads, _shifted, _tokens, _per_token, _offset, _residual, _part, _features, _transposed, _rounded,
+    _not_finite, _multiple, _of_another_cell, _skipped, _of_another_layer, _rotated, _shifted, _exchanged, _per_token,
+    _offset, _residual, _part, _rounded,
 )  # fmt: skip
 """Relations in the order in which they are tried, special ones first."""
-
-
-def parts_of(values: tuple[LocalValue, ...]) -> Iterator[tuple[int, Places, int]]:
-    """Yield per dim the places in the full value at which any rank differs, and the size of the dim."""
-    for dim in range(values[0].observed.ndim):
-        places: set[int] = set()
-        for value in values:
-            wrong = np.moveaxis(value.wrong, dim, -1)
-            at = value.index[dim]
-            if at.ndim == 1:
-                places |= {int(place) for place in at[wrong.reshape(-1, wrong.shape[-1]).any(0)]}
-            else:
-                per_sample = wrong.reshape(wrong.shape[0], -1, wrong.shape[-1]).any(1)
-                places |= {int(place) for place in at[per_sample]}
-        yield dim, np.array(sorted(places), dtype=np.int64), values[0].full.shape[dim]
