@@ -60,7 +60,7 @@ print(*(name for name in sys.modules if name.startswith("meshwright.features.flo
 
 
 def test_parts_are_fields_of_kinds_in_json():
-    plan = make_plan(load("llama-tiny", ["float8.recipe=current"]))
+    plan = make_plan(load("llama-tiny", ["float8.recipe=current", "train.loss_chunk=64"]))
     text = to_json(plan)
     assert from_json(text, where="plan") == plan
     blocks, others = (

@@ -115,41 +115,22 @@ class Seed:
 RIGHT = Seed()
 
 
-def trace_on_rank(
-    rank: int, world_size: int, config: RunConfig, seed: Seed, step: int, data: ImageDataset | None = None
-) -> RankTrace:
+def trace_on_rank(rank, world_size, config: RunConfig, seed: Seed, step: int, data=None) -> RankTrace:
     """Gang body: the second pass of this rank, with the same fault seeded."""
-    context, corpus, plan = rank_context(rank, world_size), data or open_data(config), make_plan(config)
+    job = config, rank_context(rank, world_size), data or open_data(config)
     with seed.planted() as tamper:
-        return trace_rank(config, context, corpus, step=step, plan=plan, tamper=tamper)
+        return trace_rank(*job, step=step, plan=make_plan(config), tamper=tamper)
 
 
-def record_on_rank(
-    rank: int,
-    world_size: int,
-    config: RunConfig,
-    seed: Seed = RIGHT,
-    data: ImageDataset | None = None,
-    *,
-    steps: int = NUM_STEPS,
-    as_run: bool = False,
-) -> RankRecord:
+def record_on_rank(rank, world_size, config, seed=RIGHT, data=None, *, steps=NUM_STEPS, as_run=False) -> RankRecord:
     """Gang body: train as this rank, with a fault seeded.
 
     A few steps are enough for what is wrong in the first; steps that must be skipped are tried after `NUM_STEPS` only.
     """
-    context, corpus, plan = rank_context(rank, world_size), data or open_data(config), make_plan(config)
+    job, plan = (config, rank_context(rank, world_size), data or open_data(config)), make_plan(config)
     with seed.planted(as_run=as_run and world_size > 1) as tamper:
-        return record_rank(
-            config,
-            context,
-            corpus,
-            num_steps=steps,
-            plan=plan,
-            as_run=as_run,
-            tamper=tamper,
-            nonfinite=steps == NUM_STEPS,
-        )
+        tried = {"as_run": as_run, "nonfinite": steps == NUM_STEPS}
+        return record_rank(*job, num_steps=steps, plan=plan, tamper=tamper, **tried)
 
 
 REPLACED = (
@@ -175,13 +156,18 @@ def restored(*owners: ModuleType | type) -> Iterator[None]:
 @cache
 def plain_model(config: RunConfig) -> PlainModel:
     """The reference's module of a configuration, made once."""
-    return PlainModel(config, few_pictures(config) or open_data(config))
+    return PlainModel(config, data_of(config))
+
+
+def data_of(config: RunConfig) -> Any:
+    """What a configuration trains on, or some of it."""
+    return few_pictures(config) or open_data(config)
 
 
 def prove_with(records: list[RankRecord], config: RunConfig, *, as_run: bool = False) -> ProofResult:
     """What the proof concludes from the ranks' records."""
-    plan, data, steps = make_plan(config), few_pictures(config) or open_data(config), len(records[0].steps)
-    return conclude(config, plan, records, data, num_steps=steps, as_run=as_run, plain=plain_model(config))
+    made = make_plan(config), records, data_of(config)
+    return conclude(config, *made, num_steps=len(records[0].steps), as_run=as_run, plain=plain_model(config))
 
 
 def on_ranks(gang: GangPool, config: RunConfig, body: Callable[..., Any], *more: Any, **named: Any) -> list[Any]:
@@ -192,24 +178,23 @@ def on_ranks(gang: GangPool, config: RunConfig, body: Callable[..., Any], *more:
     return gang(world_size).run(body, config, *more, timeout_s=300, **named)
 
 
-def records_of(gang: GangPool, config: RunConfig, seed: Seed = RIGHT, steps: int = FEW_STEPS) -> list[RankRecord]:
+def records_of(gang: GangPool, config: RunConfig, seed: Seed = RIGHT, **named: Any) -> list[RankRecord]:
     """What the ranks record."""
-    return on_ranks(gang, config, record_on_rank, seed, few_pictures(config), steps=steps)
+    return on_ranks(gang, config, record_on_rank, seed, few_pictures(config), **{"steps": FEW_STEPS, **named})
 
 
 def proof(
     gang: GangPool, config: RunConfig, seed: Seed = RIGHT, *, steps: int = FEW_STEPS, as_run: bool = False
 ) -> ProofResult:
     """The proof of a configuration on a gang, with a fault seeded, and the second pass where one is due."""
-    pictures = few_pictures(config)
-    records = on_ranks(gang, config, record_on_rank, seed, pictures, steps=steps, as_run=as_run)
+    records = records_of(gang, config, seed, steps=steps, as_run=as_run)
     result = prove_with(records, config, as_run=as_run)
     if result.asks_for_float64:
         return result.explained_by(proof(gang, in_float64(config), seed))
     if result.locate_step is None:
         return result
-    data, plan, plain = pictures or open_data(config), make_plan(config), plain_model(config)
-    ranks = on_ranks(gang, config, trace_on_rank, seed, result.locate_step, pictures)
+    pictures, plan, plain = few_pictures(config), make_plan(config), plain_model(config)
+    ranks, data = on_ranks(gang, config, trace_on_rank, seed, result.locate_step, pictures), data_of(config)
     sides = sides_of(config, gather_evidence(config, plan, records), plain, as_run=as_run)
     return with_place(result, find_place(config, plan, ranks, data, plain, sides, step=result.locate_step))
 

@@ -59,22 +59,19 @@ class Reference:
 
     shares: int
     microbatches: int
-    seed: int = 0
     roles: Mapping[str, Role] = field(default_factory=lambda: ROLES)
     bias_rates: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        draw = torch.Generator().manual_seed(self.seed)
+        draw = torch.Generator().manual_seed(0)
 
         def rand(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
         grid = (self.shares, self.microbatches)
-        self.initial = {
-            name: 0.1 * rand(*shape) if len(shape) > 1 else torch.ones(shape).double()
-            for name, (shape, _) in SHAPES.items()
-        }
-        self.parts = [{name: rand(*grid, *shape) for name, (shape, _) in SHAPES.items()} for _ in range(STEPS)]
+        shapes = {name: shape for name, (shape, _) in SHAPES.items()}
+        self.initial = {n: 0.1 * rand(*s) if len(s) > 1 else torch.ones(s).double() for n, s in shapes.items()}
+        self.parts = [{name: rand(*grid, *shape) for name, shape in shapes.items()} for _ in range(STEPS)]
         self.losses = [rand(*grid).abs() / (self.shares * self.microbatches) + 0.5 for _ in range(STEPS)]
 
     def units(self, step: int) -> Tensor:
@@ -152,9 +149,8 @@ class Layout:
         self.by_step = [shards(reference.gradients(step), axes) for step in range(1, STEPS + 1)]
         losses = [float(one.sum()) for one in reference.losses]
         self.losses = [list(losses) for _ in range(num_ranks)]
-        self.samples = [
-            [self._read(rank, reference.batch(step)) for step in range(1, STEPS + 1)] for rank in range(num_ranks)
-        ]
+        steps = range(1, STEPS + 1)
+        self.samples = [[self._read(rank, reference.batch(step)) for step in steps] for rank in range(num_ranks)]
         self.norms: dict[tuple[int, int], float] = {}
         """Reported norms by rank and step, where they are not those of the gradients."""
         self.rates: dict[tuple[int, int], float] = {}
@@ -200,9 +196,8 @@ class Layout:
             given = {name: (at, value) for name, at, value in pairs if value is not None}
             after: ShardsByName = {}
             for name, (at, old) in weights.items():
-                new = old
-                if name in given and not skipped:
-                    new = replays[name].step(step, rate, {name: old}, {name: given[name][1]}, factor)[name]
+                of_it = {name: given[name][1]} if name in given and not skipped else {}
+                new = replays[name].step(step, rate, {name: old}, of_it, factor)[name] if of_it else old
                 after[name] = at, self.after(rank, step, name, old, new)
             found = StepRecord(
                 self.losses[rank][step - 1], norm, math.nan if skipped else rate, skipped, self.samples[rank][step - 1],
@@ -214,20 +209,16 @@ class Layout:
 
     @staticmethod
     def _of_rank(pieces: Shards, rank: int) -> ShardsByName:
-        return {
-            name: (shard.offset, shard.value.clone())
-            for name, found in pieces.items()
-            for shard in found
-            if shard.rank == rank
-        }
+        held = ((name, shard) for name, found in pieces.items() for shard in found if shard.rank == rank)
+        return {name: (shard.offset, shard.value.clone()) for name, shard in held}
 
 
 class Case:
     """A faultless layout with what a test needs to damage it, and what the proof says then."""
 
-    def __init__(self, axes: Axes, microbatches: int = 1, *, seed: int = 0, train: TrainConfig = TRAIN) -> None:
+    def __init__(self, axes: Axes, microbatches: int = 1, *, train: TrainConfig = TRAIN) -> None:
         self.axes, self.train = axes, train
-        self.reference = Reference(axes.data_parallel(), microbatches, seed)
+        self.reference = Reference(axes.data_parallel(), microbatches)
         self.layout = Layout(self.reference, axes, train)
 
     def give(self, full_of: Callable[[int, Tensor], Tensor], names: Sequence[str] = EVERY) -> None:
@@ -245,29 +236,49 @@ class Case:
 
     def diagnoses(self, names: Sequence[str] = EVERY, about: str = "gradient") -> list[Diagnosis]:
         """What the proof says of some gradients, or of other tensors; all others must be right."""
-        result = self.proof()
-        assert not result.passed
-        found = {p.name: p.tensors()[about] for p in result.parameters}
-        assert sorted(name for name, one in found.items() if not one.ok) == sorted(names)
-        diagnoses = [found[name].diagnosis for name in names]
-        return [one for one in diagnoses if one is not None]
+        return diagnoses_of(self.proof(), names, about)
 
-    def says(
-        self, *words: str, kind: FaultKind | None = None, names: Sequence[str] = EVERY, about: str = "gradient"
-    ) -> None:
-        found = self.diagnoses(names, about)
-        assert len(found) == len(names)
-        for diagnosis in found:
-            check(diagnosis, words, kind)
 
-    def says_of(self, about: str, *words: str, kind: FaultKind | None = None) -> Finding:
-        """What is said of the losses, of the norm, …"""
-        result = self.proof()
-        assert not result.passed
-        found = [one for one in result.findings if one.about == about]
-        assert found, [one.diagnosis.text for one in result.findings]
-        check(found[0].diagnosis, words, kind)
-        return found[0]
+def diagnoses_of(result: ProofResult, names: Sequence[str], about: str) -> list[Diagnosis]:
+    """What is said of these tensors, which alone are wrong."""
+    found = {p.name: p.tensors()[about] for p in result.parameters}
+    assert not result.passed and {name for name, one in found.items() if not one.ok} == set(names)
+    return [diagnosis for name in names if (diagnosis := found[name].diagnosis) is not None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to a faultless layout, and what the proof must say of it and of nothing else."""
+
+    damage: Callable[[Case], object]
+    words: Sequence[str]
+    kind: FaultKind | None = None
+    names: Sequence[str] = ()
+    """Parameters of which all of that is said, and that alone are wrong; empty where it is of no parameter."""
+    about: str = "gradient"
+    step: int = 1
+    also: tuple[str, ...] = ()
+    """What else is found."""
+    unsaid: str | None = None
+    layouts: Sequence[Axes] = (Axes(dp_shard=2),)
+    num_microbatches: int = 1
+
+    def assert_named(self) -> None:
+        for axes in self.layouts:
+            case = Case(axes, self.num_microbatches)
+            self.damage(case)
+            result = case.proof()
+            told = [one for one in result.findings if not one.is_consequence]
+            assert not result.passed and {one.about for one in told} == {self.about, *self.also}, told
+            of_it = [one for one in told if one.about == self.about]
+            assert {one.step for one in of_it} == {self.step}
+            said = diagnoses_of(result, self.names, self.about) if self.names else [of_it[0].diagnosis]
+            assert len(said) == max(1, len(self.names))
+            data_axes = " and ".join(axis for axis in axes.used() if axis.startswith("dp_"))
+            for diagnosis in said:
+                assert all(words.replace("DATA", data_axes) in diagnosis.text for words in self.words), diagnosis.text
+                assert self.unsaid is None or self.unsaid not in diagnosis.text
+                assert self.kind in (None, diagnosis.kind), diagnosis.kind
 
 
 def conclude_with(
@@ -281,9 +292,3 @@ def conclude_with(
     counts = LayoutCounts(axes, reference.microbatches, len(reference.batch(1)))
     comparison = compare(Sides(evidence, reference, train, (train.max_grad_norm,) * STEPS, counts), Tolerances())
     return with_verdicts(result, comparison, Explainer(comparison).explain())
-
-
-def check(diagnosis: Diagnosis, words: Sequence[str], kind: FaultKind | None) -> None:
-    """The words are said, and the kind is that."""
-    assert all(word in diagnosis.text for word in words), diagnosis.text
-    assert kind is None or diagnosis.kind is kind, diagnosis.text

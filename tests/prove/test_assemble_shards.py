@@ -1,17 +1,14 @@
-"""Assembly of shards: replicated axes are inferred from the shards, gaps and overlaps are found."""
+"""Assembly of shards: gaps and overlaps are found. Copies and axes of right layouts: `test_conclude`."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.judge.tensors import assemble
 from meshwright.prove.record.evidence import RecordedShard
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, shards
+from tests.prove.synthetic import SHAPES, shards
 
 FULLS = {name: torch.randn(shape, dtype=torch.float64) for name, (shape, _) in SHAPES.items()}
 
@@ -20,46 +17,16 @@ def put(name, pieces, axes):
     return assemble(name, pieces[name], SHAPES[name][0], axes)
 
 
-@given(
-    axes=st.builds(
-        Axes,
-        dp_replicate=st.integers(1, 3),
-        dp_shard=st.integers(1, 5),
-        cp=st.integers(1, 2),
-        tp=st.integers(1, 4),
-    ),
-    name=st.sampled_from(list(SHAPES)),
+@pytest.mark.parametrize(
+    ("name", "axes", "stages", "replicated"),
+    [("norm.weight", Axes(pp=2, dp_shard=2), {1}, ()), ("embed.weight", Axes(pp=3, dp_shard=2), {0, 2}, ("pp",))],
+    ids=["on one stage", "tied, on the first and last"],
 )
-def test_every_copy_is_the_tensor(axes, name):
-    assembly = put(name, shards(FULLS, axes), axes)
+def test_what_some_stages_hold_is_not_missed_on_the_others(name, axes, stages, replicated):
+    held = [shard for shard in shards(FULLS, axes)[name] if axes.coordinate(shard.rank)["pp"] in stages]
+    assembly = put(name, {name: held}, axes)
     assert not assembly.faults
-    assert not assembly.mismatches
-    used = set(axes.used())
-    over = used & {"dp_replicate", "cp"} | (used & {"tp"} if name in REPLICATED_OVER_TP else set())
-    assert set(assembly.replicated) == over
-    assert assembly.num_replicas() == np.prod([axes.size(axis) for axis in over], initial=1)
-    for copy in assembly.replicas():
-        assert np.array_equal(copy.value, FULLS[name].numpy())
-        assert set(copy.coordinate) == over
-
-
-def test_what_lives_on_one_stage_is_not_missed_on_the_others():
-    axes = Axes(pp=2, dp_shard=2)
-    pieces = shards(FULLS, axes)
-    on_stage = {"norm.weight": [shard for shard in pieces["norm.weight"] if axes.coordinate(shard.rank)["pp"] == 1]}
-    assembly = put("norm.weight", on_stage, axes)
-    assert not assembly.faults
-    assert assembly.replicated == ()
-
-
-def test_a_tied_embedding_is_replicated_over_the_stages_that_hold_it():
-    axes = Axes(pp=3, dp_shard=2)
-    pieces = shards(FULLS, axes)
-    ends = {"embed.weight": [shard for shard in pieces["embed.weight"] if axes.coordinate(shard.rank)["pp"] != 1]}
-    assembly = put("embed.weight", ends, axes)
-    assert not assembly.faults
-    assert assembly.replicated == ("pp",)
-    assert assembly.num_replicas() == 2
+    assert assembly.replicated == replicated and assembly.num_replicas() == 1 + len(replicated)
 
 
 def test_a_gap_names_axis_ranks_size_and_place():
@@ -67,29 +34,23 @@ def test_a_gap_names_axis_ranks_size_and_place():
     pieces = shards(FULLS, axes)
     pieces["square.weight"][6].value[1, 2] += 0.5
     gaps = {gap.axis: gap for gap in put("square.weight", pieces, axes).mismatches}
-    assert set(gaps) == {"dp_replicate", "tp"}
-    assert gaps["tp"].ranks == (6, 7)
-    assert gaps["dp_replicate"].ranks == (2, 6)
-    assert gaps["tp"].largest == pytest.approx(0.5)
-    assert gaps["tp"].index == (4, 2)
+    assert {axis: gap.ranks for axis, gap in gaps.items()} == {"dp_replicate": (2, 6), "tp": (6, 7)}
+    assert gaps["tp"].largest == pytest.approx(0.5) and gaps["tp"].index == (4, 2)
 
 
 def test_holes_overlaps_misfits_and_strangers():
-    axes = Axes(dp_shard=2)
     full = FULLS["embed.weight"]
+    first, whole = (0, (0, 0), full[:5]), (0, (0, 0), full)
 
     def faults(*pieces):
-        return assemble("embed.weight", [RecordedShard(*piece) for piece in pieces], (10, 6), axes).faults
+        return assemble("embed.weight", [RecordedShard(*piece) for piece in pieces], (10, 6), Axes(dp_shard=2)).faults
 
-    assert faults((0, (0, 0), full[:5]), (1, (5, 0), full[5:])) == ()
-    assert faults((0, (0, 0), full[:5]), (1, (6, 0), full[6:])) == ("no rank holds 6 of 60 elements (dim 0: 5)",)
+    assert faults(first, (1, (5, 0), full[5:])) == ()
+    assert faults(first, (1, (6, 0), full[6:])) == ("no rank holds 6 of 60 elements (dim 0: 5)",)
     assert faults((0, (0, 0), full[:6]), (1, (5, 0), full[5:])) == ("ranks 0 and 1 hold the same elements (dim 0: 5)",)
-    assert (
-        "rank 1's shard of shape (5, 6) at (6, 0) is out of bounds"
-        in faults((0, (0, 0), full[:5]), (1, (6, 0), full[5:]))[0]
-    )
-    assert "claims to be from rank 2" in faults((0, (0, 0), full), (2, (0, 0), full))[0]
-    assert faults((0, (0, 0), full)) == ("rank 1 reports no shard",)
+    assert "rank 1's shard of shape (5, 6) at (6, 0) is out of bounds" in faults(first, (1, (6, 0), full[5:]))[0]
+    assert "claims to be from rank 2" in faults(whole, (2, (0, 0), full))[0]
+    assert faults(whole) == ("rank 1 reports no shard",)
     assert "out of bounds" in faults((0, (0,), full[:, 0]), (1, (0, 0), full))[0]
 
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
-from meshwright.prove.record.layout_run import Tamper
 from meshwright.prove.report import render
-from meshwright.train.build_job import Job
-from meshwright.train.train_step import TrainStep
-from tests.gangs.gang import GangPool
 from tests.prove.proofs import NUM_STEPS, Seed, proof, small_config, small_dit_config, small_expert_config
-from tests.prove.seeded_faults import Fault
+from tests.prove.seeded_faults import Fault, giving, replacing, taking
 
 LAYER = "capture.scope=layer"
 SPLIT = ("mesh.pp=2", "pipeline.schedule=zb-v", "model.num_layers=4", "train.num_microbatches=4")
 
 
 @pytest.mark.slow
-def test_captured_layouts_are_proved(gang: GangPool) -> None:
+def test_captured_layouts_are_proved(gang):
     for config in (
         small_config(LAYER, *SPLIT),
         small_config(LAYER, "mesh.dp_shard=2", "recompute.policy=full", "train.dropout=0.1"),
@@ -31,31 +24,25 @@ def test_captured_layouts_are_proved(gang: GangPool) -> None:
         assert result.passed, "\n".join(render(result))
 
 
-def in_captured_steps(change: Callable[[Any], None]) -> Tamper:
+def in_captured_steps(change):
     """Change the captured layers once there are any."""
 
-    def tamper(job: Job, step: TrainStep) -> None:
-        session = step._job.features["capture"].session
-        real = session._capture_what_can_be
+    def changed(job, found):
+        for layer in found[2]._layers.values():
+            change(layer)
+        return found
 
-        def changed() -> Any:
-            layers, plan, runner = real()
-            for layer in runner._layers.values():
-                change(layer)
-            return layers, plan, runner
-
-        session._capture_what_can_be = changed
-
-    return tamper
+    return lambda job, step: replacing(job.features["capture"].session, "_capture_what_can_be", giving(changed))(
+        job, step
+    )
 
 
-def add_twice(layer: Any) -> None:
+def add_twice(layer):
     """Gradients of the layer count twice."""
-    store = layer.gradients.store
-    layer.gradients.store = lambda position, gradient: store(position, 2 * gradient)
+    layer.gradients.store = taking(lambda _, position, gradient: (position, 2 * gradient))(None, layer.gradients.store)
 
 
-def keep_old_weights(layer: Any) -> None:
+def keep_old_weights(layer):
     """Graphs read the weights of the first step."""
     layer.weights.expire = lambda: None
     layer.weights._is_fresh = False
@@ -69,6 +56,6 @@ FAULTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_runner_fails_the_proof(gang: GangPool, fault: str) -> None:
+def test_a_fault_of_a_runner_fails_the_proof(gang, fault):
     config = small_config(*FAULTS[fault].layout)
     assert not proof(gang, config, Seed(__name__, "FAULTS", fault), steps=NUM_STEPS).passed

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import pytest
 
-from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError, ModelError
 from meshwright.plan.rules import load
-from meshwright.plan.run_plan import RunPlan
 from meshwright.prove import catalogue
 from meshwright.prove.catalogue import LAYOUTS, SETTINGS, Outcome, Result, counts, first_line, prove_all, table
 
@@ -43,49 +42,41 @@ def test_a_reason_is_one_short_line_of_a_cell() -> None:
     assert first_line("") == "" and first_line("a|b\nc") == "a/b" and len(first_line("x" * 999)) == 160
 
 
-def test_a_refused_case_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
-    def refuse() -> RunConfig:
-        raise LayoutError("3 heads over 2 ranks", fix="mesh.tp=1")
-
-    monkeypatch.setattr(catalogue, "launch", launch)
-    said: list[Result] = []
-    found = prove_all([("gpt2", TP, refuse)], steps=2, say=said.append)
-    assert found == said == [Result("gpt2", TP, Outcome.REFUSED, "3 heads over 2 ranks")]
-
-
-def test_a_model_that_does_not_run_by_itself_counts_as_not_built() -> None:
-    def fail() -> RunConfig:
-        raise ModelError("its own forward fails")
-
-    assert prove_all([("gpt2", TP, fail)], steps=2, say=lambda _: None) == [
-        Result("gpt2", TP, Outcome.NOT_BUILT, "its own forward fails")
-    ]
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (LayoutError("3 heads over 2 ranks", fix="mesh.tp=1"), Outcome.REFUSED),
+        (ModelError("its own forward fails"), Outcome.NOT_BUILT),
+    ],
+)
+def test_a_case_that_is_refused_or_not_built_starts_no_process(monkeypatch, error, outcome):
+    monkeypatch.setattr(catalogue, "launch", mock.Mock(side_effect=AssertionError("a process was started")))
+    said = []
+    found = prove_all([("gpt2", TP, mock.Mock(side_effect=error))], steps=2, say=said.append)
+    assert found == said == [Result("gpt2", TP, outcome, error.what)]
 
 
-def config(model: str, layout: str) -> RunConfig:
+def config(model, layout):
     return load("hf-tiny", [f"model.config={model}", *SETTINGS, *LAYOUTS[layout]])
 
 
-def cases(models: tuple[str, ...], layouts: tuple[str, ...]) -> list[tuple[str, str, partial[RunConfig]]]:
-    return [(model, layout, partial(config, model, layout)) for layout in layouts for model in models]
+def cases(layout, *models):
+    return [(model, layout, partial(config, model, layout)) for model in models]
 
 
 @pytest.mark.slow
-def test_diverse_models_are_proved_and_the_cases_after_an_error_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diverse_models_are_proved_and_the_cases_after_an_error_still_run(monkeypatch):
     pytest.importorskip("transformers")
     broken, made = "mamba", catalogue.make_plan
 
-    def plan_or_none(config: RunConfig) -> RunPlan | None:
+    def plan_or_none(config):
         # Without a plan the ranks raise an error.
         return None if broken in str(config.model) else made(config)
 
     monkeypatch.setattr(catalogue, "make_plan", plan_or_none)
-    wanted = [*cases(("deepseek_v3",), (TP,)), *cases((broken,), (DP,))]
     # Writes to outputs in place, a feed-forward in two modules, experts that all ranks run; a stream [t, b, d].
-    wanted += [*cases(("falcon", "bert", "nemotron_h"), (TP,)), *cases(("xlnet",), (PP,)), *cases(("gpt2",), (DP,))]
+    wanted = [*cases(TP, "deepseek_v3"), *cases(DP, broken), *cases(TP, "falcon", "bert", "nemotron_h"),
+              *cases(PP, "xlnet"), *cases(DP, "gpt2")]  # fmt: skip
     found = prove_all(wanted, steps=2, say=lambda _: None)
     assert [(one.model, one.layout) for one in found] == [(model, layout) for model, layout, _ in wanted]
     [failed] = [one for one in found if one.outcome is not Outcome.PROVED]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from meshwright.mesh.axes import Axes
 from meshwright.prove.report import to_json
 from meshwright.prove.result import FaultKind
-from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, STEPS, Case, hold, scale
+from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, STEPS, Case, hold
 
 AXES = [Axes(), Axes(dp_shard=2), Axes(dp_shard=3), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2),
         Axes(dp_replicate=2, dp_shard=2, tp=2), Axes(dp_shard=2, cp=2, tp=2), Axes(dp_shard=4, tp=4)]  # fmt: skip
@@ -28,12 +28,10 @@ def randn(draw, *shape):
 @pytest.mark.parametrize("micro", [1, 3])
 def test_a_faultless_layout_passes(axes, micro):
     result = Case(axes, micro).proof()
-    assert result.passed
-    for parameter in result.parameters:
-        assert parameter.gradient.replicas_equal
-        over = {axis for axis in axes.used() if axis in ("dp_replicate", "cp")}
-        over |= {"tp"} & set(axes.used()) if parameter.name in REPLICATED_OVER_TP else set()
-        assert set(parameter.gradient.replicated) == over
+    assert result.passed and all(one.gradient.replicas_equal for one in result.parameters)
+    for one in result.parameters:
+        over = {"dp_replicate", "cp", *(["tp"] if one.name in REPLICATED_OVER_TP else [])}
+        assert set(one.gradient.replicated) == over & set(axes.used())
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
@@ -54,11 +52,11 @@ def test_rounding_passes(axes):
 @pytest.mark.parametrize(
     ("what", "error", "passes"),
     [(what, *one) for what in ("gradient", "loss", "norm") for one in ((5e-13, True), (2e-12, False))]
-    + [("update", 1e-16, True), ("update", 1e-13, False), ("given", 1e-16, True), ("given", 1e-13, False)],
+    + [("update", 1e-16, True), ("update", 1e-13, False), ("clipping", 1e-16, True), ("clipping", 1e-13, False)],
 )
 def test_each_step_is_held_to_the_same_tolerance(what, error, passes, step):
     case = Case(Axes(dp_shard=2))
-    layout, pick = case.layout, lambda *at: at == (1, step, MATRIX)
+    layout, at = case.layout, (1, step, MATRIX)
     if what == "gradient":
         due = case.reference.gradients(step)[MATRIX]
         layout.by_step[step - 1][MATRIX][1].value[0, 0] += error * due.abs().max()
@@ -66,16 +64,14 @@ def test_each_step_is_held_to_the_same_tolerance(what, error, passes, step):
         layout.losses[1][step - 1] *= 1 + error
     elif what == "norm":
         layout.norms[1, step] = layout.norm(step) * (1 + error)
-    elif what == "given":
-        layout.given = lambda rank, step, name, x: x + error * x.abs().max() if pick(rank, step, name) else x
+    elif what == "clipping":
+        layout.given = lambda *of: of[-1] + error * of[-1].abs().max() * (of[:3] == at)
     else:
-        layout.after = lambda rank, step, name, old, new: new + error if pick(rank, step, name) else new
+        layout.after = lambda *of: of[-1] + error * (of[:3] == at)
     result = case.proof()
     assert result.passed is passes
-    where = {"given": "clipping"}.get(what, what)
     # Gradients don't depend on the weights here, so that they may well be those at weights of another step.
-    findings = [(one.about, one.step) for one in result.findings if one.about != "forward"]
-    assert passes or findings == [(where, step)]
+    assert passes or [(one.about, one.step) for one in result.findings if one.about != "forward"] == [(what, step)]
 
 
 @settings(max_examples=40)
@@ -98,16 +94,12 @@ def test_one_wrong_element_never_passes(axes, micro, name, about, step, sign, ex
     full = case.reference.gradients(step) if about == "gradient" else case.reference.initial
     error = sign * 10**exponent * float(full[name].abs().max())
 
-    def after(rank, number, which, old, new):
-        new = new.clone()
-        if (rank, number, which) == (piece.rank, step, name):
-            new.view(-1)[index] += error
-        return new
-
+    added = torch.zeros_like(piece.value)
+    added.view(-1)[index] = error
     if about == "update":
-        case.layout.after = after
+        case.layout.after = lambda *of: of[-1] + added if of[:3] == (piece.rank, step, name) else of[-1]
     else:
-        piece.value.view(-1)[index] += error
+        piece.value.add_(added)
     result = case.proof()
     assert not result.passed
     (wrong,) = (p for p in result.parameters if not p.ok)
@@ -117,25 +109,6 @@ def test_one_wrong_element_never_passes(axes, micro, name, about, step, sign, ex
         assert found.diagnosis.kind in HONEST
     assert found.error.max_abs == pytest.approx(abs(error), rel=1e-3)
     json.dumps(to_json(result, loss_unit="nats/token"), allow_nan=False)
-
-
-@settings(max_examples=30)
-@given(
-    axes=drawn,
-    name=st.sampled_from(EVERY),
-    factor=st.floats(-1e6, 1e6).filter(lambda c: abs(c - 1) > 1e-11),
-    ranks=st.sets(st.integers(0, 15), min_size=1),
-)
-def test_one_scaled_gradient_never_passes(axes, name, factor, ranks):
-    case = Case(axes, 2)
-    pieces = [shard for shard in case.layout.gradients[name] if shard.value.numel()]
-    touched = [s for s in pieces if s.rank in {r % axes.num_ranks() for r in ranks}] or pieces
-    for shard in touched:
-        shard.value.mul_(factor)
-    # A piece far smaller than the tensor's scale can hide a factor of nearly 1 under the tolerance.
-    error = max(float((s.value / factor).abs().max()) * abs(factor - 1) if factor else 1.0 for s in touched)
-    if error > 2e-12 * float(case.reference.gradients()[name].abs().max()):
-        assert all(one.text for one in case.diagnoses([name]))
 
 
 @settings(max_examples=15)
@@ -165,15 +138,6 @@ def test_noise_in_the_parameters_is_no_step_and_no_decay(axes, seed, size):
 
     case.layout.after = after
     assert {one.diagnosis.kind for one in case.proof().findings} <= {*HONEST, FaultKind.CONSEQUENCE}
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_wrong_gradient_is_told_once_and_nothing_that_follows_from_it(step):
-    """Its norm, the update by it and all that comes after are right, given what the ranks had."""
-    case = Case(Axes(dp_shard=2, tp=2))
-    scale(case.layout.by_step[step - 1], EVERY, 2.0)
-    (finding,) = case.proof().findings
-    assert (finding.about, finding.step, finding.members) == ("gradient", step, tuple(EVERY))
 
 
 @pytest.mark.parametrize(("factor", "noise"), [(1e-17, 1e-9), (0.0, 1e-3)])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,9 +24,9 @@ from meshwright.nn.transformer_block import Attention
 from meshwright.prove.record import definitions
 from meshwright.prove.record.definitions import PlainAttention, PlainRotary, rotate, use_definitions
 from meshwright.prove.report import render
-from tests.gangs.gang import GangPool
 from tests.prove.proofs import plain_model, proof, restored, small_config
 from tests.prove.proofs import small_expert_config as experts_config
+from tests.prove.seeded_faults import giving, taking
 
 CPU, DOCUMENTS = torch.device("cpu"), ((5, 7), (12,))
 TWO_SAMPLES = TokenLayout(12, DOCUMENTS)
@@ -53,7 +51,7 @@ def assert_same(found: Tensor, due: Tensor, inputs: list[Tensor]) -> None:
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("most", [definitions.MAX_SCORES, 1])
-def test_attention_is_that_of_the_backends(mask: MaskSpec, documents: Any, most: int) -> None:
+def test_attention_is_that_of_the_backends(mask: MaskSpec, documents, most: int) -> None:
     """With grouped queries; and where a sample is too long for its scores, by the core itself."""
     torch.manual_seed(0)
     inputs = [randn(2, 12, 4, 6), randn(2, 12, 2, 6), randn(2, 12, 2, 6)]
@@ -100,12 +98,13 @@ def test_experts_and_their_choice_are_those_of_the_layer(name: str, shared_dim: 
     assert torch.equal(plain.router.best(scores).sort(-1).values, layer.router.best(scores).sort(-1).values)
     found, due = plain(x), layer(x)
     torch.testing.assert_close(plain.router.load.pending(), layer.router.load.pending())
-    weight, gradients = torch.randn_like(due), []
-    for one, out in ((plain, found), (layer, due)):
-        found_of = torch.autograd.grad((out * weight).sum(), list(one.parameters()), retain_graph=True)
-        gradients.append(dict(zip(dict(one.named_parameters()), found_of, strict=True)))
+    weight = torch.randn_like(due)
+    gradients = [
+        torch.autograd.grad((out * weight).sum(), dict(sorted(one.named_parameters())).values(), retain_graph=True)
+        for one, out in ((plain, found), (layer, due))
+    ]
     assert_same(found, due, [x])
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
 
 
 def test_the_reference_computes_by_the_definitions() -> None:
@@ -127,53 +126,31 @@ def test_the_reference_computes_by_the_definitions() -> None:
     assert all(one.router.best.func is definitions.best_experts for one in modules if isinstance(one, MixtureOfExperts))
 
 
-Patch = tuple[Any, str, Callable[[Any], Any]]
-WINDOW = ("model.window=6",)
-
-
-def wider(real: Any) -> Any:
-    return lambda spec, *others: real(replace(spec, window=spec.window + 1), *others)
-
-
-def one_key_more(real: Any) -> Any:
-    def bounds(*arguments: Any) -> Any:
-        found = real(*arguments)
-        return replace(found, first_bs=(found.first_bs - 1).clamp_min(0))
-
-    return bounds
-
-
-def by_place(real: Any) -> Any:
-    return lambda layout, **others: real(replace(layout, samples=tuple(range(len(layout.samples)))), **others)
-
-
-SHARED: dict[str, tuple[Callable[..., Any], tuple[str, ...], Patch, str]] = {
-    "a window is one too wide": (small_config, WINDOW, (attention_mask, "key_bounds", wider),
-        "the window is one too large"),
-    "bounds of keys are one off": (small_config, WINDOW, (attention_mask, "key_bounds", one_key_more),
+SHARED = {
+    "a window is one too wide": (small_config, ("model.window=6",), attention_mask, "key_bounds",
+        taking(lambda _, spec, *more: (replace(spec, window=spec.window + 1), *more)), "the window is one too large"),
+    "bounds of keys are one off": (small_config, ("model.window=6",), attention_mask, "key_bounds",
+        giving(lambda _, found: replace(found, first_bs=(found.first_bs - 1).clamp_min(0))),
         "the output of blocks.0.attention.core"),
-    "rotations go the other way": (small_config, (), (transformer_block, "apply_rotary_emb",
-        lambda real: lambda x, cos, sin: real(x, cos, -sin)), "the queries of blocks.0.attention.core"),
-    "angles have another base": (small_config, (), (positions, "rope_tables",
-        lambda real: lambda *one, theta, **others: real(*one, theta=2 * theta, **others)), "RoPE has another base"),
+    "rotations go the other way": (small_config, (), transformer_block, "apply_rotary_emb",
+        taking(lambda _, x, cos, sin: (x, cos, -sin)), "the queries of blocks.0.attention.core"),
+    "angles have another base": (small_config, (), positions, "rope_tables",
+        lambda _, real: lambda *one, theta, **others: real(*one, theta=2 * theta, **others), "RoPE has another base"),
     "tokens are numbered by their place in the micro-batch": (small_config, ("train.dropout=0.25",
-        "train.num_microbatches=2"), (transformer_block, "token_rows", by_place), ""),
-    "the worst experts are chosen": (experts_config, (), (Router, "best",
-        lambda real: lambda self, scores: real(self, -scores)), "the output of blocks.0.moe"),
-    "groups of rows are one off": (experts_config, (), (expert_layer, "sort_by_expert",
-        lambda real: lambda *one: (real(*one)[0].roll(1), real(*one)[1])), "the output of blocks.0.moe"),
+        "train.num_microbatches=2"), transformer_block, "token_rows", lambda _, real: lambda layout, **others:
+        real(replace(layout, samples=tuple(range(len(layout.samples)))), **others), ""),
+    "the worst experts are chosen": (experts_config, (), Router, "best", taking(lambda _, one, scores: (one, -scores)),
+        "the output of blocks.0.moe"),
+    "groups of rows are one off": (experts_config, (), expert_layer, "sort_by_expert",
+        giving(lambda _, found: (found[0].roll(1), found[1])), "the output of blocks.0.moe"),
 }  # fmt: skip
-
-
 QUICK = ("a window is one too wide", "rotations go the other way", "angles have another base")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SHARED])
-def test_a_fault_of_code_that_both_sides_import_is_found(
-    gang: GangPool, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    make, words, (owner, attribute, change), says = SHARED[name]
-    monkeypatch.setattr(owner, attribute, change(getattr(owner, attribute)))
+def test_a_fault_of_code_that_both_sides_import_is_found(gang, monkeypatch, name):
+    make, words, owner, attribute, change, says = SHARED[name]
+    monkeypatch.setattr(owner, attribute, change(None, getattr(owner, attribute)))
     result = proof(gang, make(*words))
     assert not result.passed
     assert says in " ".join(" ".join(render(result)).split())

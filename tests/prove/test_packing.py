@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from meshwright.data.windows import JoinedWindows
-from meshwright.prove.record.layout_run import Tamper
-from meshwright.train.build_job import Job
-from meshwright.train.train_step import TrainStep
 from tests.data.chats.formats import CHATML, build, many_chats, write_lines
-from tests.gangs.gang import GangPool
 from tests.helpers import open_data
 from tests.prove.proofs import Seed, assert_proved, proof, small_config
-from tests.prove.seeded_faults import Fault, wrapping
+from tests.prove.seeded_faults import Fault, giving, wrapping
 
 SEPARATOR = 255
 LENGTHS = (10, 90, 12, 2, 11, 41, 10, 3, 3, 11, 10, 2, 12, 64, 4, 12)
@@ -30,10 +23,8 @@ that ranks and micro-batches have very different numbers of documents and of tar
 def source(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A token file with documents of wildly different lengths."""
     generator = np.random.default_rng(0)
-    documents = [
-        np.append(generator.integers(0, SEPARATOR, size=generator.permutation(LENGTHS)[0]), SEPARATOR)
-        for _ in range(400)
-    ]
+    lengths = [generator.permutation(LENGTHS)[0] for _ in range(400)]
+    documents = [np.append(generator.integers(0, SEPARATOR, size=length), SEPARATOR) for length in lengths]
     path = tmp_path_factory.mktemp("packed") / "tokens.npy"
     np.save(path, np.concatenate(documents).astype(np.uint16))
     return [f"data.source={path}", "data.packing=documents", f"data.separator={SEPARATOR}", "model.vocab_size=256",
@@ -63,70 +54,58 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks) for layout, marks in LAYOUTS.items()])
-def test_documents_are_as_if_alone(gang: GangPool, source: list[str], layout: str) -> None:
+def test_documents_are_as_if_alone(gang, source, layout):
     assert_proved(gang, small_config(*source, *layout.split()))
 
 
 @pytest.mark.parametrize("layout", [SHARD_TWICE, pytest.param("mesh.cp=2", marks=pytest.mark.slow)])
-def test_conversations_are_as_if_alone(gang: GangPool, chats: list[str], layout: str) -> None:
+def test_conversations_are_as_if_alone(gang, chats, layout):
     assert_proved(gang, small_config(*chats, *layout.split()))
 
 
-def mean_of_means(job: Job, step: TrainStep) -> None:
+def mean_of_means(job, step):
     """Average over a micro-batch's targets first, as in transformers#34191."""
     batch, task = job.plan.batch, step._task
     loss_sum, count = task.loss_sum, batch.global_batch * batch.tokens
 
-    def loss(out: Tensor, targets: Tensor) -> Tensor:
+    def loss(out, targets):
         num = (targets != -100).sum().clamp_min(1)
         return loss_sum(out, targets) / num * (count // batch.num_microbatches)
 
     task.loss_sum, step._count_units = loss, lambda samples: count
 
 
-def divisor_of_a_rank(job: Job, step: TrainStep) -> None:
-    """Divide by the targets of this rank's own samples."""
-    ranks = job.axes.data_parallel()
-    step._count_units = lambda samples: ranks * sum(step._task.count(one) for one in samples)
-
-
-def one_document_each(job: Job, batch: Any) -> Any:
+def one_document_each(job, batch):
     """Attend across documents."""
-
-    def unpacked(samples: range) -> Any:
-        found = batch(samples)
-        return replace(found, layout=replace(found.layout, documents=None))
-
-    return unpacked
+    return replace(batch, layout=replace(batch.layout, documents=None))
 
 
-def masks(change: Callable[[Any], Any]) -> Tamper:
+def masks(change):
     """Change which tokens count."""
 
-    def changed(job: Job, windows: JoinedWindows) -> JoinedWindows:
+    def changed(job, windows):
         return JoinedWindows(tuple(replace(one, mask=change(one.mask)) for one in windows.sources))
 
     return wrapping("step._task._task._loader._windows", changed)
 
 
-def divisor_of_all_tokens(job: Job, step: TrainStep) -> None:
-    """Divide by the tokens that are no padding, as if all of them counted."""
-    task: Any = step._task._task  # what the proof records is what the model reads
+def tokens_of(job, task):
+    """The task counts all tokens that are no padding; what the proof records is what the model reads."""
 
-    def count(samples: range) -> int:
+    def count(samples):
         (windows,) = task._loader._windows.sources
         bounds = (windows.first_pieces[number : number + 2] for number in task._loader.order.windows(samples))
         return sum(int(windows.pieces["length"][first:last].sum()) for first, last in bounds)
 
     task.count = count
+    return task
 
 
 FAULTS = {
     "mean of means": Fault(mean_of_means, ("train.num_microbatches=4",), ()),
-    "divisor of a rank": Fault(divisor_of_a_rank, (SHARD,), ()),
-    "attention across documents": Fault(wrapping("step._task._task.batch", one_document_each), (SHARD,), ()),
+    "attention across documents": Fault(wrapping("step._task._task.batch", giving(one_document_each)), (SHARD,), ()),
     "the mask is shifted by one": Fault(masks(lambda mask: replace(mask, start=mask.start + 1)), (SHARD_TWICE,), ()),
-    "the divisor ignores the mask": Fault(divisor_of_all_tokens, (SHARD_TWICE,), ()),
+    "the divisor ignores the mask": Fault(wrapping("step._task._task", tokens_of), (SHARD_TWICE,), ()),
     "everything counts": Fault(masks(lambda mask: None), (SHARD_TWICE,), ()),
 }
 MASKED, SAID_OF_SAMPLES = "the targets of samples differ", ("the mask is shifted by one", "everything counts")
@@ -134,7 +113,7 @@ QUICK = ("mean of means", "the divisor ignores the mask")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAULTS])
-def test_packing_gone_wrong_fails(gang: GangPool, source: list[str], chats: list[str], name: str) -> None:
+def test_packing_gone_wrong_fails(gang, source, chats, name):
     data = chats if FAULTS[name].layout == (SHARD_TWICE,) else source
     config = small_config(*data, *" ".join(FAULTS[name].layout).split())
     result = proof(gang, config, Seed(__name__, "FAULTS", name))

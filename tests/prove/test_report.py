@@ -100,26 +100,18 @@ def test_consequences_stay_off_the_screen_when_their_cause_is_known():
     case.layout.gradients[MATRIX][2].value.add_(1.0)  # so that its replicas are updated apart
     result = case.proof()
     assert any(one.is_consequence for one in result.findings)
-    lines = render(result)
-    assert not any("follows" in line for line in lines)
-    assert any("12 of 13 ✗" in line for line in lines)
+    assert "follows" not in (text := " ".join(render(result))) and "12 of 13 ✗" in text
 
 
 def big_result(num_causes):
     """A result with 300 wrong parameters that have `num_causes` causes between them."""
-    right = TensorResult(Deviation(0.0, 0.0), 1e-9, True)
-
-    def cause(at):
-        words = "not recognised", f"cause {at} " + "long " * 40, "detail " * 30
-        return Diagnosis(FaultKind.UNRECOGNISED, *words)
-
-    def parameter(at):
-        wrong = TensorResult(Deviation(1.0, 0.5, 3, (4, 5), 2.0, 1.0), 1e-12, False, diagnosis=cause(at % num_causes))
-        return ParameterResult(names[at], (8, 8), right, wrong, right)
-
-    names = [f"blocks.{at}.some.module.with.a.name.weight" for at in range(300)]
-    findings = tuple(Finding("gradient", cause(at), tuple(names[at::num_causes]), 300, 1) for at in range(num_causes))
-    return dataclasses.replace(Case(HSDP).proof(), parameters=tuple(map(parameter, range(300))), findings=findings)
+    right, names = TensorResult(Deviation(0.0, 0.0), 1e-9, True), [f"blocks.{at}.a.name.weight" for at in range(300)]
+    words = ["not recognised", "cause {} " + "long " * 40, "detail " * 30]
+    causes = [Diagnosis(FaultKind.UNRECOGNISED, *(one.format(at) for one in words)) for at in range(num_causes)]
+    wrong = [TensorResult(Deviation(1.0, 0.5, 3, (4, 5), 2.0, 1.0), 1e-12, False, diagnosis=one) for one in causes]
+    parameters = [ParameterResult(n, (8, 8), right, wrong[at % num_causes], right) for at, n in enumerate(names)]
+    findings = [Finding("gradient", one, tuple(names[at::num_causes]), 300, 1) for at, one in enumerate(causes)]
+    return dataclasses.replace(Case(HSDP).proof(), parameters=tuple(parameters), findings=tuple(findings))
 
 
 @pytest.mark.parametrize("num_causes", [1, 2, 7, 300])
@@ -158,9 +150,7 @@ def test_several_findings_are_told_in_the_order_in_which_they_arise():
 
 
 def test_an_error_that_ends_a_layout_is_a_finding():
-    what = (
-        'rank 1 failed in step 2, 1F0\nTraceback (most recent call last):\n  File "own.py", line 3\nValueError: no rows'
-    )
+    what = 'rank 1 failed in step 2, 1F0\nTraceback (most recent last):\n  File "own.py", line 3\nValueError: no rows'
     error = RunError(what, where="rank 1 of 2, step 2, host a\n       all ranks: rank 0: step 2")
     first, cause, where, ranks, *trace = render_ended(error)
     assert "rank 1 failed in step 2, 1F0" in first and cause.split(maxsplit=1) == ["cause", "ValueError: no rows"]
@@ -173,11 +163,9 @@ def test_an_error_that_ends_a_layout_is_a_finding():
 def test_a_gradient_without_tolerance_is_shown_beside_others():
     """Of a gradient that is zero, rounding changes nothing; one that it changes altogether is not shown."""
     right = Case(HSDP).proof()
-    gradients = [one for one in right.parameters if one.gradient is not None]
+    replace = dataclasses.replace
     for limit in (0.0, math.inf):
-        parameters = tuple(
-            dataclasses.replace(one, gradient=dataclasses.replace(one.gradient, tolerance=limit)) for one in gradients
-        )
-        lines = render(dataclasses.replace(right, as_run=True, precision="bfloat16", parameters=parameters))
+        parameters = [replace(one, gradient=replace(one.gradient, tolerance=limit)) for one in right.parameters]
+        lines = render(replace(right, as_run=True, precision="bfloat16", parameters=tuple(parameters)))
         shown = " ".join(lines[: next(at for at, line in enumerate(lines) if line.startswith("loss "))])
         assert shown.startswith("relative errors") and ("gradient" in shown) == (limit == 0.0)

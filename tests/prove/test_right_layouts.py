@@ -1,16 +1,19 @@
-"""No false alarms: what is right is proved, with every axis, schedule, mask, optimizer and kind of model."""
+"""No false alarms: what is right is proved, with every axis, schedule, mask, optimizer and kind of model.
+
+Frozen parameters keep their bits, and gradients of recomputed blocks have the bits of those that are not recomputed.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from fnmatch import fnmatchcase
 
 import pytest
+import torch
 
 from meshwright.errors import ConfigError
 from meshwright.plan.rules import load
 from meshwright.prove.spec import as_proof
-from tests.gangs.gang import GangPool
-from tests.prove.proofs import assert_proved, small_config, small_dit_config, small_expert_config
+from tests.prove.proofs import assert_proved, records_of, small_config, small_dit_config, small_expert_config
 
 POISON = "train.global_batch=16 pipeline.poison=true"
 TIED = "model.tie_embeddings=true"
@@ -137,11 +140,35 @@ DIT = {
     "more classes than are drawn": "diffusion.label_dropout=0 diffusion.guidance=1 model.num_classes=200",
     "dropout": f"{DROPOUT} mesh.dp_shard=2",
 }
+EMBEDDERS = "'time_embed.*','label_embed.*'"
+DIT |= {
+    f"frozen: {name}": f"train.num_microbatches=4 model.num_layers=4 {words} train.freeze=[{globs}]"
+    for name, (words, globs) in {
+        "one process": ("", EMBEDDERS),
+        "chunks, what the first stage has": ("pipeline.chunks=2", f"'embed.*','blocks.0.*',{EMBEDDERS}"),
+        "chunks, all but a bias of the first stage": ("pipeline.chunks=2",
+            "'final.*','blocks.*','*embed.*eight','time_embed.*'"),
+        "chunks, one embedder": ("mesh.pp=2 pipeline.chunks=2", "'label_embed.weight'"),
+        "chunks, all but the first stage": ("mesh.pp=2 pipeline.chunks=2", "'final.*','blocks.[123].*'"),
+        "kept gathered, what the first rank has": ("mesh.pp=2 mesh.dp_shard=2 mesh.reshard_after_forward=false",
+            f"'embed.*','blocks.0.*','blocks.1.*',{EMBEDDERS}"),
+        "zb-v, all matrices": ("mesh.pp=2 pipeline.schedule=zb-v", "'*.weight'"),
+        "zb-h1, recompute, some blocks": ("mesh.pp=2 pipeline.schedule=zb-h1 recompute.policy=full",
+            "'blocks.1.*','blocks.2.*'"),
+        "dp_shard": ("mesh.dp_shard=2", EMBEDDERS),
+        # No layer of the first stage takes the condition: its embedders are trained by the other stages alone.
+        "what a first stage does not read": (f"mesh.pp=2 pipeline.layers_per_stage=[0,4] {EMPTY}", "'embed.*'"),
+    }.items()
+}  # fmt: skip
+LLAMA |= {
+    "frozen, the tied embedding": f"{ZB_V} {TIED} train.freeze=['embed.weight']",
+    "frozen, all but the tied embedding": f"{ZB_V} {TIED} train.freeze=['blocks.*','norm.weight']",
+}
 QUICK = {
     "llama": ("recomputed", "an empty stage", "empty stages within a rank", "exact, two nodes", "heads, window", "muon",
               "dropout, tp, recomputed"),
     "experts": ("sigmoid, groups, recomputed", "ep over cp"),
-    "dit": ("videos on pp 4",),
+    "dit": ("videos on pp 4", "frozen: chunks, one embedder"),
 }  # fmt: skip
 MAKERS = {"llama": (small_config, LLAMA), "experts": (small_expert_config, EXPERTS), "dit": (small_dit_config, DIT)}
 
@@ -154,20 +181,61 @@ MAKERS = {"llama": (small_config, LLAMA), "experts": (small_expert_config, EXPER
         for name in layouts
     ],
 )
-def test_a_right_layout_is_proved(gang: GangPool, documents: str, model: str, name: str) -> None:
+def test_a_right_layout_is_proved(gang, documents, model, name):
     make, layouts = MAKERS[model]
     words = layouts[name].split()
-    assert_proved(gang, make(*words, *([documents] if PACKED in words else [])))
+    config = make(*words, *([documents] if PACKED in words else []))
+    records = records_of(gang, config)
+    assert_proved(gang, config, records)
+    if not config.train.freeze:
+        return
+    seen = set()
+    for record in records:
+        for parameter, (_, last) in record.steps[-1]["weights"].items():
+            is_frozen = any(fnmatchcase(parameter, glob) for glob in config.train.freeze)
+            seen.add(is_frozen)
+            same = torch.equal(record.initial[parameter][1], last)
+            assert same == (is_frozen or not last.numel()), parameter
+            assert (parameter in record.steps[0]["gradients"]) != is_frozen, parameter
+    assert seen == {True, False}
 
 
-def test_the_quick_ones_are_there() -> None:
+def test_the_quick_ones_are_there():
     assert all(set(names) <= set(MAKERS[model][1]) for model, names in QUICK.items())
+
+
+RECOMPUTED = "mesh.pp=2 model.num_layers=4 train.num_microbatches=4"
+FULL, BY_BLOCK = "recompute.policy=full", f"{SELECTIVE} recompute.blocks=['full:0','none:3']"
+EVERY_OTHER = "pipeline.schedule=zb-v train.freeze=['blocks.0.*','blocks.2.*']"
+POLICIES = [
+    (small_config, SELECTIVE, EVERY_OTHER),
+    (small_config, FULL, "train.freeze=['embed.*','blocks.*','norm.*']"),
+    (small_config, BY_BLOCK, "pipeline.schedule=interleaved mesh.dp_shard=2"),
+    (small_config, SELECTIVE, "pipeline.schedule=zb-v train.dropout=0.25"),
+    (small_expert_config, SELECTIVE, "pipeline.schedule=zb-v"),
+    (small_expert_config, BY_BLOCK, "pipeline.schedule=1f1b train.freeze=['embed.*']"),
+    (small_dit_config, SELECTIVE, "pipeline.schedule=interleaved"),
+    (small_dit_config, FULL, EVERY_OTHER),
+]
+
+
+@pytest.mark.parametrize("at", [pytest.param(at, marks=pytest.mark.slow if at else ()) for at in range(len(POLICIES))])
+def test_recomputation_is_proved_with_the_bits_of_none(gang, at):
+    make, policy, words = POLICIES[at]
+    found, due = (make(*RECOMPUTED.split(), *words.split(), *more.split()) for more in (policy, ""))
+    records, plain = records_of(gang, found), records_of(gang, due)
+    assert_proved(gang, found, records)
+    for record, expected in zip(records, plain, strict=True):
+        for step, plain_step in zip(record.steps, expected.steps, strict=True):
+            gradients, right = step["gradients"], plain_step["gradients"]
+            assert gradients.keys() == right.keys()
+            assert all(torch.equal(gradients[name][1], value) for name, (_, value) in right.items())
 
 
 @pytest.mark.parametrize(
     "table", ["0F0,0F1,0B1,0B0\n1F0,1F1,1I1,1W1,1B0\n", "0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n"], ids=["W", "order"]
 )
-def test_a_table_from_a_file_is_proved(gang: GangPool, tmp_path: Path, table: str) -> None:
+def test_a_table_from_a_file_is_proved(gang, tmp_path, table):
     """Any that `verify` takes: backwards, or all, in another order of micro-batches."""
     path = tmp_path / "mine.csv"
     path.write_text(table)
@@ -175,7 +243,7 @@ def test_a_table_from_a_file_is_proved(gang: GangPool, tmp_path: Path, table: st
 
 
 @pytest.mark.slow
-def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang: GangPool) -> None:
+def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang):
     """Nothing there reads the condition, so its part of the sum is nothing; the sum is on every copy."""
     words = (*DIT_PIPE.split(), "pipeline.layers_per_stage=[0,4]", EMPTY, "mesh.dp_shard=2")
     result = assert_proved(gang, small_dit_config(*words))
@@ -193,7 +261,7 @@ def test_a_stage_without_layers_has_gradients_of_its_embedders_all_the_same(gang
         (["comm.weights=int8", "comm.gradients=bf16"], "comm.gradients=exact-via-all-to-all comm.weights=exact"),
     ],
 )
-def test_what_loses_digits_is_not_proved(words: list[str], fix: str) -> None:
+def test_what_loses_digits_is_not_proved(words, fix):
     with pytest.raises(ConfigError, match="lossy") as caught:
         as_proof(load("llama-tiny", words))
     assert caught.value.fix == fix

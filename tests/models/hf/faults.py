@@ -5,15 +5,21 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from meshwright.config.schema import RunConfig
+from meshwright.mesh.local_shards import to_local
 from meshwright.models.foreign import stage as stage_module
 from meshwright.models.hf import origin as origin_module
 from meshwright.prove.result import ProofResult
+from meshwright.train import pipeline_stages
 from meshwright.train.build_job import Job
 from meshwright.train.train_step import TrainStep
 from tests.gangs.gang import GangPool
 from tests.prove.proofs import Seed, proof
-from tests.prove.seeded_faults import skip_partial_sums_over_tp, sum_accumulated_over_tp
+from tests.prove.seeded_faults import skip_partial_sums_over_tp
 
 
 def float32_inside(job: Job, step: TrainStep) -> None:
@@ -58,6 +64,29 @@ def other_epsilon_on_later_stages(job: Job, step: TrainStep) -> None:
         for module in part.module.modules() if number else ():
             if hasattr(module, "variance_epsilon"):
                 module.variance_epsilon = 1e-2
+
+
+def sum_accumulated_over_tp(job: Job, step: TrainStep) -> None:
+    """All-reduce what has accumulated after every backward, as transformers' `replicated_with_grad_allreduce` does."""
+    set_sync, sync = pipeline_stages.set_gradient_sync, pipeline_stages.sync_partial_gradients
+
+    def sum_accumulated(model: nn.Module) -> list[nn.Parameter]:
+        partial = [p for p in model.parameters() if isinstance(p.grad, DTensor) and p.grad.placements[0].is_partial()]
+        for parameter in partial:
+            dist.all_reduce(to_local(parameter.grad), group=parameter.grad.device_mesh.get_group("tp"))
+        return partial
+
+    def before_backward(model: nn.Module, reduces: bool) -> None:
+        sum_accumulated(model)
+        set_sync(model, reduces)
+
+    def after_last(model: nn.Module) -> None:
+        for parameter in sum_accumulated(model):
+            local, of = to_local(parameter.grad), parameter.data
+            parameter.grad = DTensor.from_local(local, of.device_mesh, of.placements, run_check=False)
+        sync(model)
+
+    pipeline_stages.set_gradient_sync, pipeline_stages.sync_partial_gradients = before_backward, after_last
 
 
 FAULTS = {

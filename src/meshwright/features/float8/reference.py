@@ -101,7 +101,7 @@ class Float8Reference(InReference):
 
     def __init__(self, plan: RunPlan, evidence: Evidence) -> None:
         dtype, tp = getattr(torch, plan.edge.dtype), plan.mesh.size(*plan.mesh.view("tp"))
-        self._evidence, self._placement = evidence, context_placement_of(plan, evidence.axes)
+        self._evidence, self._placement = evidence, context_placement_of(plan)
         self._tokens_ct: Tensor | None = None
         self.layers: dict[str, PlainLayer] = {}
         self.magnitudes: dict[int, dict[str, list[float]]] = {}
