@@ -85,6 +85,10 @@ class PlanFeature(Generic[P]):
         """Return the plan that a proof in float64 runs in place of a given one."""
         return plan
 
+    def plan_in_trace(self, plan: RunPlan) -> RunPlan:
+        """Return the plan that the second pass of a proof runs, which records values that the feature never holds."""
+        return plan
+
     def set_aside(self, config: RunConfig) -> str:
         """Return a line about what a proof in float64 leaves out; '' if that is nothing."""
         return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -52,6 +52,14 @@ class Feed:
     """Whether `finish` may be given the sum of losses in place of the output."""
 
 
+@runtime_checkable
+class ComputesLoss(Protocol):
+    """An output head that can compute the loss itself, so that the stage returns it in place of the output."""
+
+    def computing_loss_of(self, targets: Tensor) -> AbstractContextManager[None]:
+        """Let forwards within the context return the sum of the losses of these targets."""
+
+
 class ModelStage(ExecutableStage):
     """A part of the model as an executable pipeline stage."""
 
@@ -63,8 +71,8 @@ class ModelStage(ExecutableStage):
         self._feed, self._shared, self._tokens = feed, shared, tokens
         self.microbatch = 0
         """Number of the micro-batch whose forward runs, or ran last."""
-        self.computing_loss: Callable[[Tensor], AbstractContextManager[None]] | None = None
-        """Let the module return the sum of losses of some targets within a context; None if it can't."""
+        heads = [module for module in part.module.modules() if isinstance(module, ComputesLoss)]
+        self._head = heads[0] if heads and self._is_last else None
         self._has_backward = True
         means = [one for one in job.plan.sums if one.by is ReducedBy.OURS and one.op == "mean"]
         self._drifting = job.mesh if means else None
@@ -79,8 +87,8 @@ class ModelStage(ExecutableStage):
         """Return the activations [b, t, d], or the loss if this is the last stage."""
         self.microbatch = microbatch
         batch = self._tokens.localize(self._feed.batch(microbatch))
-        computes = self.computing_loss is not None and self._feed.takes_loss
-        with self.computing_loss(batch.targets) if self.computing_loss and computes else nullcontext():
+        head = self._head if self._feed.takes_loss else None
+        with nullcontext() if head is None else head.computing_loss_of(batch.targets):
             out = self._run(self._module, batch.inputs if x is None else x, batch)
         self._has_backward = out.requires_grad
         return self._feed.finish(out, batch.targets) if self._is_last else out

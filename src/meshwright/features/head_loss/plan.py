@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.config.facts_for_family import model_facts
@@ -52,7 +52,9 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
             return None
         axes, train = config.mesh.axes(), config.train
         samples = train.global_batch // (axes.data_parallel() * train.num_microbatches)
-        tokens = config.train.loss_chunk or _worthwhile(kind, samples * model.tokens // axes.cp, axes.tp)
+        tokens = config.train.loss_chunk
+        if tokens is None:
+            tokens = _worthwhile(kind, samples * model.tokens // axes.cp, axes.tp, model.edge.shape[-1])
         return LossChunks(kind.head, tokens) if tokens else None
 
     def faults(self, plan: RunPlan) -> Iterator[PlanError]:
@@ -62,20 +64,22 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
             field = f"kinds[{kind.name}].{part.feature}"
             if kind.is_block or not kind.output_elements:
                 yield PlanError(f"{kind.name} has a loss by chunks", "only an end with an output has a loss", field)
-            elif f"{part.head}.weight" not in (p.name for p in kind.parameters):
-                yield PlanError(f"{kind.name} has no linear layer {part.head}", "the head is one", f"{field}.head")
             if part.tokens < 1:
                 yield PlanError(f"a chunk of {part.tokens} tokens", "a chunk has tokens", f"{field}.tokens")
 
     def output_bytes(self, plan: RunPlan, kind: LayerSpec, part: LossChunks, whole: int) -> int:
         """Return the bytes of a chunk's logits, once more in the dtype of the computation, and of what a micro-batch
         keeps: the gradients of the hidden states and of the head."""
-        weight = next(p for p in kind.parameters if p.name == f"{part.head}.weight")
+        weight = next((p for p in kind.parameters if p.name == f"{part.head}.weight"), None)
+        width, is_trained = (plan.edge.shape[-1], True) if weight is None else (weight.shape[1], weight.trained)
         tokens, compute = plan.batch.samples * plan.rank_tokens, BYTES[plan.edge.dtype]
         columns = kind.output_elements // plan.rank_tokens
         wide = max(WIDE, compute)
         chunk = min(part.tokens, tokens) * columns * (wide + (compute if compute < wide else 0))
-        return chunk + tokens * weight.shape[1] * compute + columns * weight.shape[1] * wide * weight.trained
+        return chunk + tokens * width * compute + columns * width * wide * is_trained
+
+    def plan_in_trace(self, plan: RunPlan) -> RunPlan:
+        return replace(plan, kinds=tuple(kind.without(LossChunks) for kind in plan.kinds))
 
     def page(self, plan: RunPlan) -> Iterator[tuple[str, ...]]:
         yield ("head and loss by chunks",)
@@ -84,10 +88,9 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
                 yield part.head, f"{counted(part.tokens, 'token')} at once"
 
 
-def _worthwhile(kind: KindFacts, tokens: int, tp: int) -> int:
+def _worthwhile(kind: KindFacts, tokens: int, tp: int, width: int) -> int:
     """Return the tokens of a chunk, 0 if all logits at once are small, or smaller than the gradient of the head."""
     columns = int(kind.output) // (tp if kind.output_divided else 1)
-    width = next(p for p in kind.parameters if p.name == f"{kind.head}.weight").shape[1]
     logits = 2 * WIDE * tokens * columns
     if logits < LARGE_BYTES or logits < 2 * WIDE * columns * width:
         return 0

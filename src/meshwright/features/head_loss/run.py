@@ -5,13 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from meshwright.errors import LayoutError
-from meshwright.features.contract import OnRank, RunFeature
+from meshwright.features.contract import RunFeature
 from meshwright.features.head_loss.apply import LossHead
 from meshwright.features.head_loss.plan import LossChunks
 from meshwright.nn.linear import Linear
 from meshwright.plan.run_plan import LayerSpec
-from meshwright.train.build_job import Job
-from meshwright.train.pipeline_stages import Pipeline
 
 
 class HeadLossInRuns(RunFeature):
@@ -30,23 +28,6 @@ class HeadLossInRuns(RunFeature):
                 fix="train.loss_chunk=0",
             )
         setattr(part.get_submodule(owner), name, LossHead.from_linear(head, chunks.tokens))
-
-    def start(self, job: Job) -> OnRank:
-        return HeadLossOnRank(job)
-
-
-class HeadLossOnRank(OnRank):
-    """The head of this rank, if it has the last stage."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def attach(self, pipeline: Pipeline) -> None:
-        """Let the last stage give its head the targets."""
-        for number, part in self._job.parts().items():
-            for module in part.module.modules():
-                if isinstance(module, LossHead):
-                    pipeline.stages[number].computing_loss = module.of
 
 
 FEATURE = HeadLossInRuns()

@@ -242,6 +242,7 @@ class _Deriver:
             returns=found.returns,
             vocab_size=found.vocab_size,
             max_len=self._max_len,
+            head=found.head,
             not_split=found.not_split,
             not_packed=self._not_packed,
             packed_len=self._packed_len,

@@ -116,6 +116,8 @@ class _Watch:
         self._inputs: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._outputs: list[Tensor] = []
+        self._results: dict[str, Tensor] = {}
+        """Results of modules outside the layers, of their last calls."""
         self._second: dict[str, Tensor] = {}
         """Differentiable tensors that layers return besides the stream."""
         self._form: tuple[str, int] | None = None
@@ -190,6 +192,7 @@ class _Watch:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             self._found.phases.setdefault(path, set()).add(self._phase)
             if isinstance(out, Tensor):
+                self._results[path] = out
                 time = self._found.time
                 names = {BATCH: BATCH_DIM, time: TIME_DIM, BATCH * time: BATCH_TIME_DIM}
                 self._found.outputs[path] = tuple(names.get(size, size) for size in out.shape)
@@ -201,6 +204,9 @@ class _Watch:
 
     def conclude(self, out: Tensor) -> None:
         """Read dependencies off the graph."""
+        for path, result in self._results.items():
+            if result is out and isinstance(self._model.get_submodule(path), nn.Linear):
+                self._found.head = path
         found, count = self._found, len(self._layers)
         last = f"after {len(self._order)}"
         for path, phases in found.phases.items():

@@ -103,6 +103,8 @@ class Structure:
     """A shorter sample in which they don't."""
     set_aside: tuple[str, ...] = ()
     """What of the model takes no part in training, a line each."""
+    head: str = ""
+    """Path of the linear layer whose result is the output; empty if something is computed from it."""
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
 
@@ -121,7 +123,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
         identity=identity,
         first=(first,),
         every=(every,) if has_every else (),
-        last=(replace(last, output=float(structure.vocab_size), output_divided=shards_logits),),
+        last=(replace(last, output=float(structure.vocab_size), head=structure.head, output_divided=shards_logits),),
         keeps_documents_apart=not structure.not_packed,
         undeferred=structure.undeferred,
         # The backward costs twice the forward.
@@ -193,7 +195,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 16
+FORMAT = 17
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

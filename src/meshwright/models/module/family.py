@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import RunFacts
+from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure, computed_names
 from meshwright.models.module.config import ModuleConfig
@@ -48,6 +50,12 @@ class ModuleFamily(ForeignFamily):
     def identity(self, f: RunFacts) -> Mapping[str, Any]:
         section = f.section(ModuleConfig)
         return {"kind": "module", "builder": section.builder, "arguments": dict(section.arguments)}
+
+    def describe(self, f: RunFacts) -> ModelFacts:
+        facts = super().describe(f)
+        if not f.section(ModuleConfig).loss:
+            return facts
+        return replace(facts, last=tuple(replace(end, head="") for end in facts.last))  # a loss of logits
 
     def origin(self, f: RunFacts) -> OwnModule:
         return _origin(f.section(ModuleConfig))

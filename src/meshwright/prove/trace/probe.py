@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
+from meshwright.features.registry import plan_features
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.attention.positions import shard_indices
@@ -188,6 +189,8 @@ def trace_rank(
         plan: plan of the layout.
         tamper: as for `record_rank`.
     """
+    for feature in plan_features(plan=plan):
+        plan = feature.plan_in_trace(plan)
     job, run_step, _ = start_job(config, context, data, plan)
     if tamper is not None:
         tamper(job, run_step)
