@@ -58,6 +58,7 @@ class Benchmark(StrEnum):
     CAPTURE = "capture"
     FLOAT8 = "float8"
     MUON = "muon"
+    LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ BENCHMARKS = {
     Benchmark.MUON: BenchmarkEntry(
         "Muon's updates on owners of matrices against updates on every rank",
         "meshwright_bench.muon.benchmark:bench_muon",
+    ),
+    Benchmark.LOSS: BenchmarkEntry(
+        "head and loss by chunks of tokens against all logits at once", "meshwright_bench.loss.benchmark:bench_loss"
     ),
 }
 

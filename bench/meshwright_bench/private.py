@@ -8,8 +8,10 @@ Private PyTorch names: `torch.utils._python_dispatch.TorchDispatchMode`,
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.tensor import _redistribute as redistribution
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,6 +22,7 @@ from meshwright.errors import InputError
 
 __all__ = [
     "FakeStore",
+    "LiveBytes",
     "TorchDispatchMode",
     "clear_redistribution_caches",
     "operators",
@@ -28,6 +31,35 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
 ]
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context, counts the bytes of tensors that operators allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = self.largest = 0
+        """Bytes that live, the most that ever lived, and those of the largest tensor."""
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._sizes:
+            return
+        self._sizes[key] = size
+        self.now, self.largest = self.now + size, max(self.largest, size)
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
 
 
 def clear_redistribution_caches() -> None:

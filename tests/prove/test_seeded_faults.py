@@ -35,6 +35,7 @@ TABLES = (
     "optimizer_faults.OPTIMIZER_FAULTS",
     "data_faults.DATA_FAULTS",
     "data_faults.IMAGE_FAULTS",
+    "loss_faults.LOSS_FAULTS",
     "seeded_faults.BRANCH_FAULTS",
     "seeded_faults.EXPERT_BRANCH_FAULTS",
     "optimizer_faults.MUON_FAULTS",
@@ -44,7 +45,7 @@ TABLES = (
     "expert_faults.EXPERT_FAULTS",
     "expert_faults.UNKNOWN_FAULTS",
 )
-NUM_FAULTS = 234
+NUM_FAULTS = 239
 QUICK = {
     "accumulation is overwritten",
     "two micro-batches are swapped on the way to stage 1",

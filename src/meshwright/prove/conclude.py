@@ -31,7 +31,7 @@ from meshwright.prove.placement import context_placement_of
 from meshwright.prove.record.evidence import Evidence, RankRecord, RecordingTask, sample_contents, sample_digests
 from meshwright.prove.record.layout_run import gather_evidence, record_rank
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
-from meshwright.prove.record.reference_run import PlainModel, token_contributions
+from meshwright.prove.record.reference_run import PlainModel, chunk_contributions, token_contributions
 from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Finding, ParameterResult, ProofResult, rank_words
 from meshwright.prove.spec import ProofSpec, clip_limit
 from meshwright.prove.trace.conclude import find_place, with_place
@@ -77,7 +77,10 @@ def conclude(
     placement = context_placement_of(plan)
     tokens = None if placement is None else partial(token_contributions, plain, data, placement)
     is_compiled = any(kind.compiled for kind in plan.kinds)
-    explained = Explainer(comparison, contents, tokens, is_compiled).explain()
+    size = next((vars(part)["tokens"] for kind in plan.kinds for part in kind.parts if part.feature == "head_loss"), 0)
+    chunks = partial(chunk_contributions, plain, data, size) if size and placement is None else None
+    num_chunks = -(-plan.batch.samples * plan.rank_tokens // size) if size else 0
+    explained = Explainer(comparison, contents, tokens, chunks, num_chunks, is_compiled).explain()
     result = with_verdicts(result, comparison, explained)
     if measured is not None:
         further = further_findings(config, plan, plain, comparison, measured.rounded, feedback)

@@ -31,7 +31,7 @@ from meshwright.nn.linear import Linear, WeightGradStore, computed_or_deferred
 
 
 class LossHead(Linear):
-    """Output head that returns logits or, within `computing_loss_of(targets)`, the sum of the tokens' cross-entropies."""
+    """Output head that returns logits or, within `computing_loss_of`, the sum of the tokens' cross-entropies."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, chunk: int) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -57,7 +57,7 @@ class LossHead(Linear):
             self._targets_bt = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [b, t, d] to logits [b, t, v] or, while computing a loss, to a scalar in at least float32."""
+        """Map hidden states [b, t, d] to logits [b, t, v] or, computing a loss, to a scalar in at least float32."""
         if self._targets_bt is None:
             return super().forward(x)
         inputs = (x, self.weight, self.bias, self._targets_bt, self.chunk, torch.is_grad_enabled())

@@ -51,6 +51,8 @@ SUM_TOLERANCE = 1e-11
 """Largest relative error of a sum of contributions; those of a weight that is not used token by token are far off."""
 TokenParts = Callable[[int, Mapping[str, Tensor]], tuple[TensorsByName, Tensor]]
 """Compute the contributions of context-parallel ranks to a step at given weights: gradients, and losses."""
+ChunkParts = Callable[[int, Mapping[str, Tensor]], TensorsByName]
+"""Compute the contributions of the chunks of the head's loss to gradients of a step at given weights."""
 LATE = (
     (1, "forward and backward use weights that are one step late: they are gathered before the update"),
     (1_000_000, "forward and backward never see the updates: gathered weights are kept and not gathered again"),
@@ -82,6 +84,10 @@ class Explainer:
     """Digests of the samples of all steps; empty if they are not known."""
     tokens: TokenParts | None = None
     """Contributions of context-parallel ranks, if there are any."""
+    chunks: ChunkParts | None = None
+    """Contributions of the chunks of the head's loss, if it is computed by chunks."""
+    num_chunks: int = 0
+    """Number of chunks of a micro-batch."""
     is_compiled: bool = False
     """Whether blocks are compiled."""
 
@@ -167,6 +173,8 @@ class Explainer:
             references,
             shared=self._shared(one.step),
             tokens=lambda name: self._token_parts(one.step, name),
+            chunks=lambda name: self._chunk_parts(one.step).get(name),
+            num_chunks=self.num_chunks,
             before=tuple(map(to_arrays, before)),
             follows=self._follows(one.step),
             units=lambda: self._units[one.step],
@@ -245,6 +253,16 @@ class Explainer:
             gradients, losses = self.tokens(step, self.comparison.sides.weights[step - 1])
             self._computed_tokens[step] = to_arrays(gradients), to_arrays({"": losses})[""]
         return self._computed_tokens[step]
+
+    def _chunk_parts(self, step: int) -> dict[str, Array]:
+        if step not in self._computed_chunks:
+            found = {} if self.chunks is None else self.chunks(step, self.comparison.sides.weights[step - 1])
+            self._computed_chunks[step] = to_arrays(found)
+        return self._computed_chunks[step]
+
+    @cached_property
+    def _computed_chunks(self) -> dict[int, dict[str, Array]]:
+        return {}
 
     @cached_property
     def _computed_tokens(self) -> dict[int, tuple[dict[str, Array], Array]]:

@@ -22,6 +22,7 @@ from meshwright.prove.explain.contributions import (
     contribution_weights,
     scale_diagnosis,
     unequal_units,
+    uniform_words,
     weights_diagnosis,
 )
 from meshwright.prove.explain.shared_parameters import StageContributions, diagnose_shared
@@ -56,6 +57,10 @@ class GradientContext:
     """Contribution of each stage to the gradients of shared parameters."""
     tokens: Callable[[str], Array | None] = lambda name: None
     """Compute the contributions of the tokens of context-parallel ranks: [data-parallel × cp rank, micro-batch, …]."""
+    chunks: Callable[[str], Array | None] = lambda name: None
+    """Compute the contributions of the chunks of tokens by which the head's loss is computed: [chunk, …]."""
+    num_chunks: int = 0
+    """Number of them in a micro-batch; 0 if all logits are computed at once."""
     before: tuple[Mapping[str, Array], ...] = ()
     """Gradients of the step before: as the optimizer was given them, and the reference's."""
     follows: str = ""
@@ -81,9 +86,22 @@ def diagnose_gradient(suspect: SuspectTensor, context: GradientContext) -> Diagn
         or _wrong_region(suspect)
         or _follows(suspect, context)
         or _tokens(suspect, context)
+        or _chunks(suspect, context)
         or replicas_differ(suspect)
         or unrecognised(suspect)
     )
+
+
+def _chunks(suspect: SuspectTensor, context: GradientContext) -> Diagnosis | None:
+    """Diagnose wrong weights of the chunks of tokens of the head's loss, alike in all micro-batches."""
+    if context.num_chunks < 2 or (parts := context.chunks(suspect.assembly.name)) is None:
+        return None
+    weights = contribution_weights(_fit_problem(suspect, list(suspect.wrong_shards), parts[None]))
+    if weights is None:
+        return None
+    symptom = uniform_words(weights, suspect.counts)[0].replace("micro-batch", "chunk")
+    cause = "the loss by chunks of tokens (train.loss_chunk) leaves them out or counts them more than once"
+    return Diagnosis(FaultKind.CONTRIBUTIONS, f"of the head's loss, {symptom} {suspect.scope_text()}", cause)
 
 
 def _follows(suspect: SuspectTensor, context: GradientContext) -> Diagnosis | None:
@@ -106,7 +124,14 @@ def _multiple(suspect: SuspectTensor, context: GradientContext) -> Diagnosis | N
     if weights is None:
         return None
     found = _by_weights(suspect, dict.fromkeys(suspect.wrong_ranks, weights))
-    if found.factor is None or factor_cause(found.factor, suspect.counts):
+    if found.factor is None:
+        return found
+    known = factor_cause(found.factor, suspect.counts)
+    for factor, how in ((context.num_chunks, "multiplied"), (1 / max(1, context.num_chunks), "divided")):
+        if context.num_chunks > 1 and close(factor, found.factor):
+            cause = f"the head's gradients are {how} by the {context.num_chunks} chunks of its loss (train.loss_chunk)"
+            return replace(found, cause=f"{known}, or {cause}" if known else cause)
+    if known:
         return found
     due, others = context.divisors()
     used = [f"{number} ({what})" for what, number in others.items() if close(due / number, found.factor)]

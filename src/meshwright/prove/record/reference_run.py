@@ -369,6 +369,33 @@ def token_contributions(
     return {name: value.flatten(0, 1) for name, value in parts.items()}, losses.flatten(0, 1)
 
 
+def chunk_contributions(
+    plain: PlainModel, data: TrainingData, size: int, step: int, weights: Mapping[str, Tensor]
+) -> TensorsByName:
+    """Compute what the losses of chunks of `size` tokens contribute to a step, summed over all micro-batches: by
+    parameter, [chunk, *shape]."""
+    config, model, batch = plain.config, plain.module, plain.batch(step)
+    task = config.family.task(run_facts(config), data, torch.device("cpu"))
+    num_units = task.count(range(batch[0], batch[-1] + 1))
+    set_weights(model, weights)
+    prepare_handles(model, config)
+    count_over_batch(model, plain.samples, batch)
+    names, parameters = zip(*trained_parameters(model).items(), strict=True)
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for cell in cells_of(config, batch):
+        inside = task.batch(range(cell[0], cell[-1] + 1))
+        out = config.family.run(model, inside.inputs, inside).flatten(0, 1)
+        pairs = zip(torch.split(out, size), torch.split(inside.targets.flatten(), size), strict=True)
+        for number, (logits, targets) in enumerate(pairs):
+            loss = task.loss_sum(logits[None], targets[None]) / num_units
+            parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for name, part in zip(names, parts, strict=True):
+                if number == len(found[name]):
+                    found[name].append(torch.zeros_like(part))
+                found[name][number] += part
+    return {name: torch.stack(parts) for name, parts in found.items()}
+
+
 def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x[None]
 

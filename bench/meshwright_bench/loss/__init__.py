@@ -1,0 +1,1 @@
+"""Benchmark of head and loss by chunks."""
