@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import email
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
 
 from meshwright.config.facts_for_family import run_facts
+from meshwright.data.mixtures.entries import ONE
 from tests.helpers import open_data
 from tests.prove.proofs import small_config
 from tests.prove.seeded_faults import SHARD2, TENSOR2, Fault, giving, on_rank, taking, wrapping
@@ -47,6 +54,18 @@ def own_number_of_targets(job, step):
     step._count_units = lambda samples: sum(map(step._task.count, samples)) * job.axes.data_parallel()
 
 
+def ordered(windows):
+    """The loader reads other windows."""
+
+    def tamper(job, step):
+        loader = step._task._task._loader
+        loader.order = SimpleNamespace(windows=windows(loader.order), num_windows=loader.order.num_windows)
+
+    return tamper
+
+
+MIXTURE = f"data.mixture=['0.8:{Path(json.__file__).parent}/*.py','0.2:{Path(email.__file__).parent}/*.py']"
+"""Two sources of Python's own library."""
 DATA_FAULTS: dict[str, Fault] = {
     "a cache of the first step": Fault(of_samples(lambda samples: -8 if samples.start >= 8 else 0), SHARD2,
         ("the data of an earlier step: a stale batch or cache", "16 of the 24 samples", "in steps 2 and 3")),
@@ -55,8 +74,14 @@ DATA_FAULTS: dict[str, Fault] = {
     "micro-batches of a rank exchanged": Fault(on_rank(1,
         of_samples(lambda samples: 2 if samples.start % 4 == 0 else -2)), ACCUMULATE,
         ("the rank's own samples are exchanged", "only on rank 1")),
-    "another seed": Fault(wrapping("step._task._task", with_other_seed), SHARD2, ("read with another seed",
+    "another seed": Fault(wrapping("step._task._task", with_other_seed), SHARD2, ("shuffled by another seed",
         "on every rank")),
+    "samples are not shuffled": Fault(ordered(lambda order: lambda samples: np.asarray(samples) % order.num_windows),
+        SHARD2, ("they are not shuffled",)),
+    "windows are one off": Fault(ordered(lambda order: lambda samples: (order.windows(samples) + 1)
+        % order.num_windows), SHARD2, ("each sample is the next window of the data",)),
+    "sources in equal shares": Fault(ordered(lambda order: replace(order, shares=(ONE // 2, ONE // 2)).windows),
+        (*SHARD2, "data.source=stdlib", MIXTURE), ("sources are read in equal shares",)),
     "targets that are not shifted": Fault(changed("targets", lambda x: x.roll(1, 1)), SHARD2,
         ("the targets of samples differ", "its inputs are right")),
     "a few samples are exchanged": Fault(of_samples(lambda samples: {0: 3, 12: 1, 20: -6}.get(samples.start, 0)),

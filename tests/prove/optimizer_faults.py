@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.comm.collectives import all_reduce_sum
 from meshwright.mesh.local_shards import to_local
 from meshwright.optim.catalogue import COEFFICIENTS, SGD, TINY, Muon
 from meshwright.train import train_step as step_module
+from meshwright.train.optimizer import local_squared_norm, scale_gradients
 from tests.prove.seeded_faults import SHARD2, Fault, each, giving, replacing, settings, taking, wrapping
 
 NOT_CLIPPED = "train.max_grad_norm=100.0"
@@ -32,6 +34,19 @@ def clearing(*states):
     return before_update(
         lambda job, lr: [one[name].zero_() for one in job.optimizer.state.values() for name in {*states} & {*one}]
     )
+
+
+def clip_groups(job, real):
+    """Each of the optimizer's groups is clipped by its own norm."""
+
+    def optimize(lr, grad_norm):
+        for group in job.optimizer.groups:
+            members = [member.parameter for member in group.members]
+            norm = all_reduce_sum(local_squared_norm(members, num_ranks=job.axes.num_ranks())).sqrt().item()
+            scale_gradients(members, min(1.0, job.config.train.max_grad_norm / norm))
+        job.optimizer.step(lr)
+
+    return optimize
 
 
 def late_weights(steps):
@@ -146,6 +161,10 @@ OPTIMIZER_FAULTS: dict[str, Fault] = {
     "clipping twice": Fault(scaling(lambda job, factor: factor**2), SHARD2, ("clipping is applied twice",)),
     "the rate of the step before": Fault(replacing(step_module, "learning_rate", taking(lambda job, number, train:
         (max(1, number - 1), train))), (*SHARD2, WARM), ("the learning rate is one step behind",)),
+    "the schedule counts micro-batches": Fault(replacing(step_module, "learning_rate", taking(lambda job, number, train:
+        (2 * number, train))), (*SHARD2, WARM, "train.num_microbatches=2"), ("the schedule counts micro-batches: 2",)),
+    "groups are clipped apart": Fault(wrapping("step._optimize", clip_groups), (*SHARD2,
+        "train.parameter_groups=['embedding:lr=0.02']"), ("the norm of each group of parameters", "embedding;")),
     "no warm-up": Fault(replacing(step_module, "learning_rate", giving(lambda job, rate: job.config.train.lr)),
         (*SHARD2, WARM), ("the learning rate's schedule is missing", "3.000 × the right one")),
     "gradients are not cleared": Fault(wrapping("job.optimizer.zero_grad", lambda job, real: lambda: None), SHARD2,

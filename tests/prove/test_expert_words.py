@@ -133,12 +133,12 @@ DUE = balancing_step(PARTS.sum((0, 1)), RATE)
 def test_biases(held, words):
     suspect = suspect_of(lambda rank: ((0,), held(rank)), DUE)
     right = {rank: PARTS.sum((0, 1)) for rank in range(4)}
-    found = diagnose_bias(suspect, right, PARTS, RATE)
+    found = diagnose_bias(suspect, right, PARTS, RATE, PARTS.sum((0, 1)))
     assert words in found.text if words else found is None
 
 
 def test_a_bias_may_follow_from_wrong_counts():
     wrong = PARTS[0].sum(0)
     suspect = suspect_of(lambda rank: ((0,), balancing_step(wrong, RATE)), DUE)
-    found = diagnose_bias(suspect, dict.fromkeys(range(4), wrong), PARTS, RATE)
+    found = diagnose_bias(suspect, dict.fromkeys(range(4), wrong), PARTS, RATE, PARTS.sum((0, 1)))
     assert "follows from wrong counts" in found.text

@@ -45,7 +45,7 @@ TABLES = (
     "expert_faults.EXPERT_FAULTS",
     "expert_faults.UNKNOWN_FAULTS",
 )
-NUM_FAULTS = 239
+NUM_FAULTS = 244
 QUICK = {
     "accumulation is overwritten",
     "two micro-batches are swapped on the way to stage 1",

@@ -28,7 +28,14 @@ from meshwright.prove.explain.explain import Explained, Explainer, ordered
 from meshwright.prove.judge.counts import LayoutCounts
 from meshwright.prove.judge.judge import Comparison, Expected, Sides, Tolerances, audit, audit_steps, compare
 from meshwright.prove.placement import context_placement_of
-from meshwright.prove.record.evidence import Evidence, RankRecord, RecordingTask, sample_contents, sample_digests
+from meshwright.prove.record.evidence import (
+    Evidence,
+    RankRecord,
+    RecordingTask,
+    other_contents,
+    sample_contents,
+    sample_digests,
+)
 from meshwright.prove.record.layout_run import gather_evidence, record_rank
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.reference_run import PlainModel, chunk_contributions, token_contributions
@@ -74,13 +81,14 @@ def conclude(
     measured, feedback = measure(config, plan, plain, sides) if as_run else (None, None)
     comparison = compare(sides, measured or Tolerances())
     contents = sample_contents(plain.samples, num_steps * config.train.global_batch, with_floats=not as_run)
+    others = partial(other_contents, plain.samples, evidence.axes.num_ranks())
     placement = context_placement_of(plan)
     tokens = None if placement is None else partial(token_contributions, plain, data, placement)
     is_compiled = any(kind.compiled for kind in plan.kinds)
     size = next((vars(part)["tokens"] for kind in plan.kinds for part in kind.parts if part.feature == "head_loss"), 0)
     chunks = partial(chunk_contributions, plain, data, size) if size and placement is None else None
     num_chunks = -(-plan.batch.samples * plan.rank_tokens // size) if size else 0
-    explained = Explainer(comparison, contents, tokens, chunks, num_chunks, is_compiled).explain()
+    explained = Explainer(comparison, contents, tokens, others, chunks, num_chunks, is_compiled).explain()
     result = with_verdicts(result, comparison, explained)
     if measured is not None:
         further = further_findings(config, plan, plain, comparison, measured.rounded, feedback)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -154,8 +155,8 @@ class Float8Reference(InReference):
         for step in steps:
             due_s = [value for name in self.delayed for value in self.magnitudes[step][name]]
             before = [one for one, counts in zip(own[: step - 1], applied, strict=False) if counts]
-            found = _lost(self.delayed, own[step - 1], due_s)
-            found = found or _wrong_scales(self.delayed, known[step - 1], before, self.history, evidence.axes)
+            found = _wrong_scales(self.delayed, known[step - 1], before, self.history, evidence.axes)
+            found = found or _lost(self.delayed, own[step - 1], due_s)
             if found is not None:
                 yield step, found
                 return
@@ -185,14 +186,24 @@ class Float8Reference(InReference):
         return out if module.bias is None else out + module.bias
 
 
-APART = 2.0
-"""Factor within which the largest magnitude of a step is that of the reference: rounding changes single elements."""
+APART = (1.25, 1.25, 2.0)
+"""Factors within which the largest magnitudes of a step are those of the reference: rounding changes single elements,
+and gradients most."""
 
 
 def _lost(names: list[str], own_rs: Tensor, due_s: list[float]) -> Diagnosis | None:
     """Diagnose the magnitudes of a step that are not those of the reference."""
-    for slot, (found, due) in enumerate(zip(own_rs.amax(0).tolist(), due_s, strict=True)):
-        if due and not due / APART <= found <= due * APART:
+    own_s = own_rs.amax(0).tolist()
+    for slot, (found, due) in enumerate(zip(own_s, due_s, strict=True)):
+        near = APART[slot % len(CASTS)]
+        if due and not due / near <= found <= due * near:
+            first = slot - slot % len(CASTS)
+            for other in range(first, first + len(CASTS)):
+                if other != slot and due_s[other] / near <= found <= due_s[other] * near:
+                    what = f"{CASTS[slot % len(CASTS)]} and {CASTS[other % len(CASTS)]}"
+                    if due / near <= own_s[other] <= due * near:
+                        symptom = f"the largest magnitudes of the {what} of {names[slot // len(CASTS)]} are exchanged"
+                        return Diagnosis(FaultKind.MISPLACED, symptom, "delayed scales are those of the other tensor")
             symptom = f"the largest magnitude of the {_slot_words(names, slot)} is {found:.6g}, expected {due:.6g}"
             cause = "delayed scales are made from it" if found else "it is not recorded for the scales of later steps"
             return Diagnosis(FaultKind.OTHER_STEP, symptom, cause)
@@ -228,6 +239,13 @@ def _scales_cause(known_rs: Tensor, own: list[Tensor], history: int, axes: Axes)
         return "scales are made from magnitudes of the step itself, which change from micro-batch to micro-batch"
     if not known_rs.any():
         return "the history is empty: the largest magnitudes of earlier steps are lost"
+    due_s = _known(own, history)
+    for a, b in combinations(range(len(CASTS)), 2):
+        order = list(range(len(CASTS)))
+        order[a], order[b] = b, a
+        exchanged_s = due_s.view(-1, len(CASTS))[:, order].flatten()
+        if bool(((known_rs == exchanged_s) | (known_rs == due_s)).all()):
+            return f"the largest magnitudes of {CASTS[a]} and {CASTS[b]} are exchanged"
     for missing in [(axis,) for axis in axes.used()] + [tuple(axes.used())]:
         reduced = [_over_other_axes(one, missing, axes) for one in own[-history:]]
         if bool((known_rs == torch.stack(reduced).amax(0)).all()):

@@ -147,7 +147,8 @@ def explain_buffer(comparison: Comparison, step: int, name: str) -> Diagnosis:
             found = diagnose_counts(change, contributions, experts)
         else:
             held = {shard.rank: shard.value for shard in _change(comparison, step, counts).assembly.shards}
-            found = diagnose_bias(change, held, contributions, sides.expected.bias_rates[counts])
+            rate, total = sides.expected.bias_rates[counts], one.updates[counts].suspect.expected
+            found = diagnose_bias(change, held, contributions, rate, total)
     if found is None and (not one.loss.ok or any_wrong(one.gradients)):
         found = Diagnosis(FaultKind.CONSEQUENCE, f"wrong {suspect.scope_text()}", "follows from a wrong forward")
     return found or replicas_differ(suspect) or unrecognised(suspect)
@@ -240,7 +241,7 @@ def _counted_words(weights: dict[int, Array], scope: str, counts: LayoutCounts) 
 
 
 def diagnose_bias(
-    suspect: SuspectTensor, held_counts: dict[int, Array], contributions: Array, rate: float
+    suspect: SuspectTensor, held_counts: dict[int, Array], contributions: Array, rate: float, total: Array
 ) -> Diagnosis | None:
     """Return the cause of a wrong balancing bias after a step, if recognised.
 
@@ -249,6 +250,7 @@ def diagnose_bias(
         held_counts: the layout's counts of the step, by rank.
         contributions: [data-parallel rank, micro-batch, expert]: right counts of the step.
         rate: step by which the bias changes.
+        total: right counts since the first step.
     """
     num_microbatches, axes = contributions.shape[1], suspect.counts.axes
     ranks = [shard.rank for shard in suspect.wrong_shards]
@@ -275,6 +277,8 @@ def diagnose_bias(
         *([("the bias changes once per micro-batch", "the bias is updated from each micro-batch's counts",
             dict.fromkeys(ranks, by_microbatch))] if num_microbatches > 1 else []),
         *((f"the bias changes by {n} × its step", again.format(n), dict.fromkeys(ranks, n * due)) for n in factors),
+        ("the bias follows the counts of all steps so far", "the bias is updated from the load since the first step",
+         dict.fromkeys(ranks, balancing_step(total, rate))),
         ("the bias follows each rank's own counts", "the bias is updated before counts are summed over ranks", own),
     ):  # fmt: skip
         if is_change(changes):

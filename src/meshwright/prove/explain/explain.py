@@ -23,7 +23,7 @@ from meshwright.prove.explain.gradients import (
     unrecognised,
     wrong_initial,
 )
-from meshwright.prove.explain.samples import diagnose_contents, diagnose_samples, wrong_steps
+from meshwright.prove.explain.samples import OtherContents, diagnose_contents, diagnose_samples, wrong_steps
 from meshwright.prove.explain.scalars import diagnose_given, diagnose_loss
 from meshwright.prove.explain.shared_parameters import StageContributions, locate_stages
 from meshwright.prove.explain.updates import UpdateCauses
@@ -84,6 +84,8 @@ class Explainer:
     """Digests of the samples of all steps; empty if they are not known."""
     tokens: TokenParts | None = None
     """Contributions of context-parallel ranks, if there are any."""
+    others: OtherContents = lambda samples: iter(())
+    """Digests of samples that are read otherwise."""
     chunks: ChunkParts | None = None
     """Contributions of the chunks of the head's loss, if it is computed by chunks."""
     num_chunks: int = 0
@@ -129,7 +131,7 @@ class Explainer:
         read = [[found["samples"] for found in record.steps] for record in evidence.ranks]
         yield from diagnose_samples(read, batches, evidence.axes, evidence.num_microbatches)
         contents = [[found["contents"] for found in record.steps] for record in evidence.ranks]
-        yield from diagnose_contents(contents, self.contents, batches, evidence.axes)
+        yield from diagnose_contents(contents, self.contents, batches, evidence.axes, self.others)
 
     @cached_property
     def _wrong_samples(self) -> set[int]:
@@ -445,6 +447,11 @@ class Explainer:
             return "the learning rate is one step behind"
         if all(close(a, b) for a, b in zip(used, due[1:], strict=False)):
             return "the learning rate is one step ahead"
+        for number, what in sides.units_of_steps():
+            late = [plain_learning_rate(step * number, sides.train) for step in range(1, len(used) + 1)]
+            early = [plain_learning_rate((step - 1) * number + 1, sides.train) for step in range(1, len(used) + 1)]
+            if any(all(close(a, b) for a, b in zip(used, rates, strict=True)) for rates in (late, early)):
+                return f"the schedule counts {what}: {number} in a step"
         if all(close(rate, sides.train.lr) for rate in used):
             return "the learning rate's schedule is missing: it is train.lr in every step"
         ratios = [a / b for a, b in zip(used, due, strict=False) if b]

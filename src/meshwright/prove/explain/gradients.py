@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from meshwright.mesh.axes import Axes
 from meshwright.prove.explain.contributions import (
     MIN_SPARE,
     FitProblem,
@@ -96,10 +97,12 @@ def _chunks(suspect: SuspectTensor, context: GradientContext) -> Diagnosis | Non
     """Diagnose wrong weights of the chunks of tokens of the head's loss, alike in all micro-batches."""
     if context.num_chunks < 2 or (parts := context.chunks(suspect.assembly.name)) is None:
         return None
-    weights = contribution_weights(_fit_problem(suspect, list(suspect.wrong_shards), parts[None]))
+    counts = LayoutCounts(Axes(), len(parts), len(parts))
+    by_chunks = replace(suspect, counts=counts)
+    weights = contribution_weights(_fit_problem(by_chunks, list(suspect.wrong_shards), parts[None]))
     if weights is None:
         return None
-    symptom = uniform_words(weights, suspect.counts)[0].replace("micro-batch", "chunk")
+    symptom = uniform_words(weights, counts)[0].replace("micro-batch", "chunk")
     cause = "the loss by chunks of tokens (train.loss_chunk) leaves them out or counts them more than once"
     return Diagnosis(FaultKind.CONTRIBUTIONS, f"of the head's loss, {symptom} {suspect.scope_text()}", cause)
 
@@ -484,12 +487,40 @@ def wrong_initial(suspect: SuspectTensor, references: Mapping[str, Array]) -> Di
     found = incomplete(suspect) or non_finite(suspect) or misplaced(suspect, references)
     if found is not None:
         return found
+    if (found := _merged_adapter(suspect, references)) is not None:
+        return found
     right = [rank for rank in suspect.informative_ranks if rank not in suspect.wrong_ranks]
     where = "on " + rank_words(suspect.wrong_ranks) if right else EVERYWHERE
     cause = "ranks start from different weights than the reference (seed, order of initialization, missing broadcast)"
     base = replicas_differ(suspect) or unrecognised(suspect)
     detail = f"{base.symptom}; {base.detail}" if base.kind is FaultKind.REPLICAS_DIFFER else base.detail
     return Diagnosis(base.kind, f"initial weights differ {where}", cause, detail)
+
+
+ADAPTED = ".base_layer.weight"
+"""End of the name of a frozen weight that has an adapter (LoRA; Hu et al. 2022)."""
+
+
+def _merged_adapter(suspect: SuspectTensor, references: Mapping[str, Array]) -> Diagnosis | None:
+    """Diagnose a frozen weight to which the product of its adapter's matrices is added."""
+    path = suspect.assembly.name.removesuffix(ADAPTED)
+    factors = [next((x for n, x in references.items() if n.startswith(f"{path}.lora_{one}.")), None) for one in "AB"]
+    if not suspect.assembly.name.endswith(ADAPTED) or any(one is None or one.ndim != 2 for one in factors):
+        return None
+    whole: Array = factors[1] @ factors[0]  # type: ignore[operator]
+    for product in (whole, whole.T):  # of a layer that holds its weight the other way
+        if product.shape == suspect.expected.shape and all(_adds(suspect, s, product) for s in suspect.wrong_shards):
+            symptom = f"the product of the adapter's matrices is added to the frozen weight {suspect.scope_text()}"
+            cause = "the adapter is merged already, and its forward adds it again"
+            return Diagnosis(FaultKind.MISPLACED, symptom, cause)
+    return None
+
+
+def _adds(suspect: SuspectTensor, shard: LocalShard, other: Array) -> bool:
+    """Return whether a shard is right but for a multiple of another tensor."""
+    due, part = shard.slice_of(suspect.expected), shard.slice_of(other)
+    scale = float(np.vdot(shard.value - due, part)) / max(float(np.vdot(part, part)), 1e-300)
+    return suspect.matches(shard.value, due + scale * part, _error(suspect, shard))
 
 
 def replicas_differ(suspect: SuspectTensor) -> Diagnosis | None:

@@ -8,8 +8,8 @@ belongs to another sample tells where the data came from.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.record.evidence import Contents, Evidence
@@ -133,6 +133,8 @@ class _Wrong:
     right: tuple[str, ...]
     owners: frozenset[int]
     """Samples whose parts these are."""
+    digests: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What was read of the wrong parts."""
 
     @property
     def owner(self) -> int | None:
@@ -145,8 +147,16 @@ class _Wrong:
         return 0 if self.owner is None else self.owner - self.sample
 
 
+OtherContents = Callable[[Iterable[int]], Iterator[tuple[str, Contents]]]
+"""Make the digests that samples have if the data is read otherwise, each with what is then wrong."""
+
+
 def diagnose_contents(
-    read: list[list[Contents]], expected: Contents, batches: list[list[int]], axes: Axes
+    read: list[list[Contents]],
+    expected: Contents,
+    batches: list[list[int]],
+    axes: Axes,
+    others: OtherContents = lambda samples: iter(()),
 ) -> Iterator[tuple[int, Diagnosis]]:
     """Yield one diagnosis per cause of samples with wrong content, with its first step, from 1.
 
@@ -155,6 +165,7 @@ def diagnose_contents(
         expected: digests by sample and part; parts that are not among them are not compared.
         batches: [step]: samples of the global batch, in order.
         axes: mesh axes.
+        others: other ways to read the data.
     """
     num_read = sum(len(contents) for steps in read for contents in steps)
     by_parts: dict[tuple[str, ...], list[_Wrong]] = defaultdict(list)
@@ -171,7 +182,7 @@ def diagnose_contents(
             for one in rest
         )
         if not is_one:
-            causes = {_mixed(found, len(known))}
+            causes = {_of_others(found, others) or _mixed(found, len(known))}
             found = [replace(one, owners=frozenset()) for one in found]
         yield min(one.step for one in found) + 1, _content_finding(causes.pop(), found, num_read, axes)
 
@@ -189,7 +200,8 @@ def _wrong_samples(read: list[list[Contents]], expected: Contents) -> Iterator[_
                 if wrong:
                     common = set.intersection(*(owners[part, known[part]] for part in wrong))
                     right = tuple(part for part in known if part not in wrong)
-                    yield _Wrong(rank, step, sample, wrong, right, frozenset(common))
+                    digests = {part: known[part] for part in wrong}
+                    yield _Wrong(rank, step, sample, wrong, right, frozenset(common), digests)
 
 
 def _content_cause(one: _Wrong, batches: list[list[int]], axes: Axes) -> str:
@@ -211,6 +223,14 @@ def _unlike(one: _Wrong) -> str:
     if "inputs" in one.parts and "targets" in one.parts:
         return f"{ELSEWHERE}: it was read with another seed, from other data or at another place, or was changed"
     return f"{ELSEWHERE}: its {join_words(one.parts)} are made differently, or were changed after it was read"
+
+
+def _of_others(found: list[_Wrong], others: OtherContents) -> str:
+    """Return what is wrong if all samples are those that the data has when it is read in another way."""
+    for cause, contents in others(sorted({one.sample for one in found})):
+        if all(contents[one.sample].get(part) == value for one in found for part, value in one.digests.items()):
+            return cause
+    return ""
 
 
 def _mixed(found: list[_Wrong], num_known: int) -> str:

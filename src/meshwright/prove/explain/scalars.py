@@ -97,6 +97,8 @@ def _factor_cause(
         for name, factor in found.items()
     ):
         return "clipping uses the norm of each tensor instead of the global norm"
+    if (groups := _by_groups(sides, full, factors, limit)) is not None:
+        return groups
     if max(known) - min(known) <= same * max(known):
         epsilon = limit / known[0] - norm if known[0] else math.inf
         if 0 < epsilon <= EPSILON * norm:
@@ -108,6 +110,23 @@ def _factor_cause(
     if all(max(found) - min(found) <= same * max(found) for found in by_rank.values()):
         return f"ranks clip by different factors: {rank_words(by_rank)} don't use the global norm"
     return "gradients are scaled one by one between clipping and the step"
+
+
+def _by_groups(sides: Sides, full: dict[str, float], factors: dict[int, dict[str, float]], limit: float) -> str | None:
+    """Return the cause if all parameters with the same factor are clipped by their own norm."""
+    members: dict[str, set[str]] = {}
+    for found in factors.values():
+        for name, factor in found.items():
+            members.setdefault(f"{factor:.9g}", set()).add(name)
+    if not 1 < len(members) < len(full):
+        return None
+    roles = sides.expected.roles
+    for used, names in members.items():
+        own = math.sqrt(sum(full[name] ** 2 for name in names))
+        if not close(float(used), clip_factor(own, limit), 1e-6):
+            return None
+    kinds = [join_words(sorted({roles[name].value for name in names})) for names in members.values()]
+    return f"clipping uses the norm of each group of parameters instead of the global norm: {'; '.join(kinds)}"
 
 
 def _adds_weights(sides: Sides, step: int, pairs: dict[int, list[tuple[str, Array, Array | None]]], due: float) -> bool:

@@ -7,7 +7,7 @@ explains most parameters is told.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -202,6 +202,11 @@ OF_MUON = (
         "the update is not scaled by the larger side of its matrix",
         UpdateFault(scaled=False),
     ),
+    Hypothesis(
+        "updated with the norm of all stacked matrices",
+        "matrices of a stack, such as experts, are made orthogonal together: divided by the norm of all of them",
+        UpdateFault(whole_norm=True),
+    ),
     Hypothesis("updated by six iterations", "Newton and Schulz iterate once too often", UpdateFault(rounds=6)),
     Hypothesis("updated by four iterations", "Newton and Schulz iterate once too little", UpdateFault(rounds=4)),
     Hypothesis(
@@ -223,12 +228,13 @@ BETAS = ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98), (0.9, 0.99))
 EPSILONS = tuple(10.0**exponent for exponent in (-16, -15, -12, -10, -8, -7, -6, -5, -4, -3))
 
 
-def hypotheses(train: TrainConfig, shards: set[int]) -> Iterator[Hypothesis]:
+def hypotheses(train: TrainConfig, shards: set[int], units: Mapping[int, str]) -> Iterator[Hypothesis]:
     """Yield the known faults of the configured optimizer, common ones first.
 
     Args:
         train: configuration.
         shards: numbers of shards that a matrix may have.
+        units: what may be counted in place of steps, by how many there are in one.
     """
     if any("lr=" in entry.replace(" ", "") for entry in train.parameter_groups):
         yield from OF_GROUPS
@@ -239,8 +245,8 @@ def hypotheses(train: TrainConfig, shards: set[int]) -> Iterator[Hypothesis]:
         yield from OF_SGD
     if train.optimizer in (ADAMW, MUON):
         yield from OF_ADAMW
-        if (num := train.num_microbatches) > 1:
-            cause = "the count of updates counts micro-batches"
+        for num, what in units.items():
+            cause = f"the count of updates counts {what}"
             yield Hypothesis(
                 f"updated with the bias correction of {num} × the step", cause, UpdateFault(count=(num, 0))
             )
@@ -310,12 +316,26 @@ class UpdateCauses:
         suspect, found = self.suspect(step, name), self._own(step, name)
         if found is None and (one := self._hypotheses.get(name)) is not None:
             found = Diagnosis(one.kind, f"{one.what} {self._scopes[one]}", one.cause)
-        found = found or proportional(suspect, self._before(step, name)) or replicas_differ(suspect)
+        found = found or proportional(suspect, self._before(step, name)) or self._of_another_shard(step, name)
+        found = found or replicas_differ(suspect)
         if found is not None:
             return found
         base = unrecognised(suspect)
         cause = f"{base.cause}; the gradients that the optimizer was given are right: check its step"
         return replace(base, cause=cause)
+
+    def _of_another_shard(self, step: int, name: str) -> Diagnosis | None:
+        """Return the cause if shards are changed by other shards' steps; each decays by itself."""
+        suspect, before, sides = self.suspect(step, name), self._before(step, name), self.comparison.sides
+        peak, decay = Replay(sides.train, sides.expected.roles).settings(name, torch.from_numpy(before))
+        kept = before * (1 - decay * plain_rate(sides, step) * peak / sides.train.lr)
+        shards = tuple(replace(s, value=s.value - s.slice_of(kept)) for s in suspect.assembly.shards)
+        moved = replace(suspect, assembly=replace(suspect.assembly, shards=shards), expected=suspect.expected - kept)
+        found = misplaced(moved, {name: moved.expected})
+        if found is None:
+            return None
+        symptom = f"updated by the wrong step: {found.symptom}"
+        return replace(found, symptom=symptom, cause=f"the steps that ranks compute: {found.cause}")
 
     def of_frozen(self, step: int, name: str) -> Diagnosis | None:
         """Return the cause if a parameter that isn't trained decays."""
@@ -443,8 +463,11 @@ class UpdateCauses:
         axes, explained, found = sides.counts.axes, dict[Hypothesis, set[str]](), dict[str, Hypothesis]()
         if not names:
             return {}
+        units: dict[int, str] = {}
+        for number, what in sides.units_of_steps():
+            units[number] = f"{units[number]}, or {what}" if number in units else what
         shards = {axes.dp_shard * axes.cp, axes.tp, axes.dp_shard * axes.cp * axes.tp}
-        for one in (*hypotheses(sides.train, shards), *self._of_pairs(names)):
+        for one in (*hypotheses(sides.train, shards, units), *self._of_pairs(names)):
             explained[one] = self._explained(one, names)
             if explained[one] == names:
                 break

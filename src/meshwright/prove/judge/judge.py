@@ -155,6 +155,18 @@ class Sides:
         value = self.contributions(step).gradients.get(name)
         return None if value is None else to_arrays({"": value})[""]
 
+    def units_of_steps(self) -> Iterator[tuple[int, str]]:
+        """Yield what may be counted in place of steps, and how many there are in one."""
+        stages = self.evidence.stages
+        for number, what in (
+            (self.counts.num_microbatches, "micro-batches"),
+            (1 if stages is None else len(stages.ranks) // stages.num_ranks, "the rank's model chunks"),
+            (self.counts.axes.data_parallel(), "data-parallel ranks' steps"),
+            (self.train.global_batch, "samples"),
+        ):
+            if number > 1:
+                yield number, what
+
     def unit(self, name: str) -> float:
         """Return the rounding unit of a parameter or buffer; 0 of an integer."""
         for record in self.evidence.ranks:

@@ -6,11 +6,13 @@ recorded when the model reads it, as digests of its parts: two samples with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -278,6 +280,55 @@ def sample_contents(reference: Reference, num_samples: int, *, with_floats: bool
         kept = {n: x for n, x in parts if with_floats or not (isinstance(x, Tensor) and x.is_floating_point())}
         found[index] = sample_digests(kept)
     return found
+
+
+def other_contents(reference: Reference, num_ranks: int, samples: Iterable[int]) -> Iterator[tuple[str, Contents]]:
+    """Yield the digests of samples if their windows were chosen otherwise, each with the cause."""
+    if not isinstance(reference, ShowsSamples):
+        return
+    for cause, windows in _other_windows(reference.order, num_ranks):
+        other = copy(reference)
+        other.order = _Windows(windows, reference.order.num_windows)  # type: ignore[assignment]
+        vars(other).update({name: {} for name, value in vars(reference).items() if isinstance(value, dict)})
+        try:
+            yield cause, {index: sample_digests(other.sample(index)) for index in samples}
+        except (IndexError, KeyError, AttributeError):  # a reference of a family's own may need more of its order
+            return
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """An order of samples that only tells their windows."""
+
+    windows: Callable[[Any], Any]
+    num_windows: int
+
+
+def _other_windows(order: Any, num_ranks: int) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Yield other choices of windows, each with what is then wrong."""
+    size, due = order.num_windows, order.windows
+    yield "each sample is the next window of the data", lambda i: (due(i) + 1) % size
+    yield "each sample is the window before in the data", lambda i: (due(i) - 1) % size
+    yield "samples are read in the order of the data: they are not shuffled", lambda i: np.asarray(i) % size
+    yield "every epoch has the order of the first", lambda i: due(np.asarray(i) % order.first_repeat)
+    for seed in (*range(order.seed + 1, order.seed + num_ranks), order.seed - 1, 0) if hasattr(order, "seed") else ():
+        if seed >= 0 and seed != order.seed:
+            cause = f"samples are shuffled by another seed: {seed} instead of {order.seed}"
+            yield cause, replace(order, seed=seed).windows
+    shares = getattr(order, "shares", ())
+    if len(shares) > 1:
+        equal = (sum(shares) // len(shares),) * (len(shares) - 1)
+        for cause, found in (
+            ("sources are read in equal shares", (*equal, sum(shares) - sum(equal))),
+            ("the shares of sources are in another order: reversed", shares[::-1]),
+        ):
+            if found != shares:
+                yield cause, replace(order, shares=found).windows
+        first = order.parts[0].num_windows
+        yield (
+            "the second source's samples are read from the first",
+            lambda i: np.where(due(i) >= first, (due(i) - first) % first, due(i)),
+        )
 
 
 def condition_digests(conditions: Sequence[Any], names: Sequence[str] = ()) -> Mapping[str, list[str]]:

@@ -97,6 +97,8 @@ class UpdateFault:
     """Divisors of the rows and columns by which they are scaled."""
     row_parts: int = 1
     """Parts of a matrix's rows that are made orthogonal one by one."""
+    whole_norm: bool = False
+    """Whether matrices that are stacked, as of experts, are divided by the norm of all of them."""
     rounds: int = 5
     """Iterations of Newton and Schulz."""
     iterates_in: str = ""
@@ -258,10 +260,13 @@ def _muon(one: ParameterStep, fault: UpdateFault) -> None:
     velocity.copy_(mu * velocity + one.gradient)
     look_ahead = velocity if fault.plain_momentum else one.gradient + mu * velocity
     matrices = look_ahead.reshape(-1, *look_ahead.shape[-2:])
+    norm = float(matrices.norm()) if fault.whole_norm else None
     if fault.iterates_in:
         parts = [_iterated(x.to(getattr(torch, fault.iterates_in)), fault.rounds) for x in matrices]
     else:
-        parts = [torch.cat([_polynomial(part, fault.rounds) for part in x.chunk(fault.row_parts)]) for x in matrices]
+        parts = [
+            torch.cat([_polynomial(part, fault.rounds, norm) for part in x.chunk(fault.row_parts)]) for x in matrices
+        ]
     size = max(n // by for n, by in zip(one.value.shape[-2:], fault.size_parts, strict=True))
     scale = 0.2 * (size**0.5 if fault.scaled else 1.0)
     change = scale * torch.stack(parts).view_as(one.value)
@@ -270,9 +275,9 @@ def _muon(one: ParameterStep, fault: UpdateFault) -> None:
     one.value.copy_(one.value - one.lr * (one.decay * one.value + change))
 
 
-def _polynomial(matrix: Tensor, rounds: int) -> Tensor:
+def _polynomial(matrix: Tensor, rounds: int, norm: float | None = None) -> Tensor:
     """Apply the iteration's polynomial to the singular values, which is what the products of matrices compute."""
-    u, s, v = torch.linalg.svd(matrix / (matrix.norm() + 1e-7), full_matrices=False)
+    u, s, v = torch.linalg.svd(matrix / ((norm or matrix.norm()) + 1e-7), full_matrices=False)
     for _ in range(rounds):
         s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
     product: Tensor = u @ torch.diag(s) @ v

@@ -20,15 +20,20 @@ from meshwright.prove.result import number_words
 from meshwright.prove.trace.first_difference import FirstDifference, Trace, take
 from meshwright.prove.trace.probe import CORE_VALUES, GRADIENT
 from meshwright.prove.trace.relations import close, factor_of
+from meshwright.units import counted
 
-Hypothesis = tuple[str, Tensor, float]
-"""A cause, which keys queries see then [b, q, k], and the factor of the scores."""
+Hypothesis = tuple[str, Tensor, float, "_Cell | None"]
+"""A cause, which keys queries see then [b, q, k], the factor of the scores, and the micro-batch of which queries see
+the keys and values of other context-parallel ranks; None for their own."""
 
 
 @dataclass(frozen=True)
 class _Cell:
     """An attention on a micro-batch, and the ranks of its tokens."""
 
+    cell: int
+    core: str
+    module: Attention
     q_bqnh: Tensor
     k_bkmh: Tensor
     v_bkmh: Tensor
@@ -50,20 +55,32 @@ class _Cell:
         """Whether each pair of tokens is on the same rank, [b, q, k]."""
         return self.rank_bt[:, :, None] == self.rank_bt[:, None, :]
 
-    def seen(self, spec: MaskSpec, *, joined: bool = False) -> Tensor:
-        """Return which keys each query sees by other rules, [b, q, k]; as if samples were one document, if `joined`."""
-        lengths = [(sum(one),) if joined else one for one in self.lengths]
-        return torch.stack([visible_pairs(spec, one) for one in lengths]).expand(len(self.q_bqnh), -1, -1)
+    def seen(
+        self, spec: MaskSpec, *, joined: bool = False, lengths: tuple[tuple[int, ...], ...] | None = None
+    ) -> Tensor:
+        """Return which keys each query sees by other rules or documents, [b, q, k]; as if samples were one document, if
+        `joined`."""
+        found = [(sum(one),) if joined else one for one in lengths or self.lengths]
+        return torch.stack([visible_pairs(spec, one) for one in found]).expand(len(self.q_bqnh), -1, -1)
 
     def at(self, index_bt: Tensor) -> Tensor:
         """Return the mask between tokens that are believed to be at other indices."""
         sample = torch.arange(len(self.right))[:, None, None]
         return self.right[sample, index_bt[:, :, None], index_bt[:, None, :]]
 
-    def run(self, seen_bqk: Tensor, factor: float = 1.0) -> Tensor:
-        """Return the output with some mask and factor of the scores."""
+    def run(self, seen_bqk: Tensor, factor: float = 1.0, others: _Cell | None = None) -> Tensor:
+        """Return the output with some mask and factor of the scores, and what other ranks sent of a micro-batch."""
         scale = factor * self.q_bqnh.shape[-1] ** -0.5
-        return plain_attention(self.q_bqnh, self.k_bkmh, self.v_bkmh, seen_bqk, scale)
+        if others is None:
+            return plain_attention(self.q_bqnh, self.k_bkmh, self.v_bkmh, seen_bqk, scale)
+        out = torch.zeros_like(self.q_bqnh)
+        for rank in range(int(self.rank_bt.max()) + 1):
+            is_own = (self.rank_bt == rank)[:, :, None, None]
+            keys, values = (
+                torch.where(is_own, a, b) for a, b in ((self.k_bkmh, others.k_bkmh), (self.v_bkmh, others.v_bkmh))
+            )
+            out += is_own * plain_attention(self.q_bqnh, keys, values, seen_bqk, scale)
+        return out
 
 
 def explain_attention(first: FirstDifference, trace: Trace) -> str | None:
@@ -89,7 +106,7 @@ def _cell(trace: Trace, cell: int, core: str, module: Attention) -> _Cell | None
     q, k, v = (torch.from_numpy(values[f"{what} of {core}"]) for what in CORE_VALUES)
     lengths = layout.documents or ((layout.seq_len,),)
     rank_bt, place_bt = (torch.from_numpy(one) for one in trace.context_places(cell, len(q), layout.seq_len))
-    return _Cell(q, k, v, module.mask, lengths, rank_bt, place_bt)
+    return _Cell(cell, core, module, q, k, v, module.mask, lengths, rank_bt, place_bt)
 
 
 def _forward(first: FirstDifference, trace: Trace, cells: dict[int, _Cell]) -> str | None:
@@ -106,27 +123,35 @@ def _forward(first: FirstDifference, trace: Trace, cells: dict[int, _Cell]) -> s
 
 def _hypotheses(one: _Cell, trace: Trace, first: FirstDifference) -> Iterator[Hypothesis]:
     """Yield what may be wrong in an attention, simple faults first."""
-    for cause, seen in _masks(one):
-        yield cause, seen, 1.0
+    for cause, seen in (*_masks(one), *_other_documents(one, trace)):
+        yield cause, seen, 1.0, None
     size = one.q_bqnh.shape[-1]
-    yield "scores are not scaled by 1 / √head_dim", one.right, size**0.5
-    yield "scores are scaled twice", one.right, size**-0.5
+    yield "scores are not scaled by 1 / √head_dim", one.right, size**0.5, None
+    yield "scores are scaled twice", one.right, size**-0.5, None
     for factor in (2.0, 0.5):
-        yield f"scores have {number_words(factor)} × their scale", one.right, factor
+        yield f"scores have {number_words(factor)} × their scale", one.right, factor, None
     if trace.axes.cp == 1:
         return
     cause = "queries miss the keys of other cp ranks: attention is local to each rank"
-    yield cause, one.right & one.shared, 1.0
+    yield cause, one.right & one.shared, 1.0, None
+    for which, cell in _earlier(one, trace):
+        cause = f"the keys and values received from other cp ranks are those of {which}: a stale buffer"
+        yield cause, one.right, 1.0, _cell(trace, cell, one.core, one.module)
     # The keys that a rank has: its own, and those that any of its queries may see.
     received = one.shared | (one.shared.float() @ one.right.float()).bool()
     for cause, seen in _context_masks(one):
-        yield cause, seen, 1.0
-        yield cause, seen & received, 1.0
+        yield cause, seen, 1.0, None
+        yield cause, seen & received, 1.0, None
     positions = sorted({trace.axes.coordinate(value.rank)["cp"] for value in first.wrong})
     others = "the other cp ranks" if len(positions) > 1 else f"cp rank {positions[0]}"
     for rank in range(trace.axes.cp):
         cause = f"keys and values of cp rank {rank} don't reach {others}, or are not merged there"
-        yield cause, one.right & (one.shared | (one.rank_bt != rank)[:, None, :]), 1.0
+        yield cause, one.right & (one.shared | (one.rank_bt != rank)[:, None, :]), 1.0, None
+    for hops in range(1, trace.axes.cp):
+        sender_bq1 = ((one.rank_bt - hops) % trace.axes.cp)[:, :, None]
+        late = " (the last: the ring ends one hop early)" if hops == trace.axes.cp - 1 else ""
+        cause = f"keys and values that arrive after {counted(hops, 'hop')}{late} are not merged"
+        yield cause, one.right & (one.rank_bt[:, None, :] != sender_bq1), 1.0, None
 
 
 def _masks(one: _Cell) -> Iterator[tuple[str, Tensor]]:
@@ -144,6 +169,39 @@ def _masks(one: _Cell) -> Iterator[tuple[str, Tensor]]:
                 yield f"the window is one too {word}", one.seen(replace(spec, window=window))
 
 
+def _other_documents(one: _Cell, trace: Trace) -> Iterator[tuple[str, Tensor]]:
+    """Yield the masks of other documents: one token longer or shorter, or those of another sample or micro-batch."""
+    for off, word in ((1, "late"), (-1, "early")):
+        for which, last in (("documents end", -1), ("each sample's first document ends", 1)):
+            moved = tuple(_moved(lengths, off, last) for lengths in one.lengths)
+            yield f"{which} one token {word} in the mask", one.seen(one.spec, lengths=moved)
+    first = (one.lengths[0],) * len(one.lengths)
+    yield "the mask has the documents of the first sample of the micro-batch", one.seen(one.spec, lengths=first)
+    for which, cell in _earlier(one, trace):
+        layout = trace.source.layouts[cell]
+        documents = None if layout is None else layout.documents
+        seen = one.right if documents is None else one.seen(one.spec, lengths=documents)
+        yield f"the mask has the documents of {which}: it is made once, or kept", seen
+
+
+def _earlier(one: _Cell, trace: Trace) -> Iterator[tuple[str, int]]:
+    """Yield other micro-batches of the data-parallel rank; the own one where there is none before."""
+    number = one.cell % trace.num_microbatches
+    if trace.num_microbatches > 1:
+        yield "the first micro-batch", one.cell - number
+    for back in range(1, trace.num_microbatches):
+        which = "the micro-batch before" if back == 1 else f"the micro-batch {back} before"
+        yield which, one.cell - min(back, number) if back <= number else one.cell
+
+
+def _moved(lengths: tuple[int, ...], off: int, last: int) -> tuple[int, ...]:
+    """Return lengths of documents of which those before `last` end earlier or later."""
+    found = list(lengths)
+    if len(found) > 1 and min(found[0] + off, found[last] - off) > 0:
+        found[0], found[last] = found[0] + off, found[last] - off
+    return tuple(found)
+
+
 def _context_masks(one: _Cell) -> Iterator[tuple[str, Tensor]]:
     """Yield wrong masks under context parallelism."""
     local = "is evaluated at local positions: places in the cp ranks' shards instead of positions in the sample"
@@ -157,6 +215,11 @@ def _context_masks(one: _Cell) -> Iterator[tuple[str, Tensor]]:
             (one.rank_bt[:, :, None] > one.rank_bt[:, None, :]) & same_document,
         "keys of other cp ranks are not masked: queries see later tokens": same_document,
         "the window is ignored for keys of other cp ranks": one.seen(replace(one.spec, window=None)),
+        **{
+            f"the window is one too {word} for keys of other cp ranks": one.seen(replace(one.spec, window=window))
+            for word, window in (("large", (one.spec.window or 0) + 1), ("small", (one.spec.window or 2) - 1))
+            if one.spec.window is not None and window > 0
+        },
         "documents are ignored under cp: tokens attend across documents, where keys are on another cp rank":
             one.seen(one.spec, joined=True),
     }  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
+from meshwright.nn.attention.mask_spec import Documents
 from meshwright.prove.judge.tensors import Array
 from meshwright.prove.record.definitions import positions
 from meshwright.prove.record.evidence import is_bfloat16
@@ -291,6 +292,11 @@ def _name_positions(steps_bt: Places, value: LocalValue, trace: Trace) -> str | 
     found_bt, places = np.take_along_axis(due_bt, tokens, 1) + steps_bt, np.arange(tokens.shape[1])
     if np.array_equal(found_bt, tokens) and layout.documents is not None:
         return "RoPE uses positions in the sample: they don't start again in each document"
+    if layout.documents is not None:
+        for which, documents in _other_documents(value, trace):
+            other_bt = np.broadcast_to(positions(documents, layout.seq_len).numpy(), due_bt.shape)
+            if np.array_equal(np.take_along_axis(other_bt, tokens, 1), found_bt):
+                return f"RoPE uses positions in the documents of {which}"
     if tokens.shape[1] == layout.seq_len:
         return None
     if (found_bt == places).all():
@@ -298,6 +304,17 @@ def _name_positions(steps_bt: Places, value: LocalValue, trace: Trace) -> str | 
     if (found_bt == places + coordinates(trace.axes)[value.rank]["cp"] * len(places)).all():
         return "RoPE uses positions of consecutive tokens, but the cp ranks hold the tokens in a balanced order"
     return None
+
+
+def _other_documents(value: LocalValue, trace: Trace) -> Iterator[tuple[str, Documents]]:
+    """Yield documents of another sample or micro-batch, and whose they are."""
+    own, number = trace.source.layouts[value.cell], value.cell % trace.num_microbatches
+    if own is not None and own.documents is not None:
+        yield "the first sample of the micro-batch", (own.documents[0],) * len(own.documents)
+    for cell in range(value.cell - number, value.cell - number + trace.num_microbatches):
+        other = trace.source.layouts[cell]
+        if cell != value.cell and other is not None and other.documents is not None:
+            yield f"micro-batch {cell % trace.num_microbatches}: a stale buffer", other.documents
 
 
 # ---- norms, biases and rounding
