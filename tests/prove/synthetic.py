@@ -19,8 +19,8 @@ from meshwright.optim.role import Role
 from meshwright.plan.rules import load
 from meshwright.prove.conclude import with_verdicts
 from meshwright.prove.explain.explain import Explainer
-from meshwright.prove.judge.counts import LayoutCounts
 from meshwright.prove.judge.judge import Sides, Tolerances, audit_steps, compare
+from meshwright.prove.judge.tensors import LayoutCounts
 from meshwright.prove.placement import StagePlacement
 from meshwright.prove.record.evidence import Evidence, RankRecord, RecordedShard, Shards, ShardsByName, StepRecord
 from meshwright.prove.record.plain_optimizer import RIGHT, Replay, UpdateFault, clip_factor, plain_learning_rate

@@ -11,7 +11,7 @@ import torch
 from meshwright.mesh.axes import Axes
 from meshwright.prove.explain.experts import balancing_step, diagnose_bias, diagnose_counts, narrow_to_experts
 from meshwright.prove.explain.gradients import unrecognised
-from meshwright.prove.judge.counts import LayoutCounts
+from meshwright.prove.judge.tensors import LayoutCounts
 from meshwright.prove.judge.verdicts import compare_tensors
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.evidence import RecordedShard

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.explain.contributions import FitProblem, contribution_weights, typical_weights
-from meshwright.prove.judge.counts import LayoutCounts, factor_cause
+from meshwright.prove.judge.tensors import LayoutCounts, factor_cause
 
 COUNTS = LayoutCounts(Axes(dp_replicate=2, dp_shard=2), 2, 16)
 

@@ -18,8 +18,7 @@ from meshwright.mesh.axes import Axes
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.conclude import sides_of
-from meshwright.prove.judge.counts import LayoutCounts
-from meshwright.prove.judge.tensors import Array, to_arrays
+from meshwright.prove.judge.tensors import Array, LayoutCounts, to_arrays
 from meshwright.prove.placement import context_placement_of, expert_placement_of, stage_placement_of
 from meshwright.prove.record.definitions import plain_attention, rotate, visible_pairs
 from meshwright.prove.record.layout_run import gather_evidence

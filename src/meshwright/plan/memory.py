@@ -166,9 +166,14 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
     )
 
 
+LIVE_LOGITS = 3
+"""Tensors of the output's size that live at once in the backward of cross-entropy: the logarithms of probabilities, and
+the gradients with respect to them and to the output."""
+
+
 def _output_bytes(plan: RunPlan, kind: LayerSpec) -> int:
     """Return the bytes of an end's output with its gradient, per micro-batch."""
-    found = plan.batch.samples * 2 * kind.output_elements * max(4, BYTES[plan.edge.dtype])
+    found = plan.batch.samples * LIVE_LOGITS * kind.output_elements * max(4, BYTES[plan.edge.dtype])
     for feature in plan_features(plan=plan):
         if (part := kind.part(feature.part)) is not None:
             found = feature.output_bytes(plan, kind, part, found)

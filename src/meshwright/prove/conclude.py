@@ -25,8 +25,8 @@ from meshwright.models.contract.task import ShowsSamples
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.conclude import as_run_notes, further_findings, measure
 from meshwright.prove.explain.explain import Explained, Explainer, ordered
-from meshwright.prove.judge.counts import LayoutCounts
 from meshwright.prove.judge.judge import Comparison, Expected, Sides, Tolerances, audit, audit_steps, compare
+from meshwright.prove.judge.tensors import LayoutCounts
 from meshwright.prove.placement import context_placement_of
 from meshwright.prove.record.evidence import (
     Evidence,

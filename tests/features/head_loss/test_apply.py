@@ -11,6 +11,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.features.head_loss.apply import Columns, LossHead, cross_entropy_
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import stage_costs
 from meshwright.plan.rules import load
 from meshwright.prove.spec import as_proof
 from meshwright.train.build_job import build_job
@@ -151,3 +152,22 @@ def test_a_layout_is_proved(gang: GangPool, documents: str, layout: str) -> None
 @pytest.mark.slow
 def test_experts_are_proved_beside_it(gang: GangPool) -> None:
     proofs.assert_proved(gang, small_expert_config("train.loss_chunk=7", "mesh.dp_shard=2", "mesh.ep=2"))
+
+
+def peak_bytes(config: RunConfig) -> tuple[int, int]:
+    """The most bytes that a step's tensors take in this process, and the plan's activations and output."""
+    plan, device = make_plan(config), torch.device("cpu")
+    job = build_job(config, plan, rank_context(), device)
+    step = TrainStep(job, config.family.task(run_facts(config), open_data(config), device), lambda: False)
+    step(1)
+    with LiveBytes() as live:
+        step.accumulate(2)
+    return live.peak, stage_costs(plan, plan.stages[0]).activation_bytes
+
+
+def test_the_plan_saves_what_a_step_saves() -> None:
+    words = [*proofs.SMALL, f"data.source={proofs.SOURCE}", "train.seq_len=256", "model.vocab_size=8192"]
+    (plain, due_plain), (chunked, due_chunked) = (
+        peak_bytes(load("llama-tiny", [*words, f"train.loss_chunk={chunk}"])) for chunk in (0, 64)
+    )
+    assert plain - chunked == pytest.approx(due_plain - due_chunked, rel=0.1)

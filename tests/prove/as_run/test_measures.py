@@ -38,8 +38,7 @@ from meshwright.prove.as_run.rounding import (
     unflatten,
 )
 from meshwright.prove.explain.gradients import GradientContext, diagnose_gradient
-from meshwright.prove.judge.counts import LayoutCounts
-from meshwright.prove.judge.tensors import assemble
+from meshwright.prove.judge.tensors import LayoutCounts, assemble
 from meshwright.prove.judge.verdicts import SuspectTensor
 from meshwright.prove.record.evidence import RecordedShard
 from meshwright.prove.result import Feedback, ProofResult

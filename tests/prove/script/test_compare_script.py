@@ -12,11 +12,10 @@ import torch
 from meshwright.errors import InputError, RunError
 from meshwright.prove.report import title
 from meshwright.prove.script.conclude import compare_script
-from meshwright.prove.script.evidence import GRADIENT, INITIAL, gather
+from meshwright.prove.script.evidence import GRADIENT, INITIAL, gather, measure_tolerances
 from meshwright.prove.script.layout_choice import ScriptRun, parse_layout
 from meshwright.prove.script.recorder import ScriptRecord
 from meshwright.prove.script.samples import SET_EPOCH, diagnose_epochs
-from meshwright.prove.script.tolerances import measure_tolerances
 
 SHAPES = {"embed": (6, 4), "norm": (4,), "head": (6, 4)}
 STEPS = 3

@@ -20,7 +20,10 @@ KEY = "train.loss_chunk"
 WIDE = 4
 """Bytes of an element of logits, at least: a loss is computed in float32."""
 LARGE_BYTES = 1 << 28
-"""Logits of a micro-batch, with their gradient, that are computed by chunks of half of it if no chunk is asked for."""
+"""Bytes of a micro-batch's logits, with their gradient, from which they are computed by chunks if none is asked for."""
+SHARE, FEWEST, MOST = 16, 512, 2048
+"""Chunks of a micro-batch, and limits of their tokens: the head and its gradient are read for each chunk, so
+that small ones take more time than their products."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,8 @@ def _worthwhile(kind: KindFacts, tokens: int, tp: int, width: int) -> int:
     """Return the tokens of a chunk, 0 if all logits at once are small, or smaller than the gradient of the head."""
     columns = int(kind.output) // (tp if kind.output_divided else 1)
     logits = 2 * WIDE * tokens * columns
-    if logits < LARGE_BYTES or logits < 2 * WIDE * columns * width:
-        return 0
-    largest = LARGE_BYTES // (2 * 2 * WIDE * columns)
-    return max(64, 1 << (largest.bit_length() - 1)) if largest else 64
+    chunk = min(MOST, max(FEWEST, tokens // SHARE))
+    return 0 if logits < LARGE_BYTES or logits < 2 * WIDE * columns * width or chunk >= tokens else chunk
 
 
 FEATURE = HeadLossInPlans()

@@ -15,8 +15,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from meshwright.prove.judge.counts import CLOSE, NOTHING_FITS, LayoutCounts, close, factor_cause
-from meshwright.prove.judge.tensors import Array, max_magnitude
+from meshwright.prove.judge.tensors import CLOSE, NOTHING_FITS, Array, LayoutCounts, close, factor_cause, max_magnitude
 from meshwright.prove.judge.verdicts import NOISY_PROGRESS, NOISY_RESIDUAL, PROGRESS, RESIDUAL
 from meshwright.prove.result import (
     EVERYWHERE,

@@ -14,9 +14,17 @@ import numpy as np
 
 from meshwright.prove.explain.contributions import FitProblem, common_factor
 from meshwright.prove.explain.gradients import incomplete, non_finite, replicas_differ, unrecognised, weights_by_rank
-from meshwright.prove.judge.counts import CLOSE, NOTHING_FITS, LayoutCounts, close, factor_cause
 from meshwright.prove.judge.judge import Comparison
-from meshwright.prove.judge.tensors import Array, max_magnitude, to_arrays
+from meshwright.prove.judge.tensors import (
+    CLOSE,
+    NOTHING_FITS,
+    Array,
+    LayoutCounts,
+    close,
+    factor_cause,
+    max_magnitude,
+    to_arrays,
+)
 from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts, any_wrong
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.result import Diagnosis, FaultKind, number_words, rank_words

@@ -24,15 +24,13 @@ from meshwright.prove.explain.gradients import (
     wrong_initial,
 )
 from meshwright.prove.explain.samples import OtherContents, diagnose_contents, diagnose_samples, wrong_steps
-from meshwright.prove.explain.scalars import diagnose_given, diagnose_loss
+from meshwright.prove.explain.scalars import diagnose_given, diagnose_loss, diagnose_rates
 from meshwright.prove.explain.shared_parameters import StageContributions, locate_stages
 from meshwright.prove.explain.updates import UpdateCauses
-from meshwright.prove.judge.counts import LayoutCounts, close
 from meshwright.prove.judge.judge import Comparison, StepComparison, given_gradients
-from meshwright.prove.judge.tensors import Array, max_magnitude, to_arrays
+from meshwright.prove.judge.tensors import Array, LayoutCounts, close, max_magnitude, to_arrays
 from meshwright.prove.judge.verdicts import NOISY_PROGRESS, PROGRESS, Verdicts, any_wrong, compare_step, wrong_names
 from meshwright.prove.record.evidence import INITIAL, Contents, RecordedShard
-from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.record.reference_run import TensorsByName
 from meshwright.prove.result import (
     UNKNOWN,
@@ -111,7 +109,7 @@ class Explainer:
         findings += group_by_cause("gradient", [_results(v) for v in gradients])
         findings += _series("norm", norms)
         findings += self._given()
-        findings += self._rates()
+        findings += [Finding("learning rate", found, step=step) for step, found in diagnose_rates(self.comparison)]
         findings += group_by_cause("update", [_results(v) for v in updates])
         tensors = {
             "initial": initial,
@@ -419,45 +417,6 @@ class Explainer:
             return []
         found = diagnose_given(self.comparison.sides, one)
         return [Finding("clipping", found, step=one.step)]
-
-    def _rates(self) -> Iterator[Finding]:
-        one = next((one for one in self.comparison.steps if not one.rate.ok), None)
-        if one is None:
-            return
-        sides, value = self.comparison.sides, one.rate
-        wrong = [
-            rank
-            for rank, rate in enumerate(value.observed)
-            if abs(rate - value.expected) > value.tolerance * value.expected
-        ]
-        scope = scope_words(wrong, range(len(value.observed)), sides.counts.axes)
-        rate = value.observed[value.rank]
-        symptom = f"the learning rate of step {one.step} is {rate:.6g} {scope}, expected {value.expected:.6g}"
-        detail = f"{number_words(rate / value.expected)} × the right one" if value.expected else ""
-        yield Finding(
-            "learning rate", Diagnosis(FaultKind.LEARNING_RATE, symptom, self._rate_cause(), detail), step=one.step
-        )
-
-    def _rate_cause(self) -> str:
-        """Compare the rates of all steps with those of other steps, and with the peak."""
-        sides, steps = self.comparison.sides, self.comparison.steps
-        used = [one.rate.observed[one.rate.rank] for one in steps]
-        due = [plain_learning_rate(step, sides.train) for step in range(1, len(used) + 2)]
-        if all(close(a, b) for a, b in zip(used, [due[0], *due], strict=False)):
-            return "the learning rate is one step behind"
-        if all(close(a, b) for a, b in zip(used, due[1:], strict=False)):
-            return "the learning rate is one step ahead"
-        for number, what in sides.units_of_steps():
-            late = [plain_learning_rate(step * number, sides.train) for step in range(1, len(used) + 1)]
-            early = [plain_learning_rate((step - 1) * number + 1, sides.train) for step in range(1, len(used) + 1)]
-            if any(all(close(a, b) for a, b in zip(used, rates, strict=True)) for rates in (late, early)):
-                return f"the schedule counts {what}: {number} in a step"
-        if all(close(rate, sides.train.lr) for rate in used):
-            return "the learning rate's schedule is missing: it is train.lr in every step"
-        ratios = [a / b for a, b in zip(used, due, strict=False) if b]
-        if ratios and all(close(ratio, ratios[0]) for ratio in ratios):
-            return f"{number_words(ratios[0])} times the learning rate in every step"
-        return "the learning rate differs from its closed form"
 
     def _updates(self, one: StepComparison) -> Verdicts:
         verdicts, sides = dict(one.updates), self.comparison.sides

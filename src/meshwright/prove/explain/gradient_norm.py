@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from meshwright.prove.judge.counts import LayoutCounts, close, factor_cause
-from meshwright.prove.judge.tensors import Array, AssembledTensor
+from meshwright.prove.judge.tensors import Array, AssembledTensor, LayoutCounts, close, factor_cause
 from meshwright.prove.placement import ExpertPlacement, StagePlacement
 from meshwright.prove.result import Diagnosis, FaultKind, StepValue, coordinates, number_words, rank_words, scope_words
 from meshwright.units import join_words

@@ -27,8 +27,17 @@ from meshwright.prove.explain.contributions import (
     weights_diagnosis,
 )
 from meshwright.prove.explain.shared_parameters import StageContributions, diagnose_shared
-from meshwright.prove.judge.counts import NOTHING_FITS, LayoutCounts, close, factor_cause
-from meshwright.prove.judge.tensors import Array, LocalShard, max_difference, max_magnitude, to_arrays
+from meshwright.prove.judge.tensors import (
+    NOTHING_FITS,
+    Array,
+    LayoutCounts,
+    LocalShard,
+    close,
+    factor_cause,
+    max_difference,
+    max_magnitude,
+    to_arrays,
+)
 from meshwright.prove.judge.verdicts import PROGRESS, RESIDUAL, SuspectTensor, TensorVerdict, Verdicts
 from meshwright.prove.result import (
     EVERYWHERE,

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from meshwright.prove.explain.contributions import FitProblem, contribution_weights, weights_diagnosis
-from meshwright.prove.judge.counts import LayoutCounts, close, factor_cause
-from meshwright.prove.judge.judge import Sides, StepComparison, due_factor
-from meshwright.prove.judge.tensors import Array, to_arrays
+from meshwright.prove.judge.judge import Comparison, Sides, StepComparison, due_factor
+from meshwright.prove.judge.tensors import Array, LayoutCounts, close, factor_cause, to_arrays
 from meshwright.prove.judge.verdicts import RESIDUAL
-from meshwright.prove.record.plain_optimizer import clip_factor
+from meshwright.prove.record.plain_optimizer import clip_factor, plain_learning_rate
 from meshwright.prove.result import Diagnosis, FaultKind, StepValue, coordinates, number_words, rank_words, scope_words
 from meshwright.units import join_words
 
@@ -243,3 +242,39 @@ def _symptom(values: Array, step: StepValue) -> str:
 def _worst(step: StepValue) -> str:
     found = step.observed[step.rank]
     return f"relative error {step.relative_error:.1e} on rank {step.rank}: {found:.9g}, expected {step.expected:.9g}"
+
+
+def diagnose_rates(comparison: Comparison) -> Iterator[tuple[int, Diagnosis]]:
+    """Yield the first step with a wrong learning rate, and the cause."""
+    one = next((one for one in comparison.steps if not one.rate.ok), None)
+    if one is None:
+        return
+    value, axes = one.rate, comparison.sides.counts.axes
+    limit = value.tolerance * value.expected
+    wrong = [rank for rank, rate in enumerate(value.observed) if abs(rate - value.expected) > limit]
+    scope, rate = scope_words(wrong, range(len(value.observed)), axes), value.observed[value.rank]
+    symptom = f"the learning rate of step {one.step} is {rate:.6g} {scope}, expected {value.expected:.6g}"
+    detail = f"{number_words(rate / value.expected)} × the right one" if value.expected else ""
+    yield one.step, Diagnosis(FaultKind.LEARNING_RATE, symptom, _rate_cause(comparison), detail)
+
+
+def _rate_cause(comparison: Comparison) -> str:
+    """Compare the rates of all steps with those of other steps, and with the peak."""
+    sides, steps = comparison.sides, comparison.steps
+    used = [one.rate.observed[one.rate.rank] for one in steps]
+    due = [plain_learning_rate(step, sides.train) for step in range(1, len(used) + 2)]
+    if all(close(a, b) for a, b in zip(used, [due[0], *due], strict=False)):
+        return "the learning rate is one step behind"
+    if all(close(a, b) for a, b in zip(used, due[1:], strict=False)):
+        return "the learning rate is one step ahead"
+    for number, what in sides.units_of_steps():
+        late = [plain_learning_rate(step * number, sides.train) for step in range(1, len(used) + 1)]
+        early = [plain_learning_rate((step - 1) * number + 1, sides.train) for step in range(1, len(used) + 1)]
+        if any(all(close(a, b) for a, b in zip(used, rates, strict=True)) for rates in (late, early)):
+            return f"the schedule counts {what}: {number} in a step"
+    if all(close(rate, sides.train.lr) for rate in used):
+        return "the learning rate's schedule is missing: it is train.lr in every step"
+    ratios = [a / b for a, b in zip(used, due, strict=False) if b]
+    if ratios and all(close(ratio, ratios[0]) for ratio in ratios):
+        return f"{number_words(ratios[0])} times the learning rate in every step"
+    return "the learning rate differs from its closed form"

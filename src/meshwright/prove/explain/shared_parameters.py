@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.prove.explain.contributions import FitProblem, stage_weights
-from meshwright.prove.judge.counts import close
-from meshwright.prove.judge.tensors import Array, LocalShard, max_difference
+from meshwright.prove.judge.tensors import Array, LocalShard, close, max_difference
 from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts
 from meshwright.prove.placement import StagePlacement
 from meshwright.prove.result import EVERYWHERE, Diagnosis, FaultKind, coordinates, number_words, rank_words, scope_words

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.role import Role
-from meshwright.prove.judge.counts import LayoutCounts
-from meshwright.prove.judge.tensors import Array, assemble, max_magnitude, to_arrays
+from meshwright.prove.judge.tensors import Array, LayoutCounts, assemble, max_magnitude, to_arrays
 from meshwright.prove.judge.verdicts import (
     SuspectTensor,
     TensorVerdict,

@@ -14,10 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.prove.judge.counts import LayoutCounts
 from meshwright.prove.judge.tensors import (
     Array,
     AssembledTensor,
+    LayoutCounts,
     LocalShard,
     ReplicaMismatch,
     assemble,

@@ -28,8 +28,7 @@ from meshwright.prove.explain.gradients import (
 )
 from meshwright.prove.explain.scalars import diagnose_loss
 from meshwright.prove.explain.updates import proportional, still
-from meshwright.prove.judge.counts import LayoutCounts, close, factor_cause
-from meshwright.prove.judge.tensors import Array
+from meshwright.prove.judge.tensors import Array, LayoutCounts, close, factor_cause
 from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts, any_wrong, expected_of, wrong_names
 from meshwright.prove.report import finding_lines, finite_json
 from meshwright.prove.result import (
@@ -43,22 +42,28 @@ from meshwright.prove.result import (
     rank_words,
     scope_words,
 )
-from meshwright.prove.script.evidence import FIRST, GRADIENT, INITIAL, Kind, ScriptEvidence, load_evidence
+from meshwright.prove.script.evidence import (
+    FIRST,
+    GRADIENT,
+    INITIAL,
+    SERIES,
+    Kind,
+    ScriptEvidence,
+    ScriptTolerances,
+    compare_kind,
+    compare_reported,
+    load_evidence,
+    measure_tolerances,
+)
 from meshwright.prove.script.gradient_causes import GradientCauses, consequence, drawn_alike, unequal_counts
 from meshwright.prove.script.layout_choice import ScriptRun
-from meshwright.prove.script.samples import diagnose_batches, diagnose_epochs
-from meshwright.prove.script.settings import (
+from meshwright.prove.script.samples import (
+    diagnose_batches,
+    diagnose_epochs,
     diagnose_optimizer,
     diagnose_settings,
     notes_on_settings,
     other_parameters,
-)
-from meshwright.prove.script.tolerances import (
-    SERIES,
-    ScriptTolerances,
-    compare_kind,
-    compare_reported,
-    measure_tolerances,
 )
 from meshwright.units import counted
 

@@ -17,12 +17,11 @@ import numpy as np
 
 from meshwright.prove.explain.explain import missing_gradient
 from meshwright.prove.explain.gradients import GradientContext, diagnose_gradient
-from meshwright.prove.judge.counts import LayoutCounts, close
-from meshwright.prove.judge.tensors import Array, max_magnitude
+from meshwright.prove.judge.tensors import Array, LayoutCounts, close, max_magnitude
 from meshwright.prove.judge.verdicts import SuspectTensor, Verdicts, expected_of, wrong_names
 from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, StepValue, rank_words
 from meshwright.prove.script.evidence import GRADIENT, ScriptEvidence
-from meshwright.prove.script.settings import untied
+from meshwright.prove.script.samples import untied
 
 CLIPPED = 1e-3
 """Relative difference of norms that were clipped to the same limit."""

@@ -15,9 +15,8 @@ from meshwright.models.contract.family import TrainingData
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.explain.explain import ordered
-from meshwright.prove.judge.counts import LayoutCounts, factor_cause
 from meshwright.prove.judge.judge import Sides
-from meshwright.prove.judge.tensors import to_arrays
+from meshwright.prove.judge.tensors import LayoutCounts, factor_cause, to_arrays
 from meshwright.prove.placement import ExpertPlacement, StagePlacement, context_placement_of
 from meshwright.prove.record.reference_run import PlainModel
 from meshwright.prove.result import (

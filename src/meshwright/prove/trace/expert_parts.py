@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router_config import Score
-from meshwright.prove.judge.counts import NOTHING_FITS, LayoutCounts, close, factor_cause
+from meshwright.prove.judge.tensors import NOTHING_FITS, LayoutCounts, close, factor_cause
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.definitions import best_experts, one_expert
 from meshwright.prove.result import number_words
