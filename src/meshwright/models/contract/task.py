@@ -113,7 +113,11 @@ class Task(ABC):
 
     @abstractmethod
     def loss_sum(self, out: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the losses over a micro-batch's units: a differentiable scalar, at least float32."""
+        """Return the sum of the losses over a micro-batch's units: a differentiable scalar, at least float32.
+
+        `out` is the last stage's output or, if the family's last end has a head (`KindFacts.head`) that has computed
+        the loss itself, that sum.
+        """
 
     def count(self, samples: range) -> int:
         """Return the number of loss units in the given samples; override this if the number varies between samples."""
