@@ -226,6 +226,11 @@ class CheckpointConfig(Section):
     minutes: float = Field(
         30.0, ge=0, description="minutes of training between checkpoints, however many steps; 0 saves by steps only"
     )
+    at_end: bool = Field(
+        True,
+        description="save after the last step, whatever checkpoint.every says; false saves gigabytes and "
+        "time where nobody asks for the weights",
+    )
     keep: int = Field(2, ge=1, description="number of newest checkpoints to keep")
 
 

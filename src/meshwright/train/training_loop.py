@@ -124,7 +124,7 @@ class Trainer:
                 if recorder is not None:
                     recorder.record(result, seconds, validation, self._step.load_counts())
                 self._track_finite(result, validation)
-                if result.stop or result.save or self._is_due(step, self._job.config.checkpoint.every):
+                if result.stop or result.save or self._is_checkpoint_due(step):
                     self._save(result, validation)
                 self._check(result, recorder)
         if done >= train.steps:
@@ -184,6 +184,11 @@ class Trainer:
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether `step` is the last step or a multiple of `every`; 0 means the last step only."""
         return step == self._job.config.train.steps or (every > 0 and step % every == 0)
+
+    def _is_checkpoint_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step, however long ago the last one was."""
+        checkpoint, is_last = self._job.config.checkpoint, step == self._job.config.train.steps
+        return (checkpoint.every > 0 and step % checkpoint.every == 0) or (is_last and checkpoint.at_end)
 
     def _is_time_to_save(self) -> bool:
         """Return whether checkpoint.minutes have passed: on rank 0, whose clock decides for all."""
