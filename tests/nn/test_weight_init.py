@@ -86,3 +86,15 @@ def test_it_is_uniform_within_the_bound_asked_for():
     assert values.min() >= -0.02 and values.max() <= 0.02
     assert abs(values.mean()) < 5 * 0.02 / math.sqrt(3 * n)
     assert abs(values.square().mean() - 0.02**2 / 3) < 5 * 0.02**2 * math.sqrt(4 / 45 / n)
+
+
+def test_threads_draw_the_same_bits():
+    before, shape = torch.get_num_threads(), (1500, 700)  # of several blocks, the last one smaller
+    try:
+        torch.set_num_threads(1)
+        alone = [normal_shard(0, "w", shape, std=1.0), uniform_shard(0, "w", shape, bound=1.0)]
+        torch.set_num_threads(3)
+        together = [normal_shard(0, "w", shape, std=1.0), uniform_shard(0, "w", shape, bound=1.0)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

@@ -95,7 +95,6 @@ def options_in(fix):
     return {"out": str(start.out), "resume": start.resume}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("words", "saved"), [(("checkpoint.every=0",), []), (("checkpoint.every=3",), [3, 6]),
     (("checkpoint.every=4",), [4, 8])])  # fmt: skip
 def test_no_checkpoint_is_saved_at_the_end_if_none_is_wanted(run, tmp_path, words, saved):
@@ -103,6 +102,7 @@ def test_no_checkpoint_is_saved_at_the_end_if_none_is_wanted(run, tmp_path, word
     assert kept(tmp_path / "a") == saved
 
 
+@pytest.mark.slow
 def test_a_diverged_run_keeps_its_good_checkpoints_and_goes_on_from_them(run, tmp_path):
     error = fails(run, tmp_path / "a", "checkpoint.every=2", spoilt=range(4, 9))
     assert error.what.startswith("3 steps in a row were not finite") and kept(tmp_path / "a") == [2]

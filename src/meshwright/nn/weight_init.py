@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -40,12 +41,24 @@ def _shard(
     row = math.prod(shape[1:])
     rows = max(1, BLOCK_ELEMENTS // max(1, row))
     start, stop = index[0].start, index[0].stop
-    blocks = [torch.empty((0, *(dim.stop - dim.start for dim in index[1:])))]
-    for block in range(start // rows, math.ceil(stop / rows) if stop > start else 0):
+    found = torch.empty([dim.stop - dim.start for dim in index])
+
+    def fill(block: int) -> None:
         first, last = block * rows, min((block + 1) * rows, shape[0])
         digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = draw((last - first, *shape[1:]), generator=generator)
-        keep = slice(max(start, first) - first, min(stop, last) - first)
-        blocks.append(values[(keep, *index[1:])])
-    return torch.cat(blocks)
+        kept = slice(max(start, first), min(stop, last))
+        found[kept.start - start : kept.stop - start] = values[
+            (slice(kept.start - first, kept.stop - first), *index[1:])
+        ]
+
+    blocks = range(start // rows, math.ceil(stop / rows) if stop > start else 0)
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads < 2:
+        for block in blocks:
+            fill(block)
+    else:  # drawing holds no GIL
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, blocks))
+    return found
