@@ -12,9 +12,10 @@ from functools import partial
 import torch
 
 from meshwright.mesh.local_shards import to_local
+from meshwright.nn.experts import router as router_module
 from meshwright.nn.experts.grouped_linear import RowMap
 from meshwright.nn.experts.layer import Experts, MixtureOfExperts
-from meshwright.nn.experts.router import Router, drop_over_capacity
+from meshwright.nn.experts.router import ExpertLoad, Router, drop_over_capacity
 from meshwright.nn.step_handles import AuxiliaryLoss
 from meshwright.train import optimizer as optimizer_module
 from tests.prove.seeded_faults import (
@@ -193,6 +194,23 @@ def bias_in_weights(job, router):
     without_bias(job, router)
 
 
+def of_shifted(job, real):
+    return lambda logits, **named: real(logits - logits.amax(-1, keepdim=True).detach(), **named)
+
+
+def follow_the_load_so_far(job, real):
+    """The balancing bias follows the counts since the first step."""
+    load = real.__self__
+
+    def commit(total):
+        bias = load.bias.clone()
+        real(total)
+        surplus = load.value * load.value.numel() - load.value.sum()
+        load.bias.copy_(bias - load.bias_rate * surplus.sign().to(bias.dtype))
+
+    return commit
+
+
 def bias_kept(job, real):
     def commit(total):
         before = real.__self__.bias.clone()
@@ -340,11 +358,19 @@ EXPERT_FAULTS: dict[str, Fault] = {
         ("no gradient reaches the layer's input through the experts' rows",), "blocks.0.ffn_norm.weight"),
     "losses are means over a cp rank's tokens": Fault(each(Router, lambda job, one: setattr(one.sample_counts,
         "num_parts", 1)), ("mesh.cp=2",), ("means are over each cp rank's own tokens",), ROUTER),
+    "the z-loss takes shifted logits": Fault(replacing(router_module, "z_loss", of_shifted), ("mesh.dp_shard=2",
+        "model.z_loss=0.1"), ("the z-loss takes logits from which their maximum is subtracted",), ROUTER),
+    "the balance loss takes scores as they are": Fault(wrapping_each(Router, "_scores", lambda job, real:
+        lambda logits: (real(logits)[0], logits.sigmoid())), ("mesh.dp_shard=2", "model.score=sigmoid"),
+        ("the balance loss takes scores that are not divided by their sum",), ROUTER),
+    "the bias follows the load so far": Fault(wrapping_each(ExpertLoad, "commit", follow_the_load_so_far),
+        ("mesh.dp_shard=2", *BIAS), ("the bias follows the counts of all steps so far",)),
     "experts count ep times in the norm": Fault(replacing(optimizer_module, "num_shards", counting_experts), LAYOUT,
         ("counted ep (2) times: experts",)),
 }  # fmt: skip
 
 
+REPLACED = (router_module,)
 UNKNOWN_FAULTS: dict[str, Fault] = {
     "routing weights are a tenth too small": Fault(weighing(lambda w: 0.9 * w), PAIR, ("0.900 × the right one",),
         ROUTER),

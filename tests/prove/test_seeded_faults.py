@@ -45,7 +45,7 @@ TABLES = (
     "expert_faults.EXPERT_FAULTS",
     "expert_faults.UNKNOWN_FAULTS",
 )
-NUM_FAULTS = 244
+NUM_FAULTS = 247
 QUICK = {
     "accumulation is overwritten",
     "two micro-batches are swapped on the way to stage 1",
@@ -56,7 +56,7 @@ QUICK = {
     "queries miss the keys of other ranks",
 }
 """Of most kinds one."""
-MORE_STEPS = {"weights are gathered once", "a cache of the first step"}
+MORE_STEPS = {"the bias follows the load so far", "weights are gathered once", "a cache of the first step"}
 """Told from other faults by the third step; those of branches by steps that must be skipped."""
 
 

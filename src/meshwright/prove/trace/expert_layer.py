@@ -180,15 +180,23 @@ class ExpertLayer:
 
     # ---- auxiliary losses
 
-    def loss_gradient(self, handle: AuxiliaryLoss, counts_ste: Tensor | None = None) -> Tensor:
-        """Return the gradient of the input from an auxiliary loss, [s, t, d]; with other counts if they are given."""
+    def loss_gradient(
+        self,
+        handle: AuxiliaryLoss,
+        counts_ste: Tensor | None = None,
+        change: Callable[[Tensor], Tensor] = lambda value: value,
+        *,
+        divided: bool = True,
+    ) -> Tensor:
+        """Return the gradient of the input from an auxiliary loss, [s, t, d]; with other counts, changed logits of a
+        z-loss, or scores that aren't divided by their sum."""
         x = self.x.clone().requires_grad_()
         run = self.but(router_x=x)
         if handle is self.router.z_loss:
-            loss = z_loss(run.logits)
+            loss = z_loss(change(run.logits))
         else:
             counts_ste = self.counts if counts_ste is None else counts_ste
-            counted_ste = scores(self.router, run.logits)[1] * counts_ste
+            counted_ste = scores(self.router, run.logits)[int(divided)] * counts_ste
             loss = balance_loss(torch.ones(1), counted_ste, top_k=self.config.top_k)
         return torch.autograd.grad(loss * handle.weight * handle.scale, x)[0]
 

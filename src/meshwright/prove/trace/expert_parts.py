@@ -8,9 +8,9 @@ r rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router_config import Score
+from meshwright.nn.step_handles import AuxiliaryLoss
 from meshwright.prove.judge.tensors import NOTHING_FITS, LayoutCounts, close, factor_cause
 from meshwright.prove.placement import ExpertPlacement
 from meshwright.prove.record.definitions import best_experts, one_expert
@@ -324,7 +325,7 @@ class ExpertParts:
         gradient = torch.from_numpy(np.concatenate([values[name] for values in self.trace.reference]))
         parts = self._gradients(gradient)
         factors = self._fit(parts)
-        return (self._part_words(factors, parts) if factors else None) or self._loads()
+        return (self._part_words(factors, parts) if factors else None) or self._losses()
 
     def _gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the parts of the gradient of a layer's input."""
@@ -373,15 +374,23 @@ class ExpertParts:
         why = ", or ".join(causes) or factor_cause(factor, self.counts) or NOTHING_FITS
         return f"{what} has {number_words(factor)} × its weight: {why}"
 
-    def _loads(self) -> str | None:
-        """Recognise another load that a balance loss counts."""
-        layer, handle = self.layer, self.layer.router.balance_loss
-        if handle is None:
-            return None
-        for words, counts_ste in self._other_counts():
-            off = layer.loss_gradient(handle, counts_ste) - layer.loss_gradient(handle)
+    def _losses(self) -> str | None:
+        """Recognise an auxiliary loss of other values, such as another load that a balance loss counts."""
+        layer, balance, z = self.layer, self.layer.router.balance_loss, self.layer.router.z_loss
+        tried: list[tuple[str, AuxiliaryLoss, Callable[[], Tensor]]] = []
+        if balance is not None:
+            for words, counts_ste in self._other_counts():
+                gradient = partial(layer.loss_gradient, balance, counts_ste)
+                tried.append((f"the balance loss counts {words}", balance, gradient))
+            words = "the balance loss takes scores that are not divided by their sum"
+            tried.append((words, balance, partial(layer.loss_gradient, balance, divided=False)))
+        if z is not None:
+            gradient = partial(layer.loss_gradient, z, change=lambda x: x - x.amax(-1, keepdim=True).detach())
+            tried.append(("the z-loss takes logits from which their maximum is subtracted", z, gradient))
+        for words, handle, other in tried:
+            off = other() - layer.loss_gradient(handle)
             if all(same(value.observed - value.expected, self._at(off, value)) for value in self.first.wrong):
-                return f"the balance loss counts {words}"
+                return words
         return None
 
     def _other_counts(self) -> Iterator[tuple[str, Tensor]]:
@@ -392,6 +401,12 @@ class ExpertParts:
         of_cell = of_sample.view(num_cells, num_samples, 1, -1).mean(1).repeat_interleave(num_samples, 0)
         yield f"the load of each rank's micro-batch instead of {due}", of_cell
         yield f"the load of each sample instead of {due}", of_sample
+        axes, dp_rank = self.trace.axes, torch.arange(num_cells) // self.trace.num_microbatches
+        for axis, at in (("dp_replicate", dp_rank // axes.dp_shard), ("dp_shard", dp_rank % axes.dp_shard)):
+            if axes.size(axis) > 1 and axes.data_parallel() > axes.size(axis):
+                cells = of_sample.view(num_cells, num_samples, 1, -1).mean(1)
+                groups = torch.stack([cells[at == one].mean(0) for one in at])
+                yield f"a load that is not summed over {axis}", groups.repeat_interleave(num_samples, 0)
         kept = layer.one_hot(kept_only=True).sum(1, keepdim=True)
         yield "only the choices that find a slot, and not those that are dropped", kept
         ranks = [self.trace.context_places(cell, num_samples, length)[0] for cell in range(num_cells)]
