@@ -158,7 +158,8 @@ class _Reader:
     def _kind(self, value: dict[str, Any], path: str) -> LayerSpec:
         parts = {name: one | None for name, one in part_types().items()}
         each = (parts if name == "parts" else {name: hint} for name, hint in _hints(LayerSpec).items())
-        found = self._fields({name: hint for one in each for name, hint in one.items()}, value, path)
+        hints = {name: hint for one in each for name, hint in one.items()}
+        found = self._fields(hints, {**dict.fromkeys(PART_NAMES), **value}, path)  # plans from before a feature lack it
         own = tuple(part for name in PART_NAMES if (part := found.pop(name)) is not None)
         return LayerSpec(**found, parts=own)
 

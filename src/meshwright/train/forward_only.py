@@ -57,8 +57,10 @@ class PipelineForward:
 
             feed = pipeline.feed
             feed.batch, feed.finish, feed.takes_loss = batches.__getitem__, finish, False
-            executor.run()
-            feed.takes_loss = True
+            try:
+                executor.run()
+            finally:
+                feed.takes_loss = True
             return outputs
 
         with evaluation(pipeline.job):

@@ -105,6 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 _add_product_(grad_w, gradient_cv.T, x_td[rows])
             if grad_b is not None:
                 grad_b += logits_cv.sum(0)
+            del logits_cv, gradient_cv  # or the next chunk's would live beside them
         ctx.parameters, ctx.store, ctx.shape = (weight, bias), store, to_local(x).shape
         ctx.mesh = x.device_mesh if isinstance(x, DTensor) else None
         ctx.gradients = grad_x, grad_w, grad_b

@@ -71,15 +71,17 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
                 yield PlanError(f"a chunk of {part.tokens} tokens", "a chunk has tokens", f"{field}.tokens")
 
     def output_bytes(self, plan: RunPlan, kind: LayerSpec, part: LossChunks, whole: int) -> int:
-        """Return the bytes of a chunk's logits, once more in the dtype of the computation, and of what a micro-batch
-        keeps: the gradients of the hidden states and of the head."""
+        """Return the bytes of a chunk's logits, once more in the dtype of the computation, of what it adds to the
+        head's gradient, if that isn't added in place, and of what a micro-batch keeps: the gradients of the hidden
+        states and of the head."""
         weight = next((p for p in kind.parameters if p.name == f"{part.head}.weight"), None)
         width, is_trained = (plan.edge.shape[-1], True) if weight is None else (weight.shape[1], weight.trained)
         tokens, compute = plan.batch.samples * plan.rank_tokens, BYTES[plan.edge.dtype]
         columns = kind.output_elements // plan.rank_tokens
         wide = max(WIDE, compute)
         chunk = min(part.tokens, tokens) * columns * (wide + (compute if compute < wide else 0))
-        return chunk + tokens * width * compute + columns * width * wide * is_trained
+        added = wide + (compute if compute < wide else 0)
+        return chunk + tokens * width * compute + columns * width * added * is_trained
 
     def plan_in_trace(self, plan: RunPlan) -> RunPlan:
         return replace(plan, kinds=tuple(kind.without(LossChunks) for kind in plan.kinds))

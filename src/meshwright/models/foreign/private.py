@@ -1,7 +1,8 @@
 """Names of PyTorch that it doesn't document, or may move.
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
-`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `UntypedStorage._cdata`,
+`torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `Module._forward_hooks`,
+`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `UntypedStorage._cdata`,
 `aten._scaled_dot_product_flash_attention_for_cpu` and `Tensor._version`. Checked on 2.13.
 """
 
@@ -43,6 +44,12 @@ def order_children(module: Any, rank: Callable[[str], int]) -> None:
     """Register a module's children in the order of their rank by name, and otherwise as they are."""
     for name in sorted(module._modules, key=rank):
         module._modules[name] = module._modules.pop(name)
+
+
+def is_hooked(module: Any) -> bool:
+    """Return whether a module has hooks, or a forward of its own in place of its class's."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in vars(module)
 
 
 def fused_attention() -> Any:

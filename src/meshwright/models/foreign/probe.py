@@ -91,7 +91,31 @@ def _probe(model: nn.Module, origin: ForeignModel, time: int) -> Probe:
         for handle in handles:
             handle.remove()
     found.vocab_size = out.shape[-1]
+    if found.head and not _returns_head(model, origin, found.head, ids):
+        found.head = ""
     return found
+
+
+def _returns_head(model: nn.Module, origin: ForeignModel, path: str, ids: Tensor) -> bool:
+    """Return whether a forward calls a linear layer once, and returns what it returns as it is, even a scalar: then the
+    layer may return a loss in place of logits."""
+    head, results, versions = model.get_submodule(path), list[Tensor](), list[tuple[int, int]]()
+    if private.is_hooked(head):
+        return False  # they see logits, and would see a loss
+
+    def scalar(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        results.append(out.sum())
+        versions.append(private.version(results[-1]))
+        return results[-1]
+
+    handle = head.register_forward_hook(scalar)
+    try:
+        found = origin.call(model, ids)
+    except Exception:  # whatever a forward does with logits that a scalar isn't able to
+        return False
+    finally:
+        handle.remove()
+    return versions == [private.version(found)]
 
 
 def _check_logits(model: nn.Module, out: Any, origin: ForeignModel, time: int) -> None:
@@ -206,7 +230,7 @@ class _Watch:
         """Read dependencies off the graph."""
         for path, result in self._results.items():
             if result is out and isinstance(self._model.get_submodule(path), nn.Linear):
-                self._found.head = path
+                self._found.head = path  # as it seems, see `_returns_head`
         found, count = self._found, len(self._layers)
         last = f"after {len(self._order)}"
         for path, phases in found.phases.items():

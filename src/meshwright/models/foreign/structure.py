@@ -195,7 +195,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 17
+FORMAT = 18
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -1,0 +1,83 @@
+"""Modules of a user's own whose output is, or only seems to be, what their head returns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Plain(nn.Module):
+    """Returns its head's logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.hidden(ids))
+
+
+class InPlace(Plain):
+    """Scales logits in place."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        logits *= 3.0
+        return logits
+
+
+class Twice(Plain):
+    """Calls its head twice."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.hidden(ids)
+        return self.head(x + self.head(x).softmax(-1).amax(-1, keepdim=True))
+
+
+class Hooked(Plain):
+    """Has a hook that scales logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_forward_hook(lambda module, inputs, out: 3 * out)
+
+
+class Shaped(Plain):
+    """Looks at the shape of logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        assert logits.shape[:2] == ids.shape
+        return logits
+
+
+class Masked(Plain):
+    """Masks padding of the vocabulary."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        logits[..., 200:] = -1e4
+        return logits
+
+
+class Capped(Plain):
+    """Caps logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return 30.0 * torch.tanh(self.head(self.hidden(ids)) / 30.0)
