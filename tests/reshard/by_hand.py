@@ -59,11 +59,13 @@ def bound_of(src: Layout, dst: Layout) -> int:
     most = max(lacks) if shares == 1 else 0
     if values == 1:
         return most
-    # Each element of each group of partial values that stay: values - 1 to bring it together, then to all but one.
+    # Each element of each group of partial values that stay: values - 1 to bring it together; then, of the group that
+    # has all of them, to all but one.
     kept = [axis for axis in src.partial_axes() if axis not in changed]
     holders = Counter((element, tuple(dst.coordinate(rank)[axis] for axis in kept))
                       for rank, need in enumerate(due) for element in need)  # fmt: skip
-    transfers = sum(values - 1 + count // shares - 1 for count in holders.values())
+    copies = {element: count // shares for (element, _), count in holders.items()}
+    transfers = (values - 1) * len(holders) + sum(copies.values()) - len(copies)
     return max(most, -(-transfers // src.num_ranks()))
 
 

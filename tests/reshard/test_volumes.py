@@ -137,6 +137,7 @@ def test_a_permutation_is_one_piece_to_one_rank(pair: tuple[Layout, Layout]) -> 
         ((2, 2), (8,), "P S0", "P S0", 0),
         ((2, 2), (8,), "P S0", "P R", 4),
         ((2,), (8,), "R", "P", 0),
+        ((2, 4), (8,), "P P", "P R", 9),  # twice 3 transfers, and 3 more if all is in one of the two sums
         ((2, 2), (8,), "S0 P", "P R", 4),  # someone on axis 0 must have the sums: 8 × 2 copies … over 4 ranks
         ((2,), (7,), "S0", "R", 4),  # uneven: 4 and 3
     ],

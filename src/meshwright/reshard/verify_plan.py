@@ -485,7 +485,7 @@ def lower_bound_bytes(src: Layout, dst: Layout, dtype: str) -> int:
     """Return the bytes that some rank must receive with any method; see `ReshardPlan.lower_bound_bytes`.
 
     If values are reduced, a rank lacks all elements; if values become partial, it needs no particular ones. Reducing c
-    values and replicating the result to r ranks takes c − 1 + r − 1 transfers.
+    values to each of k that stay partial takes c − 1 transfers for each; one of the results goes to r − 1 more ranks.
     """
     changed = [axis for axis in range(len(src.axis_sizes)) if src.partial[axis] is not dst.partial[axis]]
     num_values = math.prod(src.axis_sizes[axis] for axis in changed if src.partial[axis])
@@ -496,5 +496,5 @@ def lower_bound_bytes(src: Layout, dst: Layout, dtype: str) -> int:
     if num_values == 1:
         return lacking * dtype_bytes(dtype)
     kept = math.prod(src.axis_sizes[axis] for axis in src.partial_axes() if axis not in changed)
-    transfers = math.prod(src.shape) * kept * (num_values - 2) + int(due.sum()) // num_shares
+    transfers = math.prod(src.shape) * (kept * (num_values - 1) - 1) + int(due.sum()) // (num_shares * kept)
     return max(lacking, -(-transfers // src.num_ranks())) * dtype_bytes(dtype)

@@ -215,8 +215,9 @@ def lower_bound(src: Layout, dst: Layout) -> int:
     """Return the number of elements that some rank must receive with any method.
 
     Without reductions, this is the most that any rank lacks. With reductions, a rank lacks its full new shard, and
-    reducing `c` contributions and replicating the result to `r` ranks takes c - 1 + r - 1 transfers of each element,
-    averaged over ranks. Newly created partial values require no particular elements on any rank.
+    reducing `c` contributions to each of `k` partial values that stay partial, and replicating the results to `r`
+    ranks, takes k (c - 1) + r - 1 transfers of each element, averaged over ranks: all but one of the `k` results may be
+    what its ranks already hold. Newly created partial values require no particular elements on any rank.
     """
     ends = list(zip(src.axis_sizes, src.partial, dst.partial, strict=True))
     reduced = math.prod(size for size, a, b in ends if a and a != b)
@@ -231,7 +232,7 @@ def lower_bound(src: Layout, dst: Layout) -> int:
         return lacking
     num_replicas = math.prod(dst.axis_sizes[axis] for axis in dst.replicated_axes())
     kept = math.prod(size for size, a, b in ends if a and a == b)
-    transfers = math.prod(src.shape) * kept * (reduced + num_replicas - 2)
+    transfers = math.prod(src.shape) * (kept * (reduced - 1) + num_replicas - 1)
     return max(lacking, -(-transfers // src.num_ranks()))
 
 
