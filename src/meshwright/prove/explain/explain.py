@@ -120,7 +120,7 @@ class Explainer:
 
     @cached_property
     def _forward(self) -> list[Finding]:
-        """Findings on the forward as a whole, which causes of losses and gradients add."""
+        """Return findings on the forward as a whole, which causes of losses and gradients add."""
         return []
 
     def _samples(self) -> Iterator[tuple[int, Diagnosis]]:
@@ -133,14 +133,14 @@ class Explainer:
 
     @cached_property
     def _wrong_samples(self) -> set[int]:
-        """Steps in which a rank read the wrong samples."""
+        """Return the steps in which a rank read the wrong samples."""
         evidence, sides = self.comparison.sides.evidence, self.comparison.sides
         batches = [sides.expected.batch(step) for step in sides.steps]
         return wrong_steps(evidence, batches, self.contents)
 
     @cached_property
     def _torn(self) -> int | None:
-        """First step after which replicas of weights differ, 0 for initial ones; what is due later isn't known."""
+        """Return the first step after which replicas differ, 0 for initial weights; what is due later isn't known."""
         for step, verdicts in enumerate([self.comparison.initial, *(one.updates for one in self.comparison.steps)]):
             if any(verdict.suspect.large_mismatches for verdict in verdicts.values()):
                 return step
@@ -205,7 +205,7 @@ class Explainer:
 
     @cached_property
     def _units(self) -> dict[int, Array]:
-        """Numbers of loss units of each step: [data-parallel rank, micro-batch]."""
+        """Count the loss units of each step: [data-parallel rank, micro-batch]."""
         sides = self.comparison.sides
         return {step: to_arrays({"": sides.expected.units(step)})[""].astype(int) for step in sides.steps}
 
@@ -287,7 +287,7 @@ class Explainer:
 
     @cached_property
     def _late_cause(self) -> str | None:
-        """Cause if all wrong steps are those of the reference at earlier weights."""
+        """Return the cause if all wrong steps are those of the reference at earlier weights."""
         wrong = [one for one in self.comparison.steps if any_wrong(one.gradients)]
         if not wrong or wrong[0].step == 1:
             return None
@@ -330,7 +330,7 @@ class Explainer:
 
     @cached_property
     def _multiples(self) -> dict[str, float]:
-        """Factors of the parameters that the forward uses more than once."""
+        """Return the factors of the parameters that the forward uses more than once."""
         return {}
 
     def _after_multiples(self, verdicts: Verdicts) -> Verdicts:

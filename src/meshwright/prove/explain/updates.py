@@ -51,8 +51,8 @@ class UpdateCauses:
 
     @cached_property
     def _wrong(self) -> dict[int, list[str]]:
-        """Wrong parameters by step, without those that have a cause of their own; until replicas differ, after which
-        what is due isn't known."""
+        """Return wrong parameters by step, without those that have a cause of their own, up to the step where replicas
+        differ: what is due after it isn't known."""
         found = {}
         for one in self.comparison.steps:
             trained = [name for name in wrong_names(one.updates) if name in self.comparison.sides.expected.roles]
@@ -208,7 +208,7 @@ class UpdateCauses:
 
     @cached_property
     def _hypotheses(self) -> dict[str, Hypothesis]:
-        """The known fault of each parameter, without a cause of its own, that has one: in turn that of most."""
+        """Return the known fault of each parameter, without a cause of its own, that has one: in turn that of most."""
         sides, names = self.comparison.sides, {name for names in self._wrong.values() for name in names}
         axes, explained, found = sides.counts.axes, dict[Hypothesis, set[str]](), dict[str, Hypothesis]()
         if not names:
@@ -232,7 +232,7 @@ class UpdateCauses:
 
     @cached_property
     def _scopes(self) -> dict[Hypothesis, str]:
-        """Where the parameters of each fault are wrong."""
+        """Say where the parameters of each fault are wrong."""
         wrong, telling = dict[Hypothesis, set[int]](), dict[Hypothesis, set[int]]()
         for step, names in self._wrong.items():
             for name in names:

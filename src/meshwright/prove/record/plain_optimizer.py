@@ -296,7 +296,7 @@ def _iterated(matrices: Tensor, rounds: int) -> Tensor:
 
 
 def _own(one: ParameterStep, fault: UpdateFault) -> None:
-    """The user's own optimizer on the whole tensor."""
+    """Run the user's own optimizer on the whole tensor."""
     own, p = find_optimizer(one.train.optimizer), one.value
     for name, state in own.states(one.role).items():
         one.state.setdefault(name, torch.zeros(state.shape(p.shape), dtype=getattr(torch, state.stored("float64"))))

@@ -117,14 +117,14 @@ class GradientCauses:
 
     @cached_property
     def _of_step(self) -> Diagnosis | None:
-        """Cause of all gradients that are not explained by themselves."""
+        """Return the cause of all gradients that are not explained by themselves."""
         if (clipped := self._clipped_between()) is not None:
             return clipped
         return unequal_counts(self.layout, self.loss) if self._unknown_loss else None
 
     @property
     def _unknown_loss(self) -> str:
-        """What is wrong with the loss of step 1 for an unknown reason, or an empty string."""
+        """Say what is wrong with the loss of step 1 for an unknown reason, or an empty string."""
         found = self.loss.diagnosis
         return found.symptom if found is not None and found.kind is FaultKind.UNRECOGNISED else ""
 

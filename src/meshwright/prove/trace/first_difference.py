@@ -189,7 +189,7 @@ class Trace:
 
     @cached_property
     def _noise(self) -> list[float]:
-        """Magnitude below which gradients of a cell are rounding noise, as those of keys' biases are."""
+        """Return the magnitude below which gradients of a cell are rounding noise, as those of keys' biases are."""
         found = []
         for values in self.reference:
             gradients = [value for name, value in values.items() if name.startswith(GRADIENT)]
