@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +58,19 @@ class Hooked(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.head.register_forward_hook(lambda module, inputs, out: 3 * out)
+
+
+class Replaced(Plain):
+    """Has a head whose forward is another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.forward = partial(scaled, self.head)
+
+
+def scaled(head: nn.Linear, x: Tensor) -> Tensor:
+    """Logits, scaled."""
+    return 3 * nn.functional.linear(x, head.weight, head.bias)
 
 
 class Shaped(Plain):

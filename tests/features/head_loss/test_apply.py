@@ -56,6 +56,29 @@ def test_loss_and_gradients_are_those_of_all_logits(dtype: torch.dtype, limit: f
         assert float((one - right).norm() / right.norm()) <= limit and one.dtype == right.dtype
 
 
+def test_gradients_of_chunks_are_summed_in_float32() -> None:
+    """A sum of many rounded terms is as exact as one product."""
+    head, x, targets = made(torch.bfloat16, chunk=1, tokens=200)
+    wide = head.weight.detach().double().requires_grad_(), head.bias.detach().double().requires_grad_()
+    exact = F.linear(x.detach().double(), *wide).flatten(0, 1)
+    F.cross_entropy(exact, targets.flatten(), ignore_index=IGNORED, reduction="sum").backward()
+    with head.computing_loss_of(targets):
+        chunked = torch.autograd.grad(head(x), (head.weight, head.bias))
+    at_once = torch.autograd.grad(of_all_logits(head, x, targets), (head.weight, head.bias))
+    for found, plain, parameter in zip(chunked, at_once, wide, strict=True):
+        errors = [float((one.double() - parameter.grad).norm()) for one in (found, plain)]
+        assert errors[0] <= 1.1 * errors[1]
+
+
+def test_one_chunk_lives_at_a_time() -> None:
+    head = LossHead(1, 4096, chunk=8).to(torch.bfloat16)
+    head.weight.requires_grad_(False)
+    x, targets = torch.ones(1, 64, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, 64, dtype=torch.long)
+    with head.computing_loss_of(targets), LiveBytes() as live:
+        head(x)
+    assert live.peak <= 1.1 * 8 * 4096 * (4 + 2), "logits in float32, and once more in bfloat16"
+
+
 def test_what_needs_no_gradient_gets_none() -> None:
     head, x, targets = made(torch.float64)
     head.weight.requires_grad_(False)

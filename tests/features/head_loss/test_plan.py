@@ -31,6 +31,8 @@ def test_large_logits_are_computed_by_chunks_and_small_ones_at_once() -> None:
     found = chunks(plan_of("mesh.dp_shard=8"))
     assert found is not None and found.head == "head" and found.tokens == FEWEST
     assert chunks(plan_of(preset="llama-tiny")) is None
+    fewer = plan_of("mesh.dp_shard=8", "train.seq_len=2048", "train.global_batch=8")
+    assert chunks(fewer) is None, "whose logits are smaller than the head's gradient"
     assert chunks(plan_of("train.loss_chunk=32", preset="llama-tiny")) == LossChunks("head", 32)
     assert chunks(plan_of("mesh.dp_shard=8", "train.loss_chunk=0")) is None
 
@@ -61,7 +63,7 @@ def test_where_there_are_no_chunks_they_are_refused(preset: str, words: tuple[st
         load(preset, ["train.loss_chunk=64", *words])
 
 
-@pytest.mark.parametrize("name", ["InPlace", "Twice", "Hooked", "Shaped", "Masked", "Capped"])
+@pytest.mark.parametrize("name", ["InPlace", "Twice", "Hooked", "Replaced", "Shaped", "Masked", "Capped"])
 def test_a_forward_that_needs_logits_gets_them(name: str) -> None:
     words = [f"model.builder=tests.features.head_loss.models:{name}", "train.seq_len=16", "train.loss_chunk=8"]
     with pytest.raises(ConfigError, match="has no effect"):

@@ -152,9 +152,8 @@ def columns_of(weight: Tensor) -> Columns:
     """Return the columns of the vocabulary that this rank's shard of the head's weight [v, d] has."""
     if not isinstance(weight, DTensor) or not weight.placements[0].is_shard(0):
         return Columns(0, None)
-    mesh = weight.device_mesh
-    size, rank = mesh.size(), mesh.get_local_rank()
-    return Columns(rank * -(-weight.shape[0] // size), mesh.get_group())
+    mesh = weight.device_mesh  # of tp, which divides a vocabulary that it shards
+    return Columns(mesh.get_local_rank() * to_local(weight).shape[0], mesh.get_group())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -78,10 +78,8 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
         width, is_trained = (plan.edge.shape[-1], True) if weight is None else (weight.shape[1], weight.trained)
         tokens, compute = plan.batch.samples * plan.rank_tokens, BYTES[plan.edge.dtype]
         columns = kind.output_elements // plan.rank_tokens
-        wide = max(WIDE, compute)
-        chunk = min(part.tokens, tokens) * columns * (wide + (compute if compute < wide else 0))
-        added = wide + (compute if compute < wide else 0)
-        return chunk + tokens * width * compute + columns * width * added * is_trained
+        each = max(WIDE, compute) + (compute if compute < WIDE else 0)
+        return (min(part.tokens, tokens) + width * is_trained) * columns * each + tokens * width * compute
 
     def plan_in_trace(self, plan: RunPlan) -> RunPlan:
         return replace(plan, kinds=tuple(kind.without(LossChunks) for kind in plan.kinds))
