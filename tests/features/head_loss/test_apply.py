@@ -15,6 +15,8 @@ from meshwright.plan.memory import stage_costs
 from meshwright.plan.rules import load
 from meshwright.prove.spec import as_proof
 from meshwright.train.build_job import build_job
+from meshwright.train.forward_only import PipelineForward, validate
+from meshwright.train.pipeline_stages import Pipeline
 from meshwright.train.train_step import TrainStep
 from meshwright_bench.private import LiveBytes
 from tests.gangs.gang import GangPool
@@ -175,6 +177,22 @@ def test_a_layout_is_proved(gang: GangPool, documents: str, layout: str) -> None
 @pytest.mark.slow
 def test_experts_are_proved_beside_it(gang: GangPool) -> None:
     proofs.assert_proved(gang, small_expert_config("train.loss_chunk=7", "mesh.dp_shard=2", "mesh.ep=2"))
+
+
+def test_validation_computes_losses_and_sampling_logits() -> None:
+    preset, words = MODELS["llama"]
+    losses, outputs = [], []
+    for chunk in (0, 5):
+        config, device = as_proof(load(preset, [*words, f"train.loss_chunk={chunk}"])), torch.device("cpu")
+        data, job = open_data(config), build_job(config, make_plan(config), rank_context(), device)
+        task, pipeline = config.family.task(run_facts(config), data, device), Pipeline(job)
+        batches = task.validation(batch_size=2, data_parallel=1, data_index=0)[:1]
+        losses.append(validate(pipeline, task))
+        with PipelineForward(pipeline).evaluating(1, 2) as forward:
+            outputs += forward(batches)
+        assert validate(pipeline, task) == losses[-1], "after sampling, too"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.0, atol=0.0)
 
 
 def peak_bytes(config: RunConfig) -> tuple[int, int]:
