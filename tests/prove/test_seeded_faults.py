@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,15 @@ def test_a_seeded_fault_is_caught_and_named(gang: GangPool, documents: str, wher
         causes = to_json(result, loss_unit="nats/token")["causes"]
         named = [one["cause"] for one in causes if one["kind"] != FaultKind.CONSEQUENCE.value]
         assert named and not any(re.search(r"\bcp\b", cause) for cause in named)
+
+
+@pytest.mark.slow
+def test_the_page_on_proofs_shows_what_a_fault_gives(gang: GangPool) -> None:
+    fault = FAULTS[(name := "the sum over tp of norm weights is dropped")]
+    page = Path(__file__).parents[2] / "docs/proof.md"
+    (shown,) = re.findall(r"^```\n(✗.*?)\n```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    result = proof(gang, small_config(*fault.layout), seed_of("seeded_faults.FAULTS", name), steps=NUM_STEPS)
+    assert "\n".join(render(result)) == shown
 
 
 def test_no_fault_is_lost() -> None:
