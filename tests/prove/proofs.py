@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 
@@ -31,6 +32,7 @@ from meshwright.prove.spec import as_proof, in_float64
 from meshwright.prove.trace.conclude import find_place, with_place
 from meshwright.prove.trace.probe import RankTrace, trace_rank
 from meshwright.train import optimizer, pipeline_stages, train_step
+from meshwright.train.build_job import choose_device
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data, rank_context
 from tests.prove.seeded_faults import Fault
@@ -42,6 +44,22 @@ FEW_STEPS = 2
 STEP = ("train.seq_len=16", "train.global_batch=8", "train.warmup_steps=1", "train.max_grad_norm=0.5")
 SMALL = ("model.num_layers=2", "model.dim=32", "model.ffn_dim=48", "model.num_heads=4", "model.num_kv_heads=2", *STEP)
 SOURCE = str(Path(sysconfig.get_paths()["stdlib"]) / "json" / "*.py")
+
+
+SEPARATOR = 255
+LENGTHS = (10, 90, 12, 2, 11, 41, 10, 3, 3, 11, 10, 2, 12, 64, 4, 12)
+"""Tokens of documents: far less and far more than a window of 16, and many between, two of which don't fit into one, so
+that ranks and micro-batches have very different numbers of documents and of targets."""
+
+
+def packed_documents(folder: Path) -> list[str]:
+    """Write a token file with documents of wildly different lengths, and return the words that pack them."""
+    generator, path = np.random.default_rng(0), folder / "tokens.npy"
+    lengths = [generator.permutation(LENGTHS)[0] for _ in range(400)]
+    documents = [np.append(generator.integers(0, SEPARATOR, size=length), SEPARATOR) for length in lengths]
+    np.save(path, np.concatenate(documents).astype(np.uint16))
+    return [f"data.source={path}", "data.packing=documents", f"data.separator={SEPARATOR}", "model.vocab_size=256",
+            "train.sample_tokens=0"]  # fmt: skip
 
 
 def small_config(*overrides: str) -> RunConfig:
@@ -156,7 +174,7 @@ def restored(*owners: ModuleType | type) -> Iterator[None]:
 @cache
 def plain_model(config: RunConfig) -> PlainModel:
     """The reference's module of a configuration, made once."""
-    return PlainModel(config, data_of(config))
+    return PlainModel(config, data_of(config), choose_device(config, rank_context(0, 1)))
 
 
 def data_of(config: RunConfig) -> Any:

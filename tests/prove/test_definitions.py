@@ -15,16 +15,20 @@ from meshwright.nn.attention import attention_mask, positions
 from meshwright.nn.attention.attention import LocalAttention, attention
 from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.nn.attention.positions import RopeScaling, RotaryEmbedding, apply_rotary_emb
+from meshwright.nn.dropout_add.module import DropoutAdd
 from meshwright.nn.experts import layer as expert_layer
 from meshwright.nn.experts import router as router_module
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright.nn.transformer_block import Attention
+from meshwright.plan.make_plan import make_plan
+from meshwright.prove.as_run.rounding import RoundedReference
 from meshwright.prove.record import definitions
 from meshwright.prove.record.definitions import PlainAttention, PlainRotary, rotate, use_definitions
+from meshwright.prove.record.reference_run import PlainModel
 from meshwright.prove.report import render
-from tests.prove.proofs import plain_model, proof, restored, small_config
+from tests.prove.as_run.proofs import as_run_config
+from tests.prove.proofs import data_of, proof, restored, small_config
 from tests.prove.proofs import small_expert_config as experts_config
 from tests.prove.seeded_faults import giving, taking
 
@@ -107,23 +111,54 @@ def test_experts_and_their_choice_are_those_of_the_layer(name: str, shared_dim: 
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
 
 
-def test_the_reference_computes_by_the_definitions() -> None:
-    """All of its layers do, and nothing of the shared code that they stand for runs."""
-    plain = plain_model(experts_config())
-    modules = list(plain.module.modules())
-    assert all(type(one.core) is PlainAttention for one in modules if isinstance(one, Attention))
-    shared = [(transformer_block, "apply_rotary_emb"), (positions, "rope_tables"), (router_module.Router, "best"),
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dropout_is_that_of_the_layer(dtype: torch.dtype) -> None:
+    layer = DropoutAdd(0.3, seed=7, site=2)
+    plain = copy.deepcopy(layer)
+    use_definitions(plain)
+    x, residual = (torch.randn(2, 5, 12, dtype=dtype, requires_grad=True) for _ in range(2))
+    rows, weight = torch.randint(0, 2**40, (2, 5)), torch.randn(2, 5, 12, dtype=dtype)
+    outs = [one(x, residual, rows) for one in (plain, layer)]
+    gradients = [torch.autograd.grad(out, [x, residual], weight) for out in outs]
+    torch.testing.assert_close((outs[0], *gradients[0]), (outs[1], *gradients[1]), rtol=0, atol=0)
+    assert torch.equal(plain(x, residual), layer.eval()(x, residual))
+
+
+def test_attention_in_bfloat16_is_rounded_like_a_kernel() -> None:
+    """Within a few roundings of the float64 result, and not of sums in bfloat16."""
+    torch.manual_seed(0)
+    wide = [torch.randn(1, 64, 4, 16, dtype=torch.float64) for _ in range(3)]
+    narrow = [x.bfloat16() for x in wide]
+    seen = definitions.visible_pairs(MaskSpec(causal=True), (64,))[None]
+    due = definitions.plain_attention(*(x.double() for x in narrow), seen, 0.25)
+    found = definitions.plain_attention(*narrow, seen, 0.25)
+    assert found.dtype is torch.bfloat16
+    kernel = attention(*narrow, mask=MaskSpec(causal=True), backend="sdpa").double()
+    error, of_kernel = ((x.double() - due).norm() / due.norm() for x in (found, kernel))
+    assert of_kernel / 2 < error < 2 * of_kernel < torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_the_reference_computes_by_the_definitions(precision: str) -> None:
+    """Also in the precision of a run; and nothing of the shared code that they stand for runs."""
+    config = as_run_config("train.dropout=0.1", preset="moe-tiny", precision=precision)
+    shared = [(transformer_block, "apply_rotary_emb"), (router_module.Router, "best"), (DropoutAdd, "forward"),
               (expert_layer, "grouped_linear"), (LocalAttention, "__call__")]  # fmt: skip
-    names = ("plain_attention", "rotate", "one_expert", "best_experts")
+    shared += [(positions, "rope_tables")] * (precision == "float64")
+    names = ("plain_attention", "rotate", "one_expert", "best_experts", "_dropout_add")
     with restored(*(owner for owner, _ in shared), definitions):
         for owner, name in shared:
             setattr(owner, name, mock.Mock(side_effect=AssertionError(name)))
-        used = {name: mock.Mock(wraps=getattr(definitions, name)) for name in names[:3]}
+        used = {name: mock.Mock(wraps=getattr(definitions, name)) for name in names}
         for name, spy in used.items():
             setattr(definitions, name, spy)
-        plain.step(1, plain.initial)
+        plain = PlainModel(config, data_of(config))
+        if precision == "float64":
+            plain.step(1, plain.initial)
+        else:
+            rounded = RoundedReference(plain, make_plan(config))
+            rounded._evaluate(rounded._rounded, plain.initial, 1)
     assert all(spy.called for spy in used.values())
-    assert all(one.router.best.func is definitions.best_experts for one in modules if isinstance(one, MixtureOfExperts))
 
 
 SHARED = {

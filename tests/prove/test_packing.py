@@ -10,25 +10,14 @@ import pytest
 from meshwright.data.windows import JoinedWindows
 from tests.data.chats.formats import CHATML, build, many_chats, write_lines
 from tests.helpers import open_data
-from tests.prove.proofs import Seed, assert_proved, proof, small_config
+from tests.prove.proofs import Seed, assert_proved, packed_documents, proof, small_config
 from tests.prove.seeded_faults import Fault, giving, wrapping
-
-SEPARATOR = 255
-LENGTHS = (10, 90, 12, 2, 11, 41, 10, 3, 3, 11, 10, 2, 12, 64, 4, 12)
-"""Tokens of documents: far less and far more than a window of 16, and many between, two of which don't fit into one, so
-that ranks and micro-batches have very different numbers of documents and of targets."""
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A token file with documents of wildly different lengths."""
-    generator = np.random.default_rng(0)
-    lengths = [generator.permutation(LENGTHS)[0] for _ in range(400)]
-    documents = [np.append(generator.integers(0, SEPARATOR, size=length), SEPARATOR) for length in lengths]
-    path = tmp_path_factory.mktemp("packed") / "tokens.npy"
-    np.save(path, np.concatenate(documents).astype(np.uint16))
-    return [f"data.source={path}", "data.packing=documents", f"data.separator={SEPARATOR}", "model.vocab_size=256",
-            "train.sample_tokens=0"]  # fmt: skip
+    """Packed documents."""
+    return packed_documents(tmp_path_factory.mktemp("packed"))
 
 
 @pytest.fixture(scope="module")

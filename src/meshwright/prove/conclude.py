@@ -38,12 +38,12 @@ from meshwright.prove.record.evidence import (
 )
 from meshwright.prove.record.layout_run import gather_evidence, record_rank
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
-from meshwright.prove.record.reference_run import PlainModel, chunk_contributions, token_contributions
+from meshwright.prove.record.reference_run import CPU, PlainModel, chunk_contributions, token_contributions
 from meshwright.prove.result import UNKNOWN, Diagnosis, FaultKind, Finding, ParameterResult, ProofResult, rank_words
 from meshwright.prove.spec import ProofSpec, clip_limit
 from meshwright.prove.trace.conclude import find_place, with_place
 from meshwright.prove.trace.probe import RankTrace, trace_rank
-from meshwright.train.build_job import rank_group
+from meshwright.train.build_job import choose_device, rank_group
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.units import counted, first_words, join_words
 
@@ -57,6 +57,7 @@ def conclude(
     num_steps: int,
     as_run: bool = False,
     plain: PlainModel | None = None,
+    device: torch.device = CPU,
 ) -> ProofResult:
     """Compare the records of all ranks with the reference, and explain what differs.
 
@@ -68,8 +69,9 @@ def conclude(
         num_steps: steps that were asked for.
         as_run: whether the run is proved as configured.
         plain: the reference's module, if it is made already.
+        device: device that the reference computes on otherwise.
     """
-    evidence, plain = gather_evidence(config, plan, records), plain or PlainModel(config, data)
+    evidence, plain = gather_evidence(config, plan, records), plain or PlainModel(config, data, device)
     result = ProofResult(
         evidence.axes, evidence.num_microbatches, num_steps, config.train.precision, (), (), (), (), as_run=as_run
     )
@@ -156,18 +158,19 @@ def rounded_replicas(result: ProofResult) -> Iterator[str]:
 def record_layout(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank of the layout under proof and save its record in the spec's folder."""
     config, plan = spec.config, spec.plan
-    with rank_group(config, plan, context, torch.device("cpu")):
+    with rank_group(config, plan, context, choose_device(config, context)):
         data = config.family.open_data(run_facts(config))
         record = record_rank(config, context, data, num_steps=spec.num_steps, plan=plan, as_run=spec.as_run)
         torch.save(vars(record), spec.record(context.rank))
 
 
 def compare_with_reference(context: RankContext, spec: ProofSpec) -> None:
-    """Compute the reference, compare the ranks' records with it, and save the result in the same folder."""
+    """Compute the reference on the device of the ranks, compare their records with it, and save the result in the same
+    folder."""
     context.post("comparing")
-    data = spec.config.family.open_data(run_facts(spec.config))
-    records = load_records(spec)
-    result = conclude(spec.config, spec.plan, records, data, num_steps=spec.num_steps, as_run=spec.as_run)
+    config, device = spec.config, choose_device(spec.config, context)
+    data, records = config.family.open_data(run_facts(config)), load_records(spec)
+    result = conclude(config, spec.plan, records, data, num_steps=spec.num_steps, as_run=spec.as_run, device=device)
     save(spec, result, loss_unit=records[0].loss_unit)
 
 
@@ -185,14 +188,15 @@ def save(spec: ProofSpec, result: ProofResult, *, loss_unit: str) -> None:
 def trace_on_ranks(context: RankContext, spec: ProofSpec) -> None:
     """Train as one rank again, up to the step in which values go wrong, and save its activations."""
     config, plan = spec.config, spec.plan
-    with rank_group(config, plan, context, torch.device("cpu")):
+    with rank_group(config, plan, context, choose_device(config, context)):
         data = config.family.open_data(run_facts(config))
         found = trace_rank(config, context, data, step=spec.step_to_locate(), plan=plan)
         torch.save(vars(found), spec.activations(context.rank))
 
 
 def trace_with_reference(context: RankContext, spec: ProofSpec) -> None:
-    """Compare the ranks' activations with the reference, and add the place of the fault to the saved result."""
+    """Compare the ranks' activations with the reference on the CPU, and add the place of the fault to the saved
+    result."""
     context.post("comparing")
     config, num_ranks = spec.config, spec.config.mesh.axes().num_ranks()
     ranks = [RankTrace(**torch.load(spec.activations(rank), weights_only=True)) for rank in range(num_ranks)]
@@ -291,7 +295,7 @@ def _epoch_end(config: RunConfig, data: TrainingData) -> Iterator[Diagnosis]:
     for part in order.parts:
         yield from _epochs(part)
     yield from _first_epoch(order)
-    task = RecordingTask(config.family.task(f, data, torch.device("cpu")), config.family.conditions)
+    task = RecordingTask(config.family.task(f, data, CPU), config.family.conditions)
     around = range(order.first_repeat - 1, order.first_repeat + 1)
     batch = task.batch(around)
     _ = batch.inputs, batch.targets, batch.conditions

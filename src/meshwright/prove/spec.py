@@ -71,9 +71,10 @@ def in_float64(config: RunConfig) -> RunConfig:
 
 
 def as_proof(config: RunConfig) -> RunConfig:
-    """Return the configuration to prove: in float64 on the CPU, without what features set aside, otherwise unchanged.
+    """Return the configuration to prove: in float64, without what features set aside, otherwise unchanged.
 
-    Captured layers are simulated, from the second step on.
+    It computes on the CPU, where captured layers are simulated from the second step on, unless `train.device=cuda` asks
+    for GPUs, of which each rank needs one.
 
     The model family may override other keys. For example, gates initialized to zero make nearly all gradients of the
     first step zero, and comparing zeros proves nothing.
@@ -84,13 +85,19 @@ def as_proof(config: RunConfig) -> RunConfig:
     _refuse_lossy(lossy_keys(config))
     keys: dict[str, Any] = {
         "train.precision": "float64",
-        "train.device": "cpu",
+        "train.device": device(config),
         "train.compile": False,
         "capture.backend": "auto",
     }
     for feature in plan_features(config=config):
         keys |= feature.in_proof(config)
     return config.with_keys({**keys, **config.family.proof(run_facts(config))})
+
+
+def device(config: RunConfig) -> str:
+    """Return the value of `train.device` in a proof: cuda if the configuration names it, else cpu, whose processes may
+    be more than there are GPUs."""
+    return "cuda" if config.train.device == "cuda" else "cpu"
 
 
 def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
@@ -103,6 +110,8 @@ def set_aside(config: RunConfig, plan: RunPlan) -> tuple[str, ...]:
     found: list[str] = []
     if config.train.precision != "float64":
         found.append(f"train.precision={config.train.precision} is set aside: a proof computes in float64")
+        if device(config) == "cuda":
+            found.append("kernels that have no float64 are set aside, such as FlashAttention and grouped products")
     if any(kind.compiled for kind in plan.kinds):
         found.append("train.compile=true is set aside: a proof runs eagerly")
     found += [line for one in plan_features(config=config, plan=plan) if (line := one.set_aside(config))]
@@ -184,10 +193,12 @@ FEEDBACK_STEPS = 12
 
 
 def as_configured(config: RunConfig) -> RunConfig:
-    """Return the configuration to prove as run: on the CPU, and with the overrides of the family's proofs."""
-    backend = "eager" if config.train.compile else "simulate"
-    overrides = config.family.proof(run_facts(config))
-    return config.with_keys({"train.device": "cpu", "capture.backend": backend, **overrides})
+    """Return the configuration to prove as run, with the overrides of the family's proofs: on GPUs if `train.device` is
+    cuda, else on the CPU, which has no graphs to capture."""
+    keys: dict[str, Any] = {"train.device": device(config)}
+    if keys["train.device"] == "cpu":
+        keys["capture.backend"] = "eager" if config.train.compile else "simulate"
+    return config.with_keys({**keys, **config.family.proof(run_facts(config))})
 
 
 def has_feedback(plan: RunPlan) -> bool:
@@ -216,9 +227,7 @@ def num_steps(plan: RunPlan, asked: int | None) -> int:
 
 def set_aside_as_run(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting that a proof as run doesn't follow."""
-    if config.train.device == "cuda":
-        yield "train.device=cuda is set aside: a proof computes on the CPU, with gloo"
-    if config.capture.scope:
+    if config.capture.scope and device(config) == "cpu":
         how = "runs eagerly on the inputs of its graphs" if config.train.compile else "is simulated"
         yield f"capture.scope={','.join(config.capture.scope)} {how}: there are no CUDA graphs on the CPU"
     yield from overridden(config)

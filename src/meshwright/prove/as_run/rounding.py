@@ -297,7 +297,7 @@ class RoundedReference:
         self._num_shards = plan.mesh.size(*plan.mesh.view("fsdp"))
         self._sent_units = sent_units(plan, lambda unit: unit.weights, self._num_shards)
         self._dtype = getattr(torch, self._config.train.precision)
-        self._rounded = _in_precision(build_reference(self._config), self._dtype)
+        self._rounded = _in_precision(build_reference(self._config, exact.device), self._dtype)
         multiply_by_shards(self._rounded, plan)
         for feature in exact.features:
             feature.apply(self._rounded)
@@ -429,14 +429,14 @@ def turned_ties(model: nn.Module, unit: float) -> Iterator[None]:
         model: the plain model.
         unit: rounding unit of the run's precision.
     """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router in routers:
-        router.best = _turned(router.best, TIE_UNITS * unit)  # type: ignore[method-assign, assignment]
+    best = {module: module.best for module in model.modules() if isinstance(module, Router)}
+    for router, real in best.items():
+        router.best = _turned(real, TIE_UNITS * unit)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        for router in routers:
-            del router.best
+        for router, real in best.items():
+            router.best = real  # type: ignore[method-assign]
 
 
 def _turned(best: Callable[[Tensor], Tensor], tie: float) -> Callable[[Tensor], Tensor]:

@@ -1,5 +1,6 @@
 """Definitions of what the reference would otherwise share with the layout under proof: attention by dense masks made
-document by document, rotary embedding by complex numbers, routing by sorting, experts one after the other.
+document by document, rotary embedding by complex numbers, routing by sorting, experts one after the other, dropout by
+its mask.
 
 A fault in a shared module is in both sides of a comparison, and can't be seen by it. So the reference's modules compute
 by these, which are written for reading.
@@ -22,6 +23,8 @@ from meshwright.nn.attention.attention import AttentionCore
 from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec, TokenLayout
 from meshwright.nn.attention.positions import RotaryEmbedding
+from meshwright.nn.dropout_add.eager import drop_threshold, keep_mask, keep_scale
+from meshwright.nn.dropout_add.module import DropoutAdd
 from meshwright.nn.experts.layer import MixtureOfExperts
 from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import Score
@@ -60,12 +63,17 @@ def _own_tokens(layout: TokenLayout) -> Tensor:
 
 def plain_attention(q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, seen_bqk: Tensor, scale: float) -> Tensor:
     """Return softmax(scale · q kᵀ) v over the keys that are seen (Vaswani et al. 2017, equation 1), [b, q, n, h]; zeros
-    for a query that sees none."""
-    group = q_bqnh.shape[2] // k_bkmh.shape[2]
-    k_bknh, v_bknh = (x.repeat_interleave(group, dim=2) for x in (k_bkmh, v_bkmh))
-    scores_bnqk = scale * torch.einsum("bqnh,bknh->bnqk", q_bqnh, k_bknh)
+    for a query that sees none.
+
+    Sums are at least in float32. As in kernels, whose products take numbers of the inputs' dtype, weights are rounded
+    to it.
+    """
+    dtype, group = q_bqnh.dtype, q_bqnh.shape[2] // k_bkmh.shape[2]
+    wide = torch.promote_types(dtype, torch.float32)
+    k_bknh, v_bknh = (x.to(wide).repeat_interleave(group, dim=2) for x in (k_bkmh, v_bkmh))
+    scores_bnqk = scale * torch.einsum("bqnh,bknh->bnqk", q_bqnh.to(wide), k_bknh)
     weights_bnqk = scores_bnqk.masked_fill(~seen_bqk[:, None], -math.inf).softmax(-1).nan_to_num(0.0)
-    return torch.einsum("bnqk,bknh->bqnh", weights_bnqk, v_bknh)
+    return torch.einsum("bnqk,bknh->bqnh", weights_bnqk.to(dtype).to(wide), v_bknh).to(dtype)
 
 
 def rotate(x_btnh: Tensor, turns_th: Tensor) -> Tensor:
@@ -91,13 +99,13 @@ class PlainAttention(AttentionCore):
         if len(documents) * layout.seq_len**2 > MAX_SCORES:
             return None, own
         own_t = _own_tokens(layout)
-        return torch.stack([visible_pairs(mask, lengths)[own_t][:, own_t] for lengths in documents]), own
+        return torch.stack([visible_pairs(mask, lengths)[own_t][:, own_t] for lengths in documents]).to(device), own
 
     def __call__(self, q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, mask: Any) -> Tensor:
         """Return the output [b, q, n, h]."""
         seen_bqk, own = mask
         size, length, heads = q_bqnh.shape[:3]
-        if seen_bqk is None or size * heads * length**2 > MAX_SCORES or q_bqnh.dtype is not torch.float64:
+        if seen_bqk is None or size * heads * length**2 > MAX_SCORES:
             out: Tensor = self.other(q_bqnh, k_bkmh, v_bkmh, own)
             return out
         return plain_attention(q_bqnh, k_bkmh, v_bkmh, seen_bqk.expand(size, -1, -1), q_bqnh.shape[-1] ** -0.5)
@@ -115,7 +123,7 @@ class PlainRotary(RotaryEmbedding):
         places = positions(layout.documents, layout.seq_len)[..., _own_tokens(layout)]
         angles = places[..., None] * torch.tensor(frequencies, dtype=dtype)
         turns = torch.polar(torch.ones_like(angles), angles)
-        return turns.real, turns.imag
+        return turns.real.to(device), turns.imag.to(device)
 
     def _frequency(self, pair: int) -> float:
         """Return the angle per position of a pair; scaled as by Grattafiori et al. 2024, section 3.4."""
@@ -141,13 +149,26 @@ def use_definitions(model: nn.Module) -> None:
             module.forward = partial(_experts, module)
             if type(module.router) is Router:
                 module.router.best = partial(best_experts, module.router)  # type: ignore[method-assign]
+        elif type(module) is DropoutAdd:
+            module.forward = partial(_dropout_add, module)  # type: ignore[method-assign]
+
+
+def _dropout_add(layer: DropoutAdd, x_btd: Tensor, residual_btd: Tensor, rows_bt: Tensor | None = None) -> Tensor:
+    """Return residual + x / (1 - p) where x is kept, else the residual (Srivastava et al. 2014, section 10)."""
+    if not layer.training or rows_bt is None:
+        return residual_btd + x_btd
+    dtype = torch.promote_types(x_btd.dtype, residual_btd.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    kept_btd = keep_mask(layer.key, rows_bt, x_btd.shape[-1], layer.p)
+    scaled_btd = x_btd.to(wide) * keep_scale(drop_threshold(layer.p))
+    return (residual_btd.to(wide) + scaled_btd.masked_fill(~kept_btd, 0.0)).to(dtype)
 
 
 def _attention(layer: Attention, x_btd: Tensor, tokens: TokenContext) -> Tensor:
     q, k, v = (w(x_btd).unflatten(-1, (-1, layer.head_dim)) for w in (layer.wq, layer.wk, layer.wv))
     if tokens.cos is not None and tokens.sin is not None:
-        turns = torch.complex(tokens.cos, tokens.sin)
-        q, k = (rotate(x, turns.to(torch.complex128)).to(x.dtype) for x in (q, k))
+        turns = torch.complex(tokens.cos, tokens.sin).to(torch.complex128)
+        q, k = (rotate(x.double(), turns).to(x.dtype) for x in (q, k))
     out: Tensor = layer.wo(layer.core(q, k, v, tokens.mask).flatten(2))
     return out
 
@@ -155,14 +176,14 @@ def _attention(layer: Attention, x_btd: Tensor, tokens: TokenContext) -> Tensor:
 def _experts(layer: MixtureOfExperts, x_btd: Tensor) -> Tensor:
     """Add up each token's experts, times their routing weights (Shazeer et al. 2017, equation 2)."""
     routing, x_nd = layer.router(x_btd), x_btd.flatten(0, 1)
-    out_nd = torch.zeros_like(x_nd)
+    out_nd = torch.zeros_like(x_nd, dtype=torch.promote_types(x_nd.dtype, torch.float32))
     for expert in range(layer.router.config.num_experts):
         chosen_nk = routing.experts_nk == expert
         token = chosen_nk.any(-1).nonzero()[:, 0]
         weight = (routing.weights_nk * chosen_nk).sum(-1)[token]
-        out = one_expert(layer, expert, x_nd[token]) * weight[:, None].to(x_nd.dtype)
-        out_nd = out_nd.index_add(0, token, out)
-    out_btd = out_nd.view_as(x_btd)
+        out = one_expert(layer, expert, x_nd[token]) * weight[:, None].to(out_nd.dtype)
+        out_nd = out_nd.index_add(0, token, out.to(out_nd.dtype))
+    out_btd = out_nd.to(x_btd.dtype).view_as(x_btd)
     return out_btd if layer.shared is None else out_btd + layer.shared(x_btd)
 
 

@@ -34,7 +34,7 @@ from meshwright.prove.record.evidence import (
     local_shards,
 )
 from meshwright.prove.spec import clip_limit
-from meshwright.train.build_job import Job, build_job
+from meshwright.train.build_job import Job, build_job, choose_device
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
@@ -53,7 +53,7 @@ def record_rank(
     tamper: Tamper | None = None,
     nonfinite: bool = True,
 ) -> RankRecord:
-    """Train for `num_steps` steps on this rank of an existing process group, on the CPU.
+    """Train for `num_steps` steps on this rank of an existing process group, on the device of the configuration.
 
     Args:
         config: configuration returned by `as_proof` or `as_configured`.
@@ -103,8 +103,8 @@ def record_rank(
 def start_job(
     config: RunConfig, context: RankContext, data: TrainingData, plan: RunPlan
 ) -> tuple[Job, TrainStep, RecordingTask]:
-    """Build a job on the CPU, with its step and a task that records what is read."""
-    job = build_job(config, plan, context, torch.device("cpu"))
+    """Build a job, with its step and a task that records what is read."""
+    job = build_job(config, plan, context, choose_device(config, context))
     task = RecordingTask(config.family.task(run_facts(config), data, job.device), config.family.conditions)
     return job, TrainStep(job, task, stop_requested=lambda: False), task
 
@@ -193,7 +193,7 @@ def _record_dropouts(job: Job, calls: list[DropoutCall]) -> Callable[[], None]:
 def _hash(*tensors: Tensor) -> int:
     code = 0
     for tensor in tensors:
-        code = zlib.crc32(to_local(tensor.detach()).contiguous().view(torch.uint8).numpy().tobytes(), code)
+        code = zlib.crc32(to_local(tensor.detach()).cpu().contiguous().view(torch.uint8).numpy().tobytes(), code)
     return code
 
 

@@ -12,6 +12,8 @@ A context-parallel rank's gradient of a weight, before it is reduced, is that of
 tokens, not that of the rank's loss: keys and values are used by queries of other ranks. So each module's weights get
 the gradient of the module's output at these tokens only.
 
+The module may be on a GPU, as that of a layout on GPUs. What it is given, and all that is returned, is on the CPU.
+
 Shapes: b batch, t tokens, s tokens of a rank, R ranks.
 """
 
@@ -48,6 +50,7 @@ from meshwright.prove.record.definitions import use_definitions
 from meshwright.prove.record.evidence import DTYPE
 
 TensorsByName = dict[str, Tensor]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -76,18 +79,18 @@ class Contributions:
 class PlainModel:
     """The plain module of a configuration, evaluated at given weights."""
 
-    def __init__(self, config: RunConfig, data: TrainingData) -> None:
+    def __init__(self, config: RunConfig, data: TrainingData, device: torch.device = CPU) -> None:
         """Build the module.
 
         Args:
             config: configuration returned by `as_proof` or `as_configured`.
             data: training data.
+            device: device that the module computes on.
         """
-        self.config, self._data = config, data
-        self.module = build_reference(config)
-        use_definitions(self.module)
+        self.config, self.device, self._data = config, device, data
+        self.module = build_reference(config, device)
         self.samples: Reference = config.family.reference(run_facts(config), data)
-        self.initial: TensorsByName = {name: tensor.to(DTYPE, copy=True) for name, tensor in saved_tensors(self.module)}
+        self.initial: TensorsByName = dict(_copies(saved_tensors(self.module)))
         """Parameters and saved buffers before the first step."""
         self.features: list[InReference] = []
         """Features that the module computes with, for which a step is evaluated by the layout's micro-batches."""
@@ -127,7 +130,7 @@ class PlainModel:
         for _, buffer in step_buffers(self.module):
             buffer.commit(buffer.pending())
         buffers = {name for name, _ in self.module.named_buffers()}
-        after = {name: tensor.to(DTYPE, copy=True) for name, tensor in saved_tensors(self.module) if name in buffers}
+        after = dict(_copies((name, tensor) for name, tensor in saved_tensors(self.module) if name in buffers))
         return StepReference(float(cells.losses.sum()), {n: g.sum((0, 1)) for n, g in cells.gradients.items()}, after)
 
     def contributions(self, step: int, weights: Mapping[str, Tensor]) -> Contributions:
@@ -145,26 +148,43 @@ class PlainModel:
 
     @cached_property
     def _task(self) -> Task:
-        return self.config.family.task(run_facts(self.config), self._data, torch.device("cpu"))
+        return self.config.family.task(run_facts(self.config), self._data, CPU)
 
     def by_stage(self, step: int, weights: Mapping[str, Tensor], stages: StagePlacement) -> TensorsByName:
         """Return each stage's contribution to the gradient of each shared parameter: by key, [stage, *shape]."""
-        shared = stage_gradients(self.config, stages, weights, self.samples, self.batch(step))
+        shared = stage_gradients(self.config, stages, weights, self.samples, self.batch(step), self.device)
         return {name: parts for name, parts in shared.items() if name in self.roles}
 
 
-def build_reference(config: RunConfig) -> nn.Module:
-    """Return the plain model with its initial weights."""
+def build_reference(config: RunConfig, device: torch.device = CPU) -> nn.Module:
+    """Return the plain model on a device, computing by the definitions, with its initial weights."""
     f, facts = run_facts(config), model_facts(config)
     model = build_part(config.family, f, dtype=DTYPE)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     tie_parameters(model, facts)
     fill_tensors((*model.named_parameters(), *model.named_buffers()), config.family, f)
     frozen = {name for name, parameter in facts.named_parameters() if parameter.frozen}
     for name, parameter in model.named_parameters():
         is_frozen = name in frozen or any(fnmatchcase(name, glob) for glob in config.train.freeze)
         parameter.requires_grad_(not is_frozen)
+    use_definitions(model)
+    compute_there(model, device)
     return model
+
+
+def compute_there(model: nn.Module, device: torch.device) -> None:
+    """Let a model take arguments from the CPU to its device, and its result back."""
+    if device.type == "cpu":
+        return
+
+    def there(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    def take(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(there, args)), {name: there(value) for name, value in named.items()}
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.register_forward_hook(lambda _, __, out: out.cpu())
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -178,6 +198,10 @@ def saved_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if name in saved:
             yield name, tensor.detach()
+
+
+def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, tensor.to("cpu", DTYPE, copy=True)) for name, tensor in tensors)
 
 
 @torch.no_grad()
@@ -205,8 +229,8 @@ def forward_backward(
     """
     grid = (len(cells) // num_microbatches, num_microbatches)
     names, parameters = zip(*trained_parameters(model).items(), strict=True)
-    partial = {name: p.new_zeros((*grid, *p.shape)) for name, p in zip(names, parameters, strict=True)}
-    counts = {f"{name}.value": load.value.new_zeros((*grid, *load.value.shape)) for name, load in _loads(model).items()}
+    partial = {name: _zeros(grid, p) for name, p in zip(names, parameters, strict=True)}
+    counts = {f"{name}.value": _zeros(grid, load.value) for name, load in _loads(model).items()}
     losses = torch.zeros(grid, dtype=DTYPE)
     prepare_handles(model, config, scale)
     count_over_batch(model, samples, [index for cell in cells for index in cell])
@@ -222,6 +246,10 @@ def forward_backward(
         for name, load in _loads(model).items():
             counts[f"{name}.value"][at] = load.pending() - before[name]
     return Contributions(losses, partial, counts)
+
+
+def _zeros(grid: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.zeros((*grid, *like.shape), dtype=like.dtype)
 
 
 def prepare_handles(model: nn.Module, config: RunConfig, scale: float = 1.0) -> None:
@@ -267,8 +295,9 @@ class _StageSequence(nn.Module):
 
 
 def stage_gradients(
-    config: RunConfig, stages: StagePlacement, weights: Mapping[str, Tensor], samples: Reference, indices: list[int]
-) -> dict[str, Tensor]:
+    config: RunConfig, stages: StagePlacement, weights: Mapping[str, Tensor], samples: Reference, indices: list[int],
+    device: torch.device = CPU,
+) -> dict[str, Tensor]:  # fmt: skip
     """Compute each stage's contribution to the gradient of each shared parameter: by key, [stage, *shape].
 
     Args:
@@ -277,11 +306,12 @@ def stage_gradients(
         weights: weights of the full model.
         samples: reference loss on the run's data.
         indices: sample indices of the batch.
+        device: device to compute on.
     """
     if not any(len(parameter.sites) > 1 for parameter in stages.shared):
         return {}
     scale = 1.0 / config.train.global_batch
-    parts = [_build_stage(config, stages, stage, weights) for stage in range(len(stages.ranks))]
+    parts = [_build_stage(config, stages, stage, weights, device) for stage in range(len(stages.ranks))]
     for _, handle in (parameter for part in parts for parameter in auxiliary_losses(part)):
         handle.scale = scale
     copies = [
@@ -290,18 +320,22 @@ def stage_gradients(
         for stage, name in parameter.sites
         if parts[stage].get_parameter(name).requires_grad
     ]
-    loss = samples.loss(_StageSequence(config.family, parts), indices)
+    model = _StageSequence(config.family, parts)
+    compute_there(model, device)
+    loss = samples.loss(model, indices)
     found = torch.autograd.grad(loss, [copy for *_, copy in copies], allow_unused=True, materialize_grads=True)
     result: dict[str, Tensor] = {}
     for (key, stage, copy), gradient in zip(copies, found, strict=True):
-        result.setdefault(key, copy.new_zeros((len(parts), *copy.shape)))[stage] = gradient
+        result.setdefault(key, _zeros((len(parts),), copy))[stage] = gradient
     return result
 
 
-def _build_stage(config: RunConfig, stages: StagePlacement, stage: int, weights: Mapping[str, Tensor]) -> nn.Module:
+def _build_stage(
+    config: RunConfig, stages: StagePlacement, stage: int, weights: Mapping[str, Tensor], device: torch.device
+) -> nn.Module:
     part = Part(stages.layers[stage], stage=stage, num_stages=len(stages.ranks))
     model = build_part(config.family, run_facts(config), dtype=DTYPE, part=part)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     tie_parameters(model, model_facts(config))
     keys = {name: parameter.key for parameter in stages.shared for at, name in parameter.sites if at == stage}
     with torch.no_grad():
@@ -341,14 +375,14 @@ def token_contributions(
     """
     config, model = plain.config, plain.module
     train, mesh, batch = config.train, config.mesh.axes(), plain.batch(step)
-    task = config.family.task(run_facts(config), data, torch.device("cpu"))
+    task = config.family.task(run_facts(config), data, CPU)
     num_units = task.count(range(batch[0], batch[-1] + 1))
     set_weights(model, weights)
     prepare_handles(model, config)
     count_over_batch(model, plain.samples, batch)
     grid = (mesh.data_parallel(), mesh.cp, train.num_microbatches)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    parts = {name: p.new_zeros(*grid, *p.shape) for name, p in trained.items()}
+    parts = {name: _zeros(grid, p) for name, p in trained.items()}
     losses = torch.zeros(grid, dtype=DTYPE)
     for cell, indices in enumerate(cells_of(config, batch)):
         rank, microbatch = divmod(cell, train.num_microbatches)
@@ -365,7 +399,7 @@ def token_contributions(
             losses[rank, cp, microbatch] = task.loss_sum(out.detach()[at], inside.targets[at]) / num_units
         rank_bt = tokens_Rbs.transpose(0, 1).flatten(1).argsort(-1) // tokens_Rbs.shape[2]
         for name, parameter in trained.items():
-            parts[name][rank, :, microbatch] = _by_rank(uses, parameter, rank_bt, mesh.cp)
+            parts[name][rank, :, microbatch] = _by_rank(uses, parameter, rank_bt.to(plain.device), mesh.cp).cpu()
     return {name: value.flatten(0, 1) for name, value in parts.items()}, losses.flatten(0, 1)
 
 
@@ -375,7 +409,7 @@ def chunk_contributions(
     """Compute what the losses of chunks of `size` tokens contribute to a step, summed over all micro-batches: by
     parameter, [chunk, *shape]."""
     config, model, batch = plain.config, plain.module, plain.batch(step)
-    task = config.family.task(run_facts(config), data, torch.device("cpu"))
+    task = config.family.task(run_facts(config), data, CPU)
     num_units = task.count(range(batch[0], batch[-1] + 1))
     set_weights(model, weights)
     prepare_handles(model, config)
@@ -391,8 +425,8 @@ def chunk_contributions(
             parts = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
             for name, part in zip(names, parts, strict=True):
                 if number == len(found[name]):
-                    found[name].append(torch.zeros_like(part))
-                found[name][number] += part
+                    found[name].append(_zeros((), part))
+                found[name][number] += part.cpu()
     return {name: torch.stack(parts) for name, parts in found.items()}
 
 

@@ -42,7 +42,7 @@ MODEL = "the model"
 
 
 class Probe:
-    """Records values within `watch`.
+    """Records values within `watch`, on the CPU.
 
     Args:
         store: return where the values of the micro-batch that runs go, or None if they are not to be recorded.
@@ -118,7 +118,7 @@ def _keep(values: Values, name: str, gradient: Tensor) -> None:
 
 
 def _local(value: Tensor) -> Tensor:
-    return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+    return (value.to_local() if isinstance(value, DTensor) else value).detach().cpu().clone()
 
 
 def comparable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
