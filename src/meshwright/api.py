@@ -205,7 +205,7 @@ def prove(
     """Prove that a layout computes the same losses, gradients and parameters as one process in float64.
 
     Args:
-        config: configuration of the run; computed on the CPU unless its device is cuda and, without `as_run`, in float64.
+        config: configuration of the run; without `as_run` in float64, and on the CPU unless its device is cuda.
         steps: number of optimizer steps to compare; if None, 3, or what a proof as run needs.
         plan: a plan or the path of a plan file; if None, the plan is made from the configuration.
         as_run: prove the run as configured, in its precision, compiled and compressed, within measured tolerances.

@@ -4,8 +4,8 @@
 action ends, its send is appended to its rank's row and the matching receive to the peer's row. All rows are therefore
 subsequences of one global sequence with the two ends of each transfer adjacent, and the table cannot deadlock, even if
 sends block until they are received and nothing is batched; `verify` checks this on the lowered table. A receive
-precedes the first computation that could use it by at most one, which bounds the number of buffers; `_must_wait` lowers
-the bound further for 1F1B.
+precedes the first computation that could use it by at most one, which bounds the number of buffers; `_frees_input`
+lowers the bound further for 1F1B.
 
 [Note: lifetimes] A received input is held until the backward of its micro-batch, since autograd may have saved it
 (recomputation always does), or until W, since a deferred weight gradient may need it. The same holds for a received
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.pipeline.actions import COMPUTE, RECVS, Action, ActionKind, Overlap
 from meshwright.pipeline.schedule_table import Schedule
-from meshwright.pipeline.simulate import Costs, simulate
+from meshwright.pipeline.simulate import Costs, action_times
 
 K = ActionKind
 Row = list[Action | Overlap]
@@ -93,54 +93,50 @@ def last_compute(row: Iterable[Action | Overlap]) -> dict[tuple[int, int], int]:
 
 
 def _with_transfers(schedule: Schedule) -> list[Row]:
-    timeline = simulate(schedule, Costs.uniform()).timeline
-    begins: dict[tuple[int, Action], float] = {}
-    ends: dict[tuple[int, Action], float] = {}
-    for span in timeline.spans:
-        begins[span.rank, span.action], ends[span.rank, span.action] = span.start, span.end
     events: list[tuple[float, int, int, int]] = []  # time, 0 for an end or 1 for a start, rank, position
-    for rank, actions in enumerate(schedule.actions):
-        for position, action in enumerate(actions):
-            parts = action.parts()
-            heapq.heappush(events, (begins[rank, parts[0]], 1, rank, position))
-            heapq.heappush(events, (ends[rank, parts[-1]], 0, rank, position))
+    for rank, times in enumerate(action_times(schedule, Costs.uniform())):
+        for position, (start, end) in enumerate(times):
+            events += ((start, 1, rank, position), (end, 0, rank, position))
+    events.sort()
+    ranks, holds_back = schedule.stage_ranks, schedule.num_chunks == 1
     rows: list[Row] = [[] for _ in schedule.actions]
-    started = [0] * schedule.num_ranks
     waiting: list[list[Action]] = [[] for _ in schedule.actions]  # sends by receiving rank
+    following = [row[0] if row else None for row in schedule.actions]
 
     def append_transfers(to_rank: int) -> None:
         """Append the pending transfers to a rank, except those that must wait for the rank's next computation."""
-        ready = [send for send in waiting[to_rank] if not _must_wait(send, schedule, to_rank, started[to_rank])]
-        waiting[to_rank] = [send for send in waiting[to_rank] if send not in ready]
-        for send in ready:
-            rows[schedule.stage_ranks[send.stage]].append(send)
-            rows[to_rank].append(send.peer())
+        waits = holds_back and _frees_input(following[to_rank])
+        kept = []
+        for send in waiting[to_rank]:
+            if waits and send.kind is K.SEND_FORWARD:
+                kept.append(send)
+            else:
+                rows[ranks[send.stage]].append(send)
+                rows[to_rank].append(send.peer())
+        waiting[to_rank] = kept
 
-    while events:
-        _, starts, rank, position = heapq.heappop(events)
-        action = schedule.actions[rank][position]
+    for _, starts, rank, position in events:
+        row = schedule.actions[rank]
         if starts:
-            rows[rank].append(action)
-            started[rank] = position + 1
+            rows[rank].append(row[position])
+            following[rank] = row[position + 1] if position + 1 < len(row) else None
             append_transfers(rank)
             continue
-        for send in filter(None, map(schedule.send_after, action.parts())):
-            to_rank = schedule.stage_ranks[send.peer().stage]
-            waiting[to_rank].append(send)
-            append_transfers(to_rank)
+        for part in row[position].parts():
+            if (send := schedule.send_after(part)) is not None:
+                to_rank = ranks[send.peer().stage]
+                waiting[to_rank].append(send)
+                append_transfers(to_rank)
     return rows
 
 
-def _must_wait(send: Action, schedule: Schedule, to_rank: int, next_position: int) -> bool:
-    """Return True if receiving an input should wait for the rank's next computation, a backward that frees a buffer.
+def _frees_input(following: Action | Overlap | None) -> bool:
+    """Return whether receiving an input should wait for the rank's next computation, a backward that frees a buffer.
 
     In 1F1B this happens once, at the end of the warm-up. It costs one transfer latency per step and saves one buffer,
     leaving p−r inputs and one gradient. With several chunks per rank it would happen constantly, so they never wait.
     """
-    if send.kind is not K.SEND_FORWARD or schedule.num_chunks > 1:
-        return False
-    following = schedule.actions[to_rank][next_position : next_position + 1]
-    return any(isinstance(action, Action) and action.kind is K.BACKWARD for action in following)
+    return isinstance(following, Action) and following.kind is K.BACKWARD
 
 
 def _with_frees(row: Sequence[Action | Overlap], schedule: Schedule, *, release: bool) -> Row:
@@ -242,7 +238,7 @@ def _with_slots(row: Row) -> Row:
                 used[action.kind] += 1
             slot = heapq.heappop(free[action.kind])
             slots[action.kind, action.stage, action.microbatch] = slot
-            action = replace(action, slot=slot)
+            action = Action(action.kind, action.stage, action.microbatch, slot)
         elif action.kind in filled:
             kind = filled[action.kind]
             heapq.heappush(free[kind], slots[kind, action.stage, action.microbatch])

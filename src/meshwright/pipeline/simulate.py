@@ -13,15 +13,16 @@ costs; measured costs are in seconds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 
 from meshwright.errors import ScheduleError
-from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, Action, ActionKind, Overlap
+from meshwright.pipeline.actions import BACKWARDS, COMPUTE, PEERS, RECVS, SENDS, Action, ActionKind, Overlap
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.timeline import Span, Timeline
 
 K = ActionKind
+Row = Sequence[Action | Overlap]
 
 
 @dataclass(frozen=True)
@@ -152,150 +153,237 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     Raises:
         ScheduleError: the table deadlocks, or `costs` doesn't match its number of stages.
     """
-    costs.check(schedule.num_stages)
-    state = _SimulationState(schedule, costs)
-    state.run()
-    spans = tuple(sorted(state.spans, key=lambda span: (span.rank, span.start, span.end)))
+    spans, busy, in_span = list[Span](), list[float](), list[float]()
+    for rank, (row, times) in enumerate(zip(schedule.actions, action_times(schedule, costs), strict=True)):
+        own = list(_spans(rank, row, times, costs))
+        busy.append(sum(span.end - span.start for span in own))
+        own.sort(key=lambda span: (span.start, span.end))
+        in_span.append(own[-1].end - own[0].start - busy[-1] if own else 0.0)
+        spans += own
     makespan = max(span.end for span in spans)
-    idle = []
-    for rank, work in enumerate(state.busy):
-        rank_spans = [span for span in spans if span.rank == rank]
-        in_span = rank_spans[-1].end - rank_spans[0].start - work if rank_spans else 0.0
-        idle.append(IdleTime(in_span, makespan - work))
-    peaks = tuple(_peak_bytes(schedule, rank, costs, state.executed[rank]) for rank in range(schedule.num_ranks))
-    return Simulation(makespan, tuple(state.busy), tuple(idle), peaks, Timeline(schedule.num_ranks, spans))
+    idle = tuple(IdleTime(inside, makespan - work) for inside, work in zip(in_span, busy, strict=True))
+    timeline = Timeline(schedule.num_ranks, tuple(spans))
+    return Simulation(makespan, tuple(busy), idle, peak_bytes(schedule, costs), timeline)
 
 
-class _SimulationState:
-    """Progress of each rank, and completion times of actions and transfers."""
+Times = list[tuple[float, float]]
+"""Start and end of each action of a rank, in the order of its row."""
+
+
+def action_times(schedule: Schedule, costs: Costs) -> list[Times]:
+    """Return the start and end of each action, by rank.
+
+    Raises:
+        ScheduleError: the table deadlocks, or `costs` doesn't match its number of stages.
+    """
+    costs.check(schedule.num_stages)
+    rules, times = _Rules(schedule, costs), [Times() for _ in schedule.actions]
+    rows = list(zip(schedule.actions, times, strict=True))
+    while sum(rules.advance(*row) for row in rows):
+        pass
+    for rank, (row, ended) in enumerate(rows):
+        if len(ended) < len(row):
+            where = f"rank {rank}, position {len(ended) + 1}"
+            what = f"rank {rank} blocks forever before action {len(ended) + 1}, {row[len(ended)]}"
+            rule, fix = "everything an action depends on can run before it", "call verify(schedule) to see why"
+            raise ScheduleError(what, where=where, rule=rule, fix=fix)
+    return times
+
+
+def _spans(rank: int, row: Row, times: Times, costs: Costs) -> Iterator[Span]:
+    """Yield the computations of a rank; those of an overlapped pair one after the other."""
+    for action, (start, end) in zip(row, times, strict=True):
+        if isinstance(action, Overlap):
+            middle = start + _duration(action.first.kind, costs.stage(action.first.stage))
+            yield Span(rank, action.first, start, middle)
+            yield Span(rank, action.second, middle, end)
+        elif action.kind in COMPUTE:
+            yield Span(rank, action, start, end)
+
+
+def _duration(kind: ActionKind, stage: StageCosts) -> float:
+    to_input = stage.recompute + stage.backward_input
+    return {
+        K.FORWARD: stage.forward, K.BACKWARD: to_input + stage.backward_weight, K.BACKWARD_INPUT: to_input,
+        K.BACKWARD_WEIGHT: stage.backward_weight,
+    }[kind]  # fmt: skip
+
+
+Facts = dict[int, float]
+"""When something of a kind and stage was done, by micro-batch."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    """What an action of one kind and stage waits for, and what follows from it."""
+
+    needs: tuple[Facts, ...] = ()
+    duration: float | None = None
+    """None unless it computes."""
+    done: Facts = field(default_factory=dict)
+    """When a computation ended, or a transfer was reached by this end."""
+    other: Facts = field(default_factory=dict)
+    """When a transfer was reached by the other end."""
+    transfer: _Transfer | None = None
+    """Transfer of which it is an end, or that follows from it in a table without transfers."""
+
+    def start(self, microbatch: int, start: float) -> float | None:
+        """Return the time when all inputs are ready, at least `start`; None if not known yet."""
+        for facts in self.needs:
+            ready = facts.get(microbatch)
+            if ready is None:
+                return None
+            if ready > start:
+                start = ready
+        return start
+
+    def end(self, microbatch: int, start: float) -> float:
+        """Note that the action has run, and return its end."""
+        end = start if self.duration is None else start + self.duration
+        self.finish(microbatch, end)
+        return end
+
+    def finish(self, microbatch: int, end: float) -> None:
+        """Note the end of the action."""
+        self.done[microbatch] = end
+        if self.transfer is None:
+            return
+        if self.duration is not None:
+            self.transfer.run(microbatch, end)
+        elif (other := self.other.get(microbatch)) is not None:
+            self.transfer.run(microbatch, max(end, other))
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """Transfers from one stage to the next, or back."""
+
+    arrived: Facts
+    lane: list[float]
+    """When the lane between the two ranks is free: one number, that other stages of the ranks share."""
+    time: float
+
+    def run(self, microbatch: int, start: float) -> None:
+        self.arrived[microbatch] = self.lane[0] = max(start, self.lane[0]) + self.time
+
+
+class _Rules:
+    """Rules of all kinds and stages of a table, made when they are first asked for."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.spans: list[Span] = []
-        self.busy = [0.0] * schedule.num_ranks
-        self.executed: list[list[tuple[Action | Overlap, float, float]]] = [[] for _ in range(schedule.num_ranks)]
-        self._now = [0.0] * schedule.num_ranks
-        self._next = [0] * schedule.num_ranks
-        self._done: dict[tuple[str, int, int], float] = {}
-        self._posted: dict[Action, float] = {}
-        self._arrived: dict[Action, float] = {}
-        self._lane_free_at: dict[tuple[int, int], float] = defaultdict(float)
-        self._sends_implicitly = not schedule.is_lowered
+        self._schedule, self._costs = schedule, costs
+        self._rules: dict[tuple[ActionKind, int], _Rule] = {}
+        self._done: dict[tuple[ActionKind, int], Facts] = defaultdict(dict)
+        self._arrived: dict[tuple[ActionKind, int], Facts] = defaultdict(dict)
+        self._lanes: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0])
 
-    def run(self) -> None:
-        has_progress = True
-        while has_progress:
-            has_progress = False
-            for rank, actions in enumerate(self.schedule.actions):
-                while self._next[rank] < len(actions) and self._advance(rank, actions[self._next[rank]]):
-                    self._next[rank] += 1
-                    has_progress = True
-        for rank, actions in enumerate(self.schedule.actions):
-            if self._next[rank] < len(actions):
-                what = f"rank {rank} blocks forever before action {self._next[rank] + 1}, {actions[self._next[rank]]}"
-                rule, fix = "everything an action depends on can run before it", "call verify(schedule) to see why"
-                raise ScheduleError(what, where=f"rank {rank}, position {self._next[rank] + 1}", rule=rule, fix=fix)
+    def advance(self, row: Row, times: Times) -> bool:
+        """Run the next actions of a rank until one isn't ready; return whether any ran."""
+        first, now, rules = len(times), times[-1][1] if times else 0.0, self._rules
+        for position in range(first, len(row)):
+            action = row[position]
+            if isinstance(action, Overlap):
+                ran = self._overlap(action, now)
+            else:
+                rule = rules.get((action.kind, action.stage)) or self._make(action.kind, action.stage)
+                start = rule.start(action.microbatch, now)
+                ran = None if start is None else (start, rule.end(action.microbatch, start))
+            if ran is None:
+                break
+            times.append(ran)
+            now = ran[1]
+        return len(times) > first
 
-    def _advance(self, rank: int, action: Action | Overlap) -> bool:
-        """Run one action if its inputs are ready; return True if it ran."""
-        start = self._now[rank]
-        for part in action.parts():
-            ready = self._ready(part)
-            if ready is None:
-                return False
-            start = max(start, ready)
-        if not isinstance(action, Overlap) and action.kind not in COMPUTE:
-            self._run_non_compute(rank, action, start)
-            return True
-        end = start
-        for part in action.parts():
-            begin, end = end, end + self._duration(part)
-            self.spans.append(Span(rank, part, begin, end))
-            self.busy[rank] += end - begin
-        self.executed[rank].append((action, start, end))
-        self._now[rank] = end
-        for part in action.parts():
-            self._finish(part, end)
-        return True
-
-    def _run_non_compute(self, rank: int, action: Action, start: float) -> None:
-        if action.kind in SENDS or action.kind in RECVS:
-            self._posted[replace(action, slot=None)] = start
-            send = action if action.kind in SENDS else action.peer()
-            if send in self._posted and send.peer() in self._posted:
-                self._transfer(send, max(self._posted[send], self._posted[send.peer()]))
-        self.executed[rank].append((action, start, start))
-        self._now[rank] = start
-
-    def _transfer(self, send: Action, start: float) -> None:
-        ranks = self.schedule.stage_ranks
-        source, target = ranks[send.stage], ranks[send.peer().stage]
-        start = max(start, self._lane_free_at[source, target])
-        edge = self.costs.edge(min(send.stage, send.peer().stage))
-        self._arrived[send] = self._lane_free_at[source, target] = start + edge.time()
-
-    def _finish(self, part: Action, end: float) -> None:
-        kind = "B" if part.kind in BACKWARDS else part.kind.value
-        self._done[kind, part.stage, part.microbatch] = end
-        if self._sends_implicitly and (send := self.schedule.send_after(part)) is not None:
-            self._transfer(send, end)
-
-    def _ready(self, part: Action) -> float | None:
-        """Return the time when all inputs of an action are ready, or None if not known yet."""
-        stage, m = part.stage, part.microbatch
-        ready_times: list[float | None] = []
-        if part.kind is K.FORWARD and stage > 0:
-            ready_times.append(self._input(Action(K.SEND_FORWARD, stage - 1, m), ("F", stage - 1, m)))
-        elif part.kind in BACKWARDS:
-            ready_times.append(self._done.get(("F", stage, m)))
-            if stage < self.schedule.num_stages - 1:
-                ready_times.append(self._input(Action(K.SEND_BACKWARD, stage + 1, m), ("B", stage + 1, m)))
-        elif part.kind in (K.BACKWARD_WEIGHT, K.SEND_BACKWARD, K.SEND_FORWARD):
-            ready_times.append(self._done.get(("F" if part.kind is K.SEND_FORWARD else "B", stage, m)))
-        elif part.kind is K.FREE_OUTPUT and self.schedule.is_transfer(stage):
-            ready_times.append(self._arrived.get(Action(K.SEND_FORWARD, stage, m)))
-        elif part.kind is K.FREE_INPUT_GRADIENT and self.schedule.is_transfer(stage - 1):
-            ready_times.append(self._arrived.get(Action(K.SEND_BACKWARD, stage, m)))
-        if None in ready_times:
+    def _overlap(self, pair: Overlap, now: float) -> tuple[float, float] | None:
+        """Run two computations one after the other; what they compute is there when both have ended."""
+        parts = [(self._make(part.kind, part.stage), part.microbatch) for part in pair.parts()]
+        start: float | None = now
+        for rule, microbatch in parts:
+            start = None if start is None else rule.start(microbatch, start)
+        if start is None:
             return None
-        return max((time for time in ready_times if time is not None), default=0.0)
+        end = start
+        for rule, _ in parts:
+            end += rule.duration or 0.0
+        for rule, microbatch in parts:
+            rule.finish(microbatch, end)
+        return start, end
 
-    def _input(self, send: Action, done: tuple[str, int, int]) -> float | None:
-        """Return the time when the adjacent stage's result is available on this rank, or None if not known yet."""
-        ranks = self.schedule.stage_ranks
-        if ranks[send.stage] == ranks[send.peer().stage]:
-            return self._done.get(done)
-        return self._arrived.get(send)
+    def _make(self, kind: ActionKind, stage: int) -> _Rule:
+        if (kind, stage) in self._rules:
+            return self._rules[kind, stage]
+        rule = _Rule(tuple(self._needs(kind, stage)), done=self._done[_result(kind), stage])
+        if kind in COMPUTE:
+            rule.duration = _duration(kind, self._costs.stage(stage))
+            send = None if self._schedule.is_lowered else self._schedule.send_after(Action(kind, stage))
+            rule.transfer = None if send is None else self._transfer(send.kind, stage)
+        elif kind in PEERS:
+            other, step = PEERS[kind]
+            rule.other = self._done[other, stage + step]
+            rule.transfer = self._transfer(*((kind, stage) if kind in SENDS else (other, stage + step)))
+        return self._rules.setdefault((kind, stage), rule)
 
-    def _duration(self, part: Action) -> float:
-        stage = self.costs.stage(part.stage)
-        to_input = stage.recompute + stage.backward_input
-        return {
-            K.FORWARD: stage.forward, K.BACKWARD: to_input + stage.backward_weight, K.BACKWARD_INPUT: to_input,
-            K.BACKWARD_WEIGHT: stage.backward_weight,
-        }[part.kind]  # fmt: skip
+    def _needs(self, kind: ActionKind, stage: int) -> Iterator[Facts]:
+        if kind is K.FORWARD and stage > 0:
+            yield self._input(K.SEND_FORWARD, stage - 1)
+        elif kind in BACKWARDS:
+            yield self._done[K.FORWARD, stage]
+            if stage < self._schedule.num_stages - 1:
+                yield self._input(K.SEND_BACKWARD, stage + 1)
+        elif kind in (K.BACKWARD_WEIGHT, K.SEND_BACKWARD, K.SEND_FORWARD):
+            yield self._done[K.FORWARD if kind is K.SEND_FORWARD else K.BACKWARD, stage]
+        elif kind is K.FREE_OUTPUT and self._schedule.is_transfer(stage):
+            yield self._arrived[K.SEND_FORWARD, stage]
+        elif kind is K.FREE_INPUT_GRADIENT and self._schedule.is_transfer(stage - 1):
+            yield self._arrived[K.SEND_BACKWARD, stage]
+
+    def _input(self, send: ActionKind, stage: int) -> Facts:
+        """Return when the result of an adjacent stage is available on this rank."""
+        ranks = self._schedule.stage_ranks
+        if ranks[stage] == ranks[stage + PEERS[send][1]]:
+            return self._done[K.FORWARD if send is K.SEND_FORWARD else K.BACKWARD, stage]
+        return self._arrived[send, stage]
+
+    def _transfer(self, send: ActionKind, stage: int) -> _Transfer:
+        ranks, other = self._schedule.stage_ranks, stage + PEERS[send][1]
+        lane = self._lanes[ranks[stage], ranks[other]]
+        return _Transfer(self._arrived[send, stage], lane, self._costs.edge(min(stage, other)).time())
 
 
-def _peak_bytes(
-    schedule: Schedule, rank: int, costs: Costs, executed: list[tuple[Action | Overlap, float, float]]
-) -> PeakBytes:
-    """Return a rank's peak memory. Only the order of actions matters, since a rank runs one at a time."""
-    held = dict.fromkeys(MEMORY_TYPES, 0)
-    peak = dict(held)
+def _result(kind: ActionKind) -> ActionKind:
+    """Return the kind whose result is the same for those that wait: I has the gradient that B has."""
+    return K.BACKWARD if kind in BACKWARDS else kind
 
-    def change(deltas: dict[str, int]) -> None:
-        nonlocal peak
-        for name, delta in deltas.items():
-            held[name] += delta
-        if sum(held.values()) > sum(peak.values()):
-            peak = dict(held)
 
-    for action, _, _ in executed:
-        for part in action.parts():
-            change(_at_start(part, costs))
-        for part in action.parts():
-            change(_at_end(part, costs, schedule))
-    return PeakBytes(**peak)
+def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[PeakBytes, ...]:
+    """Return each rank's peak memory. Only the order of actions matters, since a rank runs one at a time."""
+    changes: dict[tuple[ActionKind, int], tuple[Change, Change]] = {}
+    found = []
+    for row in schedule.actions:
+        held, total, most = [0] * len(MEMORY_TYPES), 0, 0
+        peak = held
+        for action in row:
+            parts = action.parts()
+            for at in (0, 1):
+                for part in parts:
+                    key = part.kind, part.stage
+                    if key not in changes:
+                        changes[key] = _change(_at_start(part, costs)), _change(_at_end(part, costs, schedule))
+                    for place, amount in changes[key][at]:
+                        held[place] += amount
+                        total += amount
+                    if total > most:
+                        peak, most = held.copy(), total
+        found.append(PeakBytes(*peak))
+    return tuple(found)
+
+
+Change = tuple[tuple[int, int], ...]
+"""Places in `MEMORY_TYPES` and what is added there, in bytes."""
+
+
+def _change(amounts: dict[str, int]) -> Change:
+    return tuple((MEMORY_TYPES.index(name), amount) for name, amount in amounts.items() if amount)
 
 
 def _at_start(part: Action, costs: Costs) -> dict[str, int]:
