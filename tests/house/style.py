@@ -17,7 +17,7 @@ MAX_TEST_LINES = 80
 LONG_FILES: tuple[str, ...] = ()
 """Tables of data that may be longer, by path."""
 
-PRINTING = ("cli/", "meshwright_bench/command.py")
+PRINTING = ("cli/", "meshwright_bench/command.py", "meshwright_bench/gpu/command.py")
 """Starts of the paths, inside the package, of files that may print."""
 
 OPEN_END = re.compile(r"\b(TODO|FIXME|XXX)\b")

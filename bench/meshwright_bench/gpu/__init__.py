@@ -1,0 +1,1 @@
+"""`bench/gpu`: everything that a GPU must show, in one command."""
