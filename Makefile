@@ -17,7 +17,7 @@ help:
 	@echo "make demo       train a small Llama on 2 processes (2 minutes or so), and verify its checkpoint"
 	@echo "make test       all tests but the slow ones"
 	@echo "make test-slow  the end-to-end tests that take tens of seconds"
-	@echo "make gpu        all that a GPU must show, in 8 minutes, into bench/results/gpu; GPU_ARGS=--dry: small, on the CPU"
+	@echo "make gpu        all that a GPU must show, into bench/results/gpu (8 minutes; GPU_ARGS=--dry: on the CPU)"
 	@echo "make lint       ruff, and mypy on src"
 	@echo "make docs       the documentation with its reference, as a site in build/docs; a broken link is an error"
 	@echo "make setup      only the .venv that the demo makes by itself; make setup-dev: the one of the others"

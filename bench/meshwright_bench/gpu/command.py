@@ -160,7 +160,7 @@ def environment(*, is_dry: bool) -> dict[str, str]:
     """Return the environment of the parts: our packages on the path, output not buffered, no network asked."""
     ours = os.pathsep.join(map(str, (ROOT / "src", ROOT / "bench", ROOT)))
     path = os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
-    found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRANSFORMERS_OFFLINE": "1", "COLUMNS": "200"}
     return found | ({"OMP_NUM_THREADS": "1"} if is_dry else {})
 
 
@@ -182,14 +182,15 @@ def run_parts(parts: Sequence[Part], call: Call, machine: Machine) -> int:
     print()
     for line in table(outcomes, {part.name: part.keys for part in parts}):
         print(line)
-    print(f"{seconds:.0f} s; results in {_shown(call.out)}, logs in {_shown(call.out / LOGS)}")
+    print(f"{seconds:.0f} s; results and {LOGS}:\n{_shown(call.out)}")
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
 def _run_one(part: Part, call: Call, machine: Machine) -> Outcome:
     """Run a part in the time that is left, or say that there is none."""
-    limit_s = min(part.limit_s, call.left_s())
-    if limit_s < LEAST_S:
+    left_s = call.left_s()
+    limit_s = min(part.limit_s, left_s)
+    if left_s < LEAST_S:
         return Outcome(part.name, State.NOT_RUN, f"no time left of {call.limit_s / 60:g} minutes")
     print(f"{part.name}: {part.title} (at most {limit_s:.0f} s) …", flush=True)
     records = call.scratch / f"{part.name}.jsonl"

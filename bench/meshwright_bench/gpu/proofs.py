@@ -24,28 +24,23 @@ class Proof:
     as_run: bool = False
     needs: tuple[str, ...] = ()
 
-    @property
-    def family(self) -> str:
-        """Beginning of the preset's name, which is the family's."""
-        return self.preset.partition("-")[0]
-
 
 PROOFS = {
-    "llama": Proof("llama-tiny"),
-    "llama_as_run": Proof("llama-tiny", BFLOAT16, as_run=True),
+    "dense": Proof("llama-tiny"),
+    "dense_as_run": Proof("llama-tiny", BFLOAT16, as_run=True),
     # In float32 `attention=auto` takes flex for documents, in bfloat16 varlen.
     "packed_flex": Proof("llama-tiny", PACKED, as_run=True),
     "packed_varlen": Proof("llama-tiny", (*PACKED, *BFLOAT16), as_run=True),
-    "moe_grouped": Proof("moe-tiny", BFLOAT16, as_run=True),
+    "experts_grouped": Proof("moe-tiny", BFLOAT16, as_run=True),
     "dropout": Proof("llama-tiny", ("train.dropout=0.1",)),
     "float8": Proof("llama-tiny", ("float8.recipe=current", *BFLOAT16), as_run=True),
     "compiled": Proof("llama-tiny", ("train.compile=true",), as_run=True),
     "captured": Proof("llama-tiny", ("capture.scope=layer", "capture.strict=true"), as_run=True),
     "hf_qwen3": Proof("hf-tiny", needs=("transformers",)),
-    "dit": Proof("dit-digits", needs=("sklearn",)),
+    "diffusion": Proof("dit-digits", needs=("sklearn",)),
     "muon": Proof("llama-tiny", ("train.optimizer=muon",)),
 }
-IN_DRY = ("llama", "muon")
+IN_DRY = ("dense", "muon")
 
 
 def cases(setting: Setting) -> list[Case]:
@@ -58,7 +53,7 @@ def cases(setting: Setting) -> list[Case]:
 def proof_words(name: str, setting: Setting) -> list[str]:
     """Return the words of a proof's configuration."""
     proof = PROOFS[name]
-    text = () if proof.family in IMAGES else (*TEXT, text_source(setting))
+    text = () if proof.preset in IMAGES else (*TEXT, text_source(setting))
     smaller = ("model.num_layers=2", "train.seq_len=32") if setting.is_dry else ()
     return [proof.preset, *BATCH, *text, *proof.words, *smaller, *device_words(setting)]
 

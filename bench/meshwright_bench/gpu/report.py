@@ -109,12 +109,12 @@ def found_lines(outcome: Outcome, keys: Sequence[str]) -> Iterator[str]:
     texts = [f"{len(passed)} of {counted(len(outcome.records), 'case')} passed"] if passed else []
     others = [one for one in outcome.records if one.state is not State.PASSED]
     texts += [f"{one.case} {one.state}: {one.note}" for one in others]
-    if outcome.why and not any(one.note in outcome.why for one in others):
+    if outcome.why and not any(one.note and one.note in outcome.why for one in others):
         texts.insert(0, outcome.why)
     shown = figures(outcome.records).items()
     texts += [f"{name}  {_written(name, value)}" for key in keys for name, value in shown if fnmatchcase(name, key)]
-    for text in texts or ["nothing"]:
-        yield from textwrap.wrap(text, width, subsequent_indent="  ")
+    lines = [line for text in texts for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+    yield from lines or ["nothing"]
 
 
 def _row(part: str, state: str, seconds: str, found: str) -> str:

@@ -18,6 +18,9 @@ from pathlib import Path
 from meshwright.units import counted
 from meshwright_bench.gpu.cases import Record, State, read_records
 
+DEATH_S = 5.0
+"""Most seconds to wait for killed processes, which hold the device's memory until they are gone."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -73,10 +76,23 @@ def run_part(
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all of its group, which may be there although it has ended."""
+    """Kill a process and all of its group, which may be there although it has ended, and wait until none runs."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    deadline = time.monotonic() + DEATH_S
+    while is_running(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def is_running(group: int) -> bool:
+    """Whether a process of the group runs, as Linux says; not one that only waits to be collected."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, of_group = path.read_text("utf-8", errors="replace").rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def conclude(status: int | None, records: Sequence[Record], *, limit_s: float, last_line: str) -> tuple[State, str]:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from meshwright_bench.gpu.cases import Setting
 from meshwright_bench.gpu.commands import random_tokens
 
+PRESET = "llama-tiny"
+"""Preset whose sizes are all replaced."""
+
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with an untied head, and its batch."""
+    """A dense decoder with an untied head, and its batch."""
 
     num_layers: int
     dim: int
@@ -29,7 +32,7 @@ class Size:
         train = ("global_batch", "seq_len", "precision", "num_microbatches")
         tokens = random_tokens(setting, vocab_size=self.vocab_size, count=self.num_tokens(steps))
         return (
-            "model.kind=llama",
+            PRESET,
             *(f"model.{name}={getattr(self, name)}" for name in model),
             *(f"train.{name}={getattr(self, name)}" for name in train),
             f"train.steps={steps}",
@@ -47,7 +50,7 @@ class Size:
 
 
 LARGE = Size(16, 2048, 32, 8, 8192, 128_256, 4, 4096)
-"""1.50 B parameters: the shape and the vocabulary of Llama 3.2 1B, with a head of its own."""
+"""1.50 B parameters: a small model with the vocabulary of a large one."""
 SMALL = Size(12, 512, 8, 8, 1536, 256, 4, 512, num_microbatches=4)
 """Small blocks, whose launches take longer than their work."""
 DRY = Size(2, 32, 2, 2, 64, 96, 2, 16, precision="float32")

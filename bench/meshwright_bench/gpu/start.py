@@ -9,22 +9,17 @@ from meshwright_bench.gpu.cases import Case, CaseError, Figures, Setting
 from meshwright_bench.gpu.commands import measured_run, random_tokens
 
 TEXT = ("train.global_batch=4", "train.seq_len=128", "train.validation_samples=0", "train.sample_tokens=0")
-FAMILIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "llama": (("llama-tiny", *TEXT), ()),
-    "moe": (("moe-tiny", *TEXT), ()),
-    "hf": (("hf-tiny", *TEXT), ("transformers",)),
-    "module": (("module-tiny", *TEXT), ()),
-    "dit": (
-        ("dit-digits", "train.global_batch=8", "train.validation_samples=0", "diffusion.num_samples=0"),
-        ("sklearn",),
-    ),
+PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "llama-tiny": (TEXT, ()),
+    "moe-tiny": (TEXT, ()),
+    "hf-tiny": (TEXT, ("transformers",)),
+    "module-tiny": (TEXT, ()),
+    "dit-digits": (("train.global_batch=8", "train.validation_samples=0", "diffusion.num_samples=0"), ("sklearn",)),
 }
-"""Words of a small run of each family, and the packages that it needs."""
-IMAGES = ("dit",)
-IN_DRY = ("llama", "moe")
+"""Overrides of a small run of each family, by its preset, and the packages that it needs."""
+IMAGES = ("dit-digits",)
+IN_DRY = ("llama-tiny", "moe-tiny")
 EAGER, COMPILED = "eager", "compiled"
-
-
 VOCABULARY, NUM_TOKENS = 256, 40_000
 
 
@@ -37,27 +32,30 @@ def cases(setting: Setting) -> list[Case]:
     """Return a case for each family and way; a dry run has two, and compiles nothing."""
     text_source(setting)
     ways = (EAGER,) if setting.is_dry else (EAGER, COMPILED)
-    names = IN_DRY if setting.is_dry else FAMILIES
+    presets = IN_DRY if setting.is_dry else PRESETS
     return [
-        Case(f"{name}.{way}", partial(start, name, way, setting), FAMILIES[name][1]) for way in ways for name in names
+        Case(f"{preset}.{way}", partial(start, preset, way, setting), PRESETS[preset][1])
+        for way in ways
+        for preset in presets
     ]
 
 
-def start(name: str, way: str, setting: Setting) -> Figures:
+def start(preset: str, way: str, setting: Setting) -> Figures:
     """Train two steps, and return the loss of the last.
 
     Raises:
         CaseError: the run failed, or its losses are not those of two steps.
     """
-    source = () if name in IMAGES else (text_source(setting),)
+    source = () if preset in IMAGES else (text_source(setting),)
     words = (
-        *FAMILIES[name][0],
+        preset,
+        *PRESETS[preset][0],
         *source,
         "train.steps=2",
         "train.warmup_steps=1",
         f"train.compile={str(way == COMPILED).lower()}",
     )
-    run = measured_run(f"{name}.{way}", words, setting)
+    run = measured_run(f"{preset}.{way}", words, setting)
     if len(run.losses) != 2 or not all(map(math.isfinite, run.losses)):
         raise CaseError(f"the losses of two steps are {', '.join(map(str, run.losses))}")
     return {"loss": run.losses[-1]}

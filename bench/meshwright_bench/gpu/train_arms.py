@@ -1,4 +1,4 @@
-"""Part `train`: tokens per second and memory of our training step beside transformers' Llama in a loop like Trainer's.
+"""Part `train`: tokens per second and memory of our training step beside transformers' model in a loop like Trainer's.
 
 Each arm is a process of its own, so its peak is its own, and reads the same file of random tokens. Torch-free: the arms
 of transformers are `trainer_loop`.
