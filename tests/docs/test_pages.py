@@ -35,6 +35,7 @@ ELSEWHERE = {
     "meshwright prove script docs/examples/script_": "tests/prove/script runs each example with more layouts",
     "meshwright prove --catalogue": "tests/prove/catalogue",
     "meshwright bench": "tests/bench runs each part, smaller",
+    "python bench/gpu": "tests/bench/gpu runs it dry",
     "torchrun --nproc-per-node 2 docs/examples/shared_drift.py": "tests/parallel/test_drift_example.py, shorter",
     "meshwright draw loss runs/exact": "three of its four runs are said in words; tests/cli/test_draw_loss.py",
 }

@@ -1,4 +1,5 @@
-"""Measured figures in docs/benchmarks.md are those of the JSON that the command beside them wrote."""
+"""Measured figures in docs/benchmarks.md are those of the JSON that the command beside them wrote, and those in
+docs/gpu.md of the JSON that they name."""
 
 from __future__ import annotations
 
@@ -65,6 +66,37 @@ def test_tables_show_what_was_measured(path):
 
 def test_every_committed_result_is_shown():
     assert sorted(RESULTS) == sorted(f"bench/results/{one.name}" for one in (ROOT / "bench/results").glob("*.json"))
+
+
+def cells_on_gpus(text: str) -> list[str]:
+    """Return the cells of what was measured in the page on GPUs."""
+    table = text.partition("| measured |")[2].partition("\n\n")[0]
+    return [row.rstrip(" |").rpartition("|")[2] for row in table.splitlines()[2:]]
+
+
+def unfounded(cell: str) -> list[str]:
+    """Return the numbers of a cell that are in no file that it names; all of it, if it names none but is measured."""
+    files = re.findall(r"`([\w-]+\.json)`", cell)
+    if not files:
+        return [] if cell.strip() == "unmeasured" else [cell]
+    figures = [
+        one for file in files for one in numbers_in(json.loads((ROOT / "bench/results" / file).read_text("utf-8")))
+    ]
+    return unmatched(f"| |\n|---|\n| a | {cell} |\n", figures)
+
+
+@pytest.mark.parametrize("cell", cells_on_gpus((ROOT / "docs" / "gpu.md").read_text("utf-8")))
+def test_the_page_on_gpus_shows_what_the_file_beside_a_figure_has(cell):
+    assert unfounded(cell) == []
+
+
+@pytest.mark.parametrize(("cell", "is_right"), [
+    ("unmeasured", True), ("twice as fast", False), ("74,514 (`train-cuda.json`)", True),
+    ("74,515 (`train-cuda.json`)", False),
+])  # fmt: skip
+def test_a_figure_without_its_file_is_found(cell, is_right):
+    assert (unfounded(cell) == []) is is_right
+    assert cells_on_gpus(f"| a | measured |\n|---|---|\n| b | {cell} |\n\n| c | 5 |\n") == [f" {cell}"]
 
 
 @pytest.mark.parametrize(("cell", "is_right"), [

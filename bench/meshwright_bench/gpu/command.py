@@ -175,7 +175,7 @@ def run_parts(parts: Sequence[Part], call: Call, machine: Machine) -> int:
         outcomes.append(_run_one(part, call, machine))
         write_json(call.out / f"{part.name}.json", part_json(outcomes[-1], machine, hide=hide))
         for line in rows(outcomes[-1]):
-            print(f"  {line}", flush=True)
+            print(line, flush=True)
     states = {one.part: {"state": one.state, "why": hidden(one.why, hide)} for one in outcomes}
     seconds = round(time.monotonic() - call.begin, 1)
     write_json(call.out / SUMMARY, {**machine.to_json(), "seconds": seconds, "parts": states})
