@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from meshwright_bench.gpu import command
+from meshwright_bench.gpu.cases import State
 from meshwright_bench.gpu.command import LOGS, SUMMARY, Call, main, run_parts
 from meshwright_bench.gpu.parts import PARTS, Part
 from meshwright_bench.gpu.report import Machine
+from meshwright_bench.gpu.runner import Outcome
 from tests.helpers import clean_environment
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +78,16 @@ def test_parts_without_time_left_are_not_run_and_say_why(tmp_path):
     status, summary, _ = run_fakes(tmp_path, fake("good"), limit_s=1.0)
     assert status == 0
     assert summary["parts"]["good"] == {"state": "not run", "why": "no time left of 0.0166667 minutes"}
+
+
+def test_after_an_interruption_the_other_parts_are_not_run(tmp_path, monkeypatch):
+    def interrupted(part, *given, **named):
+        return Outcome(part, State.FAILED, "interrupted, no case done", interrupted=True)
+
+    monkeypatch.setattr(command, "run_part", interrupted)
+    status, summary, _ = run_fakes(tmp_path, fake("good"), fake("absent"))
+    assert status == 1
+    assert [part["state"] for part in summary["parts"].values()] == ["failed", "not run"]
 
 
 @pytest.mark.parametrize("words", [["--parts", "start,trian"], ["--limit-minutes", "0"], ["--limit-minutes", "soon"]])

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_a_part_that_fails_or_leaves_nothing_has_failed(tmp_path, code, why):
 
 
 # A shell is there at once, so that it has left its record and started its child long before its limit.
-SLEEPER = "echo $RECORD >>records.jsonl; sleep 600 & echo $$ >group; "
+SLEEPER = "echo $RECORD >>records.jsonl; sleep 600 & echo $$ >group.part; mv group.part group; "
 
 
 @pytest.mark.parametrize(("end", "state"), [("wait", State.TIMED_OUT), ("exit 0", State.PASSED)])
@@ -65,6 +66,25 @@ def test_a_part_leaves_its_records_and_no_process_behind(tmp_path, end, state):
     outcome = run_part("p", command, limit_s=1.0, log=log, records=records, env=env)
     assert outcome.state is state and outcome.failed is (state is State.TIMED_OUT)
     assert [record.case for record in outcome.records] == ["a"]
+    assert not is_running(int((tmp_path / "group").read_text("utf-8")))
+
+
+def test_a_part_that_is_interrupted_is_killed_and_leaves_what_it_had(tmp_path, monkeypatch):
+    wait = subprocess.Popen.wait
+
+    def interrupted(process, timeout=None):
+        if timeout is None:
+            return wait(process)
+        while not (tmp_path / "group").is_file():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    records = tmp_path / "records.jsonl"
+    command = ["sh", "-c", f"cd {shlex.quote(str(tmp_path))}; {SLEEPER}wait"]
+    env = {**os.environ, "RECORD": json.dumps(RECORD)}
+    outcome = run_part("p", command, limit_s=60.0, log=tmp_path / "log", records=records, env=env)
+    assert outcome.interrupted and outcome.failed and len(outcome.records) == 1
     assert not is_running(int((tmp_path / "group").read_text("utf-8")))
 
 

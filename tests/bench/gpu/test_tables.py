@@ -52,14 +52,14 @@ def test_the_words_of_a_proof_are_a_run_of_one_process(name, on_gpu):
     ("key", "value", "as_run"),
     [
         ("train.compile", True, True),
-        ("train.dropout", 0.1, False),
+        ("train.dropout", 0.1, True),
         ("train.optimizer", "muon", False),
-        ("capture.scope", ("layer",), True),
+        ("capture.scope", ("layer",), False),
         ("float8.recipe", "current", True),
         ("data.packing", "documents", True),
         ("model.kind", "moe", True),
-        ("model.kind", "hf", False),
-        ("model.kind", "dit", False),
+        ("model.kind", "hf", True),
+        ("model.kind", "dit", True),
     ],
 )
 def test_each_kernel_and_feature_has_a_proof(key, value, as_run, on_gpu):
