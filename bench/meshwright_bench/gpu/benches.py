@@ -46,13 +46,14 @@ def _capture(case: CaptureCase, setting: Setting) -> Figures:
 
 def float8_cases(setting: Setting) -> list[Case]:
     """Return the speed of float8 layers, then the losses of training in float8; a dry run has two steps of these."""
-    layers = Case("layers", partial(_layers), ("torchao",))
+    layers = Case("layers", _layers)
     losses = Case("losses", partial(_losses, setting))
     return [losses] if setting.is_dry else [layers, losses]
 
 
 def _layers() -> Figures:
-    return _values(layer_figures(run_measurement(layer_body, partial(LayerTask, rounds=ROUNDS), num_ranks=1)))
+    answer = run_measurement(layer_body, partial(LayerTask, rounds=ROUNDS), num_ranks=1)
+    return _values(layer_figures(answer), drop="cuda.")
 
 
 def _losses(setting: Setting) -> Figures:

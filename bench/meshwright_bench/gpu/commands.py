@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -44,6 +44,8 @@ class RunRecord:
     """Median seconds of the steps after the first `WARMUP_STEPS` that nothing was recorded or measured in."""
     peak_bytes: int
     predicted_bytes: int
+    start_s: Mapping[str, float]
+    """Seconds of each phase of the start, up to the first step, as far as the run records them."""
 
     @property
     def tokens(self) -> int:
@@ -130,6 +132,7 @@ def read_run(config: RunConfig, folder: Path) -> RunRecord:
         step_s=median(tokens / line["tokens_per_s"] for line in timed),
         peak_bytes=events["measured"]["memory"][0]["peak"],
         predicted_bytes=events["start"]["predicted_bytes"],
+        start_s=events.get("under way", {}).get("ranks", [{}])[0],
     )
 
 

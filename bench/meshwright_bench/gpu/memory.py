@@ -9,7 +9,7 @@ from functools import partial
 
 from meshwright_bench.gpu.cases import Case, Figures, Setting
 from meshwright_bench.gpu.commands import measured_run
-from meshwright_bench.gpu.sizes import ARMS, COMPILED, NEEDS, SMALL, our_words
+from meshwright_bench.gpu.sizes import ARMS, COMPILED, SMALL, our_words
 
 SMALL_STEPS = 6
 SMALL_ROWS = {"small.eager": (), "small.captured": ("capture.scope=layer", "capture.strict=true")}
@@ -26,7 +26,7 @@ def cases(setting: Setting) -> list[Case]:
         rows |= {name: (*SMALL.words(setting, steps=SMALL_STEPS), *more) for name, more in SMALL_ROWS.items()}
     else:
         rows = {COMPILED: rows[COMPILED]}
-    return [Case(name, partial(row, name, words, setting), NEEDS.get(name, ())) for name, words in rows.items()]
+    return [Case(name, partial(row, name, words, setting)) for name, words in rows.items()]
 
 
 def row(name: str, words: tuple[str, ...], setting: Setting) -> Figures:

@@ -60,10 +60,9 @@ COMPILED = "ours.compiled"
 ARMS: dict[str, tuple[str, ...]] = {
     COMPILED: ("train.compile=true",),
     "ours.float8_current": ("train.compile=true", "float8.recipe=current"),
-    "ours.float8_torchao": ("train.compile=true", "float8.recipe=torchao"),
+    "ours.float8_delayed": ("train.compile=true", "float8.recipe=delayed"),
 }
 """Overrides of our arms."""
-NEEDS = {"ours.float8_torchao": ("torchao",)}
 
 
 def our_words(arm: str, setting: Setting) -> tuple[str, ...]:

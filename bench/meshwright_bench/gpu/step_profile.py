@@ -9,6 +9,7 @@ import gzip
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 ON_HOST = ("cpu_op",)
 STEP = re.compile(r"step \d+")
 LONGEST = 12
-"""Kernels whose times the log shows."""
+"""Number of kernels whose times are kept."""
 
 
 def cases(setting: Setting) -> list[Case]:
@@ -80,7 +81,8 @@ def step_figures(events: Sequence[Mapping[str, Any]], *, flops: float, device: s
     shares = {kind: time / (end - start) for kind, time in spent.items()}
     found: dict[str, float | None] = {"step_ms": (end - start) / len(steps) / 1e3}
     found |= {f"share.{kind}": share for kind, share in shares.items()}
-    _log_kernels(busy, len(steps))
+    found |= {f"launches.{kind}": number / len(steps) for kind, number in count_launches(busy).items()}
+    found |= {f"kernel_ms.{name}": time / len(steps) / 1e3 for name, time in longest(busy).items()}
     known = None if device is None else device_for(device)
     if known is not None:
         mfu = flops * len(steps) / ((end - start) / 1e6) / known.peak(Rate.BF16)
@@ -108,12 +110,16 @@ def _on_host(events: Iterable[Mapping[str, Any]]) -> Iterator[Busy]:
         yield from own_times(busy)
 
 
-def _log_kernels(busy: Iterable[Busy], num_steps: int) -> None:
-    """Log the longest kernels with their classes, and all that no rule knows."""
+def count_launches(busy: Iterable[Busy]) -> dict[KernelClass, int]:
+    """Return the number of kernels of each class that has some."""
+    return Counter(classify(one.name) for one in busy)
+
+
+def longest(busy: Iterable[Busy]) -> dict[str, float]:
+    """Return the microseconds of the names that take most, and of the largest that no rule knows."""
     total: dict[str, float] = {}
     for one in busy:
         total[one.name] = total.get(one.name, 0.0) + one.duration_us
     order = sorted(total, key=lambda name: -total[name])
-    unknown = [name for name in order[LONGEST:] if classify(name) is KernelClass.OTHER]
-    for name in [*order[:LONGEST], *unknown]:
-        LOG.info("%9.3f ms per step  %-13s  %s", total[name] / num_steps / 1e3, classify(name), name[:120])
+    unknown = [name for name in order if classify(name) is KernelClass.OTHER]
+    return {name: total[name] for name in dict.fromkeys([*order[:LONGEST], *unknown[:LONGEST]])}

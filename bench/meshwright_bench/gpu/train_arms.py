@@ -17,7 +17,7 @@ from meshwright.cluster.presets import Rate, device_for
 from meshwright.config.facts_for_family import model_facts
 from meshwright_bench.gpu.cases import Case, CaseError, Figures, NotRunError, Setting
 from meshwright_bench.gpu.commands import WARMUP_STEPS, config_of, measured_run, run_command, run_words
-from meshwright_bench.gpu.sizes import ARMS, COMPILED, DRY, DRY_STEPS, LARGE, NEEDS, STEPS, our_words
+from meshwright_bench.gpu.sizes import ARMS, COMPILED, DRY, DRY_STEPS, LARGE, STEPS, our_words
 from meshwright_bench.gpu.trainer_loop import OUT_OF_MEMORY, Loop
 
 FROM_UNIFORM = 1.0
@@ -28,7 +28,7 @@ LIGER = "liger_kernel"
 
 def cases(setting: Setting) -> list[Case]:
     """Return the arms, most valuable first; a dry run has the first of each side."""
-    ours = [Case(arm, partial(our_arm, arm, setting), NEEDS.get(arm, ())) for arm in ARMS]
+    ours = [Case(arm, partial(our_arm, arm, setting)) for arm in ARMS]
     theirs = [
         Case(arm, partial(their_arm, arm, setting), ("transformers", *([LIGER] if more.get("liger") else [])))
         for arm, more in THEIRS.items()
@@ -41,12 +41,9 @@ def our_arm(arm: str, setting: Setting) -> Figures:
     """Return the figures of one of our arms, as `meshwright run` records them."""
     run = measured_run(arm, our_words(arm, setting), setting)
     check_first_loss(run.losses, run.config.model.vocab_size)  # type: ignore[attr-defined]
+    phases = {f"start.{phase}_s": seconds for phase, seconds in run.start_s.items()}
     found = figures(run.tokens, run.flops, run.step_s, run.peak_bytes, setting)
-    return {
-        **found,
-        "predicted_bytes": run.predicted_bytes,
-        "predicted_over_peak": run.predicted_bytes / run.peak_bytes,
-    }
+    return {**found, "predicted_bytes": run.predicted_bytes, **phases}
 
 
 def their_arm(arm: str, setting: Setting) -> Figures:

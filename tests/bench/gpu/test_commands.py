@@ -24,6 +24,7 @@ def write_run(folder, *, step_ms: list[float], measured: list[int]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     events = [
         {"event": "start", "predicted_bytes": 2000},
+        {"event": "under way", "ranks": [{"model": 0.5, "values": 1.5}]},
         {"event": "measured", "steps": measured, "memory": [{"peak": 1600}]},
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events), "utf-8")
@@ -36,6 +37,7 @@ def test_a_runs_step_is_the_median_of_those_that_nothing_disturbed(tmp_path):
     assert run.step_s == pytest.approx(12e-3)
     assert run.tokens == 32
     assert (run.peak_bytes, run.predicted_bytes) == (1600, 2000)
+    assert run.start_s == {"model": 0.5, "values": 1.5}
     assert run.losses[0] == 5.0 and len(run.losses) == 8
 
 

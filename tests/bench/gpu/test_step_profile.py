@@ -6,7 +6,8 @@ import pytest
 
 from meshwright.cluster.presets import Rate, device_for
 from meshwright_bench.gpu.cases import CaseError
-from meshwright_bench.gpu.step_profile import step_figures
+from meshwright_bench.gpu.kernel_classes import Busy
+from meshwright_bench.gpu.step_profile import longest, step_figures
 
 GPU = "NVIDIA H200"
 
@@ -32,6 +33,18 @@ def test_shares_are_those_of_the_device_until_its_last_kernel():
     assert found["share.copies"] == pytest.approx(0.05)
     assert found["share.optimizer"] == pytest.approx(0.3)
     assert found["share.idle"] == pytest.approx(0.15)
+    assert {name: value for name, value in found.items() if name.startswith("launches.")} == {
+        "launches.products": 0.5, "launches.copies": 0.5, "launches.optimizer": 0.5,
+    }  # fmt: skip
+    assert found["kernel_ms.Memcpy HtoD (Pinned -> Device)"] == pytest.approx(0.025)
+
+
+def test_the_longest_kernels_are_kept_and_those_that_no_rule_knows():
+    busy = [Busy(f"nvjet_{number}", 0, 100 - number) for number in range(40)]
+    found = longest([*busy, Busy("nvjet_39", 0, 200), Busy("a kernel of tomorrow", 0, 1)])
+    assert list(found)[:2] == ["nvjet_39", "nvjet_0"]
+    assert found["nvjet_39"] == 261 and "nvjet_38" not in found
+    assert found["a kernel of tomorrow"] == 1
 
 
 def test_the_mfu_and_what_it_lacks_are_of_the_profiled_steps():

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from meshwright.config.facts_for_family import model_facts
 from meshwright_bench.gpu import train_arms
 from meshwright_bench.gpu.cases import CaseError, NotRunError, Setting
-from meshwright_bench.gpu.commands import config_of, random_tokens
+from meshwright_bench.gpu.commands import RunRecord, config_of, random_tokens
 from meshwright_bench.gpu.sizes import DRY, LARGE
-from meshwright_bench.gpu.train_arms import check_first_loss, figures, their_arm
+from meshwright_bench.gpu.train_arms import check_first_loss, figures, our_arm, their_arm
 from meshwright_bench.gpu.trainer_loop import Loop, batches, build_model, run_loop
 
 transformers = pytest.importorskip("transformers")
@@ -79,3 +79,13 @@ def test_figures_are_tokens_and_flops_over_the_step_time(tmp_path):
     assert found["tokens_per_s"] == pytest.approx(16_384 / 0.3)
     assert found["mfu"] == pytest.approx(0.5, rel=1e-2)
     assert figures(1, 1.0, 1.0, None, replace(setting, gpu="NVIDIA X1"))["mfu"] is None
+
+
+def test_our_arm_has_memory_as_predicted_and_the_phases_of_its_start(tmp_path, monkeypatch):
+    setting = Setting("cpu", tmp_path)
+    config = config_of(DRY.words(setting, steps=2))
+    run = RunRecord(config, tmp_path, (4.6, 4.5), 0.5, peak_bytes=20, predicted_bytes=21, start_s={"model": 1.5})
+    monkeypatch.setattr(train_arms, "measured_run", lambda *given: run)
+    found = our_arm("ours.compiled", setting)
+    assert found["tokens_per_s"] == pytest.approx(2 * 16 / 0.5) and found["mfu"] is None
+    assert (found["peak_bytes"], found["predicted_bytes"], found["start.model_s"]) == (20, 21, 1.5)
