@@ -108,15 +108,23 @@ def run_case(case: Case) -> Record:
     except NotRunError as error:
         state, note = State.NOT_RUN, str(error)
     except Exception as error:  # the next case may pass
+        if not isinstance(error, CaseError):
+            LOG.exception("%s failed", case.name)
         state, note = State.FAILED, first_line(error)
     return Record(case.name, state, note, time.monotonic() - begin, figures)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, after its type unless it is ours."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else ""
-    return text if isinstance(error, CaseError) else f"{type(error).__name__}: {text}"
+    """Return the first line of an error's message, and its cause; after its type unless it is ours."""
+    lines = str(error).strip().splitlines() or [""]
+    return with_cause(lines) if isinstance(error, CaseError) else f"{type(error).__name__}: {with_cause(lines)}"
+
+
+def with_cause(lines: Sequence[str]) -> str:
+    """Return the first of the lines of an error as Meshwright shows it, with its cause if there is one."""
+    causes = (line.strip().removeprefix("cause").strip() for line in lines[1:] if line.strip().startswith("cause "))
+    cause = next(causes, "")
+    return f"{lines[0]} ({cause})" if cause else lines[0]
 
 
 def append(records: Path, record: Record) -> None:

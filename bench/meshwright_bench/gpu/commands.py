@@ -22,7 +22,7 @@ from meshwright.config.resolve import profiled_steps
 from meshwright.config.schema import RunConfig
 from meshwright.plan.rules import load
 from meshwright.train.record.record_files import loss_key, read_events, read_metrics
-from meshwright_bench.gpu.cases import CaseError, Setting
+from meshwright_bench.gpu.cases import CaseError, Setting, with_cause
 
 LOG = logging.getLogger(__name__)
 
@@ -78,10 +78,10 @@ def run_command(label: str, *words: str) -> list[str]:
 
 
 def reason(lines: Sequence[str]) -> str:
-    """Return the line that says why a command failed: the first error that it shows, else its last line."""
+    """Return the line that says why a command failed: the first error that it shows, with its cause, else its last."""
     said = [line for line in lines if line]
-    errors = [line for line in said if line.startswith(("error", "✗"))]
-    return (errors or said[-1:] or ["it printed nothing"])[0]
+    first = next((at for at, line in enumerate(said) if line.startswith(("error", "✗"))), len(said) - 1)
+    return with_cause(said[first:]) if said else "it printed nothing"
 
 
 def run_words(words: Sequence[str], setting: Setting) -> list[str]:

@@ -74,6 +74,10 @@ def test_a_run_that_failed_is_not_taken_for_one_that_passed(tmp_path, monkeypatc
     [
         (["a note", "error  mesh.tp = 3 does not divide 4", "where  here"], "error  mesh.tp = 3 does not divide 4"),
         (["✗ gradients differ", "NOT PROVED in 3 s"], "✗ gradients differ"),
+        (
+            ["a note", "✗ rank 0 failed", "cause   RuntimeError: no", "where   rank 0"],
+            "✗ rank 0 failed (RuntimeError: no)",
+        ),
         (["Traceback", "RuntimeError: no kernel", ""], "RuntimeError: no kernel"),
         ([], "it printed nothing"),
     ],
