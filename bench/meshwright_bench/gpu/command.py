@@ -20,7 +20,7 @@ from typing import NoReturn
 from meshwright_bench.gpu.cases import CaseError, State
 from meshwright_bench.gpu.parts import PARTS, Part
 from meshwright_bench.gpu.report import COLUMNS, Machine, hidden, part_json, rows, table, write_json
-from meshwright_bench.gpu.runner import Outcome, run_part
+from meshwright_bench.gpu.runner import Outcome, last_line, run_part
 
 ROOT = Path(__file__).parents[3]
 OUT, DRY_OUT = ROOT / "bench" / "results" / "gpu", ROOT / "build" / "gpu-dry"
@@ -63,10 +63,11 @@ def main(words: Sequence[str] | None = None) -> int:
     with _terminated(), tempfile.TemporaryDirectory(prefix="meshwright-gpu-") as folder:
         call = Call(out.absolute(), given.dry, 60 * given.limit_minutes, Path(folder), time.monotonic())
         try:
-            (call.out / LOGS).mkdir(parents=True, exist_ok=True)
             machine = identify(call)
+            (call.out / LOGS).mkdir(parents=True, exist_ok=True)
         except CaseError as error:
-            print(error, file=sys.stderr)
+            for line in str(error).splitlines():
+                print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * 7), file=sys.stderr)
             return 2
         except OSError as error:
             print(f"error  can't write {call.out}: {error.strerror}\nfix    --out DIR", file=sys.stderr)
@@ -98,7 +99,7 @@ def _names(text: str) -> tuple[str, ...]:
     """
     names = tuple(name.strip() for name in text.split(","))
     if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not a part; the parts are {','.join(NAMES)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not a part; --list has them")
     return names
 
 
@@ -138,12 +139,12 @@ def identify(call: Call) -> Machine:
         CaseError: Python can't start them, or there is no CUDA device; with a fix.
     """
     result, log = call.scratch / "machine.json", call.scratch / "machine.log"
-    command = [sys.executable, "-m", PROCESS, "--identify", str(result)]
+    command = [sys.executable, "-m", PROCESS, "--identify", str(result), *(["--on-cpu"] if call.is_dry else [])]
     env = environment(is_dry=call.is_dry)
     found = run_part("identify", command, limit_s=call.left_s(), log=log, records=call.scratch / "none", env=env)
     if not result.is_file():
         raise CaseError(
-            f"error  Python can't start the parts: {found.why}\n"
+            f"error  Python can't start the parts: {last_line(log) or found.why}\n"
             f"rule   PyTorch 2.11 or newer and Meshwright's other dependencies are installed\n"
             f"fix    {sys.executable} -m pip install . in a clone of the repository, or PYTHONPATH=…"
         )

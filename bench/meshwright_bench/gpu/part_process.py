@@ -23,6 +23,7 @@ def main() -> int:
     """Run a part's cases, or write what the machine has; return the exit status."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--identify", type=Path)
+    parser.add_argument("--on-cpu", action="store_true")
     parser.add_argument("--cases")
     parser.add_argument("--records", type=Path)
     parser.add_argument("--scratch", type=Path)
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--one-by-one", action="store_true")
     given = parser.parse_args()
     if given.identify is not None:
-        given.identify.write_text(json.dumps(identify()), "utf-8")
+        given.identify.write_text(json.dumps(identify(on_cpu=given.on_cpu)), "utf-8")
         return 0
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     jobs = min(MOST_JOBS, num_cores())
@@ -39,21 +40,22 @@ def main() -> int:
     return 0 if passed else 1
 
 
-def identify() -> dict[str, object]:
+def identify(*, on_cpu: bool) -> dict[str, object]:
     """Return the GPU's name, or None, versions of what affects figures, and the date; nothing else of the machine."""
-    import torch
-
     from meshwright import __version__
 
-    versions = {"python": sys.version.split()[0], "meshwright": __version__, "torch": torch.__version__}
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
+    versions = {"python": sys.version.split()[0], "meshwright": __version__, "torch": metadata.version("torch")}
+    gpu = None
+    if not on_cpu:
+        import torch
+
+        gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+        versions["cuda"] = str(torch.version.cuda)
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
     return {"gpu": gpu, "versions": versions, "date": date.today().isoformat()}
 
 

@@ -106,8 +106,23 @@ def test_the_list_names_every_part(capsys):
 def test_without_a_gpu_the_error_names_the_dry_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(command, "run_parts", lambda *given: pytest.fail("a part was started"))
-    assert main(["--out", str(tmp_path)]) == 2
+    assert main(["--out", str(tmp_path / "out")]) == 2
     assert "--dry" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir()), "nothing is written"
+
+
+def test_results_that_can_not_be_written_are_an_error(tmp_path, capsys):
+    (tmp_path / "file").write_text("", "utf-8")
+    assert main(["--dry", "--out", str(tmp_path / "file")]) == 2
+    assert "--out DIR" in capsys.readouterr().err
+
+
+def test_what_python_lacks_is_said_in_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "PROCESS", "no_such_module")
+    assert main(["--dry", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "no_such_module" in said and "PYTHONPATH" in said
+    assert max(len(line) for line in said.splitlines() if sys.executable not in line) <= 80
 
 
 @pytest.mark.slow
