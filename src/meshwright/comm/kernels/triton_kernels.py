@@ -147,7 +147,9 @@ class TritonKernels:
 def tile_constants(tiling: Tiling, program: Any, bits: int, *, itemsize: int) -> dict[str, int]:
     """Return the sizes of a program's tile; `bits` of the narrowest codec, `itemsize` of the elements."""
     stored = 8 // bits * _BYTES_A_STORE // itemsize
-    return {"GROUPS": tiling.groups(stored if program is decode else tiling.elements), "WIDTH": GROUP * bits // 8}
+    groups = tiling.groups(stored if program is decode else tiling.elements)
+    assert program is decode or groups % 8 == 0, "the zero padding of scales belongs to the last tile"
+    return {"GROUPS": groups, "WIDTH": GROUP * bits // 8}
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:
