@@ -80,8 +80,8 @@ def bench_experts(options: Options, say: Say) -> Report:
         say("moves and grouped products on the device …")
         task = with_rounds(partial(MovesTask, device="cuda", steps=20), options.rounds)
         figures += move_figures(run_measurement(moves_body, task, num_ranks=1), prefix="cuda.")
-        task = with_rounds(partial(task, num_tokens=32_768, only_combine=True), options.rounds)
-        figures += combine_figures(run_measurement(moves_body, task, num_ranks=1))
+        many = partial(MovesTask, device="cuda", num_tokens=32_768, steps=20, only_combine=True)
+        figures += combine_figures(run_measurement(moves_body, with_rounds(many, options.rounds), num_ranks=1))
         grouped = run_measurement(grouped_body, with_rounds(GroupedTask, options.rounds), num_ranks=1)
         figures += grouped_figures(grouped, gpu)
     device = cpu_name() if gpu is None else f"{gpu}, {cpu_name()}"

@@ -286,8 +286,7 @@ def _add_blocks(total: tl.tuple, payloads: tl.tensor, stride: tl.tensor, RANKS: 
     for rank in tl.static_range(RANKS):
         loaded += (_load_block(payloads + rank * stride, first, num_groups, BITS, GROUPS, WIDTH),)
     for rank in tl.static_range(RANKS):
-        words, scale_bits_g = loaded[rank]
-        total = _added_products(_codes(words, one, BITS), _widened(scale_bits_g)[:, None], total)
+        total = _added_products(_codes(loaded[rank][0], one, BITS), _widened(loaded[rank][1])[:, None], total)
     return total
 
 

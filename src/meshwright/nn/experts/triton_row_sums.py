@@ -22,7 +22,7 @@ _BYTES_A_LOAD = 16
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of programs. They change no result; `bench moe` measures alternatives."""
+    """Sizes of programs. They change no result; the benchmark of expert layers measures alternatives."""
 
     num_warps: int = 4
     """Warps of a program, whose threads have 16 bytes of a row each; fewer for narrow rows."""
