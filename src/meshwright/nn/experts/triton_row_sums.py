@@ -55,9 +55,9 @@ def sum_rows_program(rows: tl.tensor, order: tl.tensor, offsets: tl.tensor, out:
     dtype: tl.constexpr = rows.dtype.element_ty
     source = tl.program_id(0).to(tl.int64)
     column_j = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    start, end = tl.load(offsets + source).to(tl.int32), tl.load(offsets + source + 1).to(tl.int32)
+    first, end = tl.load(offsets + source).to(tl.int32), tl.load(offsets + source + 1).to(tl.int32)
     total_j = tl.zeros((COLUMNS,), tl.float64 if dtype == tl.float64 else tl.float32)
-    for first in tl.range(start, end, ROWS):
+    while first < end:  # Triton 3.6 interprets no range between tensors
         loaded = ()
         for i in tl.static_range(ROWS):
             exists = first + i < end
@@ -66,4 +66,5 @@ def sum_rows_program(rows: tl.tensor, order: tl.tensor, offsets: tl.tensor, out:
             loaded += (tl.load(rows + row * width + column_j, mask=exists & (column_j < width), other=0.0),)
         for i in tl.static_range(ROWS):
             total_j += loaded[i].to(total_j.dtype)
+        first += ROWS
     tl.store(out + source * width + column_j, total_j.to(dtype), mask=column_j < width)
