@@ -1,10 +1,9 @@
 """Rows by expert: put in order, gathered and summed without atomics, and multiplied, one matrix product per expert.
 
 Sums run in the order of the rows and accumulate in at least float32, so results are deterministic and independent of
-thread counts: by `embedding_bag`, or on CUDA by a Triton program with the same bits. Nothing is read on the host to
-order rows. Products are `torch.nn.functional.grouped_mm` where it fits,
-otherwise a loop; both give zeros for groups without rows. Rows past the last group's end would stay uninitialised in
-grouped_mm's results, so the groups must cover all rows.
+thread counts: by `embedding_bag`, or by a Triton program on CUDA. Nothing is read on the host to order rows. Products
+are `torch.nn.functional.grouped_mm` where it fits, otherwise a loop; both give zeros for groups without rows. Rows past
+the last group's end would stay uninitialised in grouped_mm's results, so the groups must cover all rows.
 
 Shapes: r rows, e groups (experts), d input width, f output width; n source rows, m gathered rows, h width, c choices of
 an expert.

@@ -37,7 +37,7 @@ class Tiling:
 
 
 def sum_rows(rows_mh: Tensor, order_m: Tensor, offsets: Tensor, tiling: Tiling | None = None) -> Tensor:
-    """Compute `grouped_linear.sum_bags` on the current stream of the rows' device, with the same bits."""
+    """Compute `grouped_linear.sum_bags` on the current stream of the rows' device, rounding once, half to even."""
     rows_mh, num_sources, width = rows_mh.contiguous(), len(offsets) - 1, rows_mh.shape[1]
     out_nh = rows_mh.new_empty((num_sources, width))
     constants = (tiling or Tiling()).constants(width, rows_mh.itemsize)
