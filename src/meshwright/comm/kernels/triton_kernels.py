@@ -353,7 +353,7 @@ def _quantised(h: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
     used_g = finite_g & (exact_g >= _SMALLEST_NORMAL)
     exact_bits_g, sign_g = exact_g.to(tl.uint32, bitcast=True), (key_g & 1) ^ 1
     scale_bits_g = (exact_bits_g + 0x7FFF + ((exact_bits_g >> 16) & 1)) >> 16
-    divisor_g = ((scale_bits_g << 16) | (sign_g << 31)).to(tl.float32, bitcast=True)
+    divisor_g = tl.where(used_g, ((scale_bits_g << 16) | (sign_g << 31)).to(tl.float32, bitcast=True), 1.0)
     inverse_g = tl.where(used_g, tl.div_rn(1.0, divisor_g), 0.0)[:, None]
     scale_bits_g = tl.minimum(scale_bits_g, LARGEST_SCALE) | (sign_g << 15)
     # Also maps non-finite groups to code 0: the minimum of a NaN and a number is the number.
