@@ -6,7 +6,7 @@ Several sets of tensors alternate, so that no kernel reads from a cache; time is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -45,10 +45,11 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
         for kernel in kernels:
             kernel.run()
     arms = {name: _cycle([kernel.run for kernel in kernels]) for name, kernels in sets.items()}
-    for kernel_name, name, variant in variants(device):
+    for sizes, variant in variants(device):
         check_bits(DTYPE, device, variant)
-        arms[name] = _cycle([partial(kernel.run, variant) for kernel in sets[kernel_name]])
-        arms[name]()
+        for name in makers:
+            arm = arms[variant_name(name, sizes)] = _cycle([partial(kernel.run, variant) for kernel in sets[name]])
+            arm()
     timed = alternate(arms, timer=timer_on(device), rounds=task.rounds, steps=task.steps)
     return {
         "num_elements": task.num_elements,
@@ -57,14 +58,13 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
     }
 
 
-def variants(device: torch.device) -> Iterator[tuple[str, str, Any]]:
-    """Yield a kernel, its name and implementation with other sizes of programs; nothing without Triton."""
+def variants(device: torch.device) -> Iterator[tuple[Mapping[str, int], Any]]:
+    """Yield other sizes of programs, and the kernels with them; nothing without Triton."""
     if device.type == "cuda" and dispatch.find_triton() is not None:
         from meshwright.comm.kernels.triton_kernels import Tiling, TritonKernels
 
-        for kernel, tilings in TILINGS.items():
-            for sizes in tilings:
-                yield kernel, variant_name(kernel, sizes), TritonKernels(Tiling(**sizes))
+        for sizes in TILINGS:
+            yield sizes, TritonKernels(Tiling(**sizes))
 
 
 def _cycle(runs: list[Callable[..., object]]) -> Callable[[], object]:
