@@ -43,6 +43,11 @@ class Alternation:
         return min(values), max(values)
 
 
+def variant_name(arm: str, fields: Mapping[str, int]) -> str:
+    """Return the name of an arm's variant, whose values of these fields are not the defaults."""
+    return ".".join([arm, *(f"{field}_{value}" for field, value in fields.items())])
+
+
 def alternate(arms: Mapping[str, Callable[[], object]], *, timer: Timer, rounds: int, steps: int) -> Alternation:
     """Time arms that have been warmed up, in alternating blocks.
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from meshwright.comm.kernels import dispatch
 from meshwright.errors import RunError
 from meshwright_bench import devices
 from meshwright_bench.benchmarks import DeviceChoice, Options
-from meshwright_bench.comm import benchmark, collectives
+from meshwright_bench.comm import benchmark, collectives, kernels_cuda
 from meshwright_bench.comm.benchmark import bench_comm, cuda_figures, kernel_figures, unmeasured_figures, wire_figures
 from meshwright_bench.comm.cases import DTYPES, FLOOR_BYTES, CudaTask, KernelTask, WireTask
 from meshwright_bench.comm.kernels import check_bits, cpu_kernels
@@ -143,6 +144,18 @@ def test_the_device_measurement_runs_on_a_cpu():
     figures = by_name(cuda_figures(answer))
     assert all(math.isfinite(figure.value) and figure.value > 0 for figure in figures.values())
     assert set(figures) >= {figure.name for figure in unmeasured_figures()}
+
+
+def test_variants_are_measured_if_they_give_the_same_bits(monkeypatch):
+    variant = SimpleNamespace(loco_quantise=dispatch.loco_quantise, decode_sum=dispatch.decode_sum)
+    monkeypatch.setattr(kernels_cuda, "variants", lambda device: [({"elements": 16}, variant)])
+    answer = device_kernels(TINY_DEVICE)
+    names = {figure.name for figure in cuda_figures(answer)}
+    assert {f"cuda.{kernel}.elements_16_over_floor" for kernel in ("loco4", "decode_sum_8")} <= names
+    variant.decode_sum = lambda payloads, codec, *, out, multiplier: out.fill_(1.0)
+    with pytest.raises(RunError) as caught:
+        device_kernels(TINY_DEVICE)
+    assert "incorrect sum" in caught.value.what
 
 
 def test_the_floor_is_that_of_the_copy():

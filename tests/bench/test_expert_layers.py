@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 from meshwright.errors import RunError
 from meshwright.nn.experts.grouped_linear import RowMap
 from meshwright_bench.benchmarks import DeviceChoice, Options
-from meshwright_bench.expert_layers import benchmark, cases, layer_time
+from meshwright_bench.expert_layers import benchmark, cases, layer_time, row_moves
 from meshwright_bench.expert_layers.benchmark import (
     bench_experts,
+    combine_figures,
     dispatch_figures,
     grouped_figures,
     layer_figures,
@@ -91,6 +93,18 @@ def test_a_wrong_sum_is_an_error(monkeypatch):
     with pytest.raises(RunError) as caught:
         all_moves(MOVES)
     assert "combine" in caught.value.what
+
+
+def test_ways_to_combine_are_compared_with_a_copy(monkeypatch):
+    variants = {"combine.rows_2": row_moves.sum_bags}
+    monkeypatch.setattr(row_moves, "tiled_sums", lambda device: variants.items())
+    figures = by_name(combine_figures(all_moves(replace(MOVES, only_combine=True))))
+    names = {f"cuda.many_rows.{arm}_over_copy" for arm in ("combine", "combine_bags", "combine.rows_2")}
+    assert set(figures) == names and all(figure.value > 0 for figure in figures.values())
+    variants["combine.rows_2"] = lambda *args: row_moves.sum_bags(*args) * 1.1
+    with pytest.raises(RunError) as caught:
+        all_moves(replace(MOVES, only_combine=True))
+    assert "combine.rows_2" in caught.value.what
 
 
 def test_moves_are_compared_with_the_copy_of_the_same_memory():

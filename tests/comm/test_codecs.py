@@ -175,6 +175,17 @@ def test_scales_span_what_float32_spans():
     assert there_and_back(x, Codec.INT4).tolist() == [0] * 5, "a scale below the smallest normal number"
 
 
+@pytest.mark.parametrize("codec", QUANTISED)
+def test_the_largest_magnitudes_stay_finite(codec):
+    """Scales are rounded, here up: the one that is sent is the largest whose product with the lowest code is finite."""
+    x = torch.full((128,), torch.finfo(torch.float32).max)
+    for each in (x, -x):
+        assert torch.equal(there_and_back(each, codec), each.sign() * (1 - 2.0**-8) * 2.0**127 * 2)
+    both = torch.stack([encode(x, codec), encode(-x, codec)])
+    assert (decode_sum(both, codec, num_elements=128, dtype=torch.float32) == 0).all()
+    assert torch.equal(dispatch.encode(x, codec), both[0]) and torch.equal(dispatch.encode(-x, codec), both[1])
+
+
 def test_what_cannot_be_encoded_is_refused():
     with pytest.raises(InputError, match=r"int4 cannot encode torch.int64"):
         encode(torch.arange(3), Codec.INT4)

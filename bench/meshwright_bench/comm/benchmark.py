@@ -41,6 +41,7 @@ CPU_NOTES = (
 CUDA_NOTES = (
     "loco4: a bfloat16 gradient and its int8 error to 4 bits and a new error; per MB of gradient",
     "decode_sum_8: the sum of 8 ranks' 4-bit blocks, in bfloat16; per MB of sum",
+    "loco4.…, decode_sum_8.…: programs of other sizes than the defaults",
     "floor: 4.59 and 6.25 bytes per element at the bandwidth of a copy; of_copy: bytes actually read and written",
 )
 
@@ -126,6 +127,9 @@ def cuda_figures(answer: RawResult) -> list[Figure]:
             ),
             of_rounds(f"cuda.{kernel}_of_copy", _ratios(moved, copied), "of copy bandwidth"),
         ]
+        for name in (name for name in timed.seconds if name.startswith(f"{kernel}.")):
+            spent = [1e9 * seconds / megabytes for seconds in timed.seconds[name]]
+            figures.append(of_rounds(f"cuda.{name}_over_floor", _ratios(spent, floors), "times the floor"))
     return figures
 
 

@@ -29,6 +29,13 @@ LOCO_AT_LEAST = 1.5
 
 QUANTISE, DECODE_SUM_8 = "loco4", "decode_sum_8"
 """Kernels measured on a CUDA device."""
+TILINGS = (
+    {"num_warps": 2, "elements": 32, "ranks": 8},
+    {"num_warps": 4, "elements": 16, "ranks": 4},
+    {"num_warps": 8, "elements": 16, "ranks": 4},
+    {"num_warps": 8, "elements": 32, "ranks": 8},
+)
+"""Fields of `triton_kernels.Tiling` measured beside its defaults: `elements` for QUANTISE, `ranks` for DECODE_SUM_8."""
 FLOOR_BYTES = {QUANTISE: 4.59, DECODE_SUM_8: 6.25}
 """Bytes per element assumed for the target floors, with one scale per 64 elements; ours has one per 128."""
 OVER_FLOOR_AT_MOST = 1.18

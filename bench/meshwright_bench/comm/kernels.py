@@ -32,7 +32,8 @@ CHECKED_ELEMENTS = 12_345
 class Kernel:
     """Repeatable kernel call."""
 
-    run: Callable[[], object]
+    run: Callable[..., object]
+    """Takes the kernels to run, by default those that `dispatch` finds."""
     num_bytes: int
     """Bytes read and written."""
 
@@ -78,7 +79,7 @@ def loco_quantise(num_elements: int, dtype: torch.dtype, device: torch.device) -
     error = dispatch.loco_quantise(g, _zero_error(num_elements, device), CODEC)[1]
     new_error = torch.empty_like(error)
     num_bytes = _bytes(g, error, new_error) + CODEC.encoded_bytes(num_elements)
-    return Kernel(lambda: dispatch.loco_quantise(g, error, CODEC, new_error=new_error), num_bytes)
+    return Kernel(lambda kernels=dispatch: kernels.loco_quantise(g, error, CODEC, new_error=new_error), num_bytes)
 
 
 def encode(num_elements: int, dtype: torch.dtype, codec: Codec, *, rotate: bool) -> Kernel:
@@ -93,7 +94,8 @@ def decode_sum(num_blocks: int, num_elements: int, dtype: torch.dtype, device: t
     payloads = block.repeat(num_blocks, 1)
     out = torch.empty(num_elements, dtype=dtype, device=device)
     return Kernel(
-        lambda: dispatch.decode_sum(payloads, CODEC, out=out, multiplier=1 / num_blocks), _bytes(payloads, out)
+        lambda kernels=dispatch: kernels.decode_sum(payloads, CODEC, out=out, multiplier=1 / num_blocks),
+        _bytes(payloads, out),
     )
 
 
@@ -104,8 +106,8 @@ def copy(num_bytes: int, device: torch.device) -> Kernel:
     return Kernel(lambda: y.copy_(x), _bytes(x, y))
 
 
-def check_bits(dtype: torch.dtype, device: torch.device) -> None:
-    """Compare the kernels on a device bitwise with the torch reference on the CPU.
+def check_bits(dtype: torch.dtype, device: torch.device, kernels: Any = dispatch) -> None:
+    """Compare kernels on a device, by default those that `dispatch` finds, bitwise with the torch reference on the CPU.
 
     Raises:
         RunError: the results differ.
@@ -115,9 +117,9 @@ def check_bits(dtype: torch.dtype, device: torch.device) -> None:
     payload, new_error = codecs.loco_quantise(g, error, CODEC)
     blocks = torch.stack([payload, codecs.encode(g, CODEC), payload])
     total = codecs.decode_sum(blocks, CODEC, num_elements=CHECKED_ELEMENTS, dtype=dtype, multiplier=1 / 3)
-    ours = dispatch.loco_quantise(g.to(device), error.to(device), CODEC)
+    ours = kernels.loco_quantise(g.to(device), error.to(device), CODEC)
     out = torch.empty(CHECKED_ELEMENTS, dtype=dtype, device=device)
-    dispatch.decode_sum(blocks.to(device), CODEC, out=out, multiplier=1 / 3)
+    kernels.decode_sum(blocks.to(device), CODEC, out=out, multiplier=1 / 3)
     pairs = {"payload": (ours[0], payload), "new error": (ours[1], new_error), "sum": (out, total)}
     if incorrect := [name for name, (actual, expected) in pairs.items() if not torch.equal(actual.cpu(), expected)]:
         raise RunError(

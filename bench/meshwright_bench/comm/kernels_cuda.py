@@ -6,15 +6,16 @@ Several sets of tensors alternate, so that no kernel reads from a cache; time is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from meshwright_bench.alternate import alternate
-from meshwright_bench.comm.cases import COPY, DECODE_SUM_8, QUANTISE, CudaTask
+from meshwright.comm.kernels import dispatch
+from meshwright_bench.alternate import alternate, variant_name
+from meshwright_bench.comm.cases import COPY, DECODE_SUM_8, QUANTISE, TILINGS, CudaTask
 from meshwright_bench.comm.kernels import Kernel, check_bits, copy, decode_sum, loco_quantise
 from meshwright_bench.train.measure import timer_on
 
@@ -43,7 +44,12 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
     for kernels in sets.values():  # compiles and allocates
         for kernel in kernels:
             kernel.run()
-    arms = {name: _cycle(kernels) for name, kernels in sets.items()}
+    arms = {name: _cycle([kernel.run for kernel in kernels]) for name, kernels in sets.items()}
+    for sizes, variant in variants(device):
+        check_bits(DTYPE, device, variant)
+        for name in makers:
+            arm = arms[variant_name(name, sizes)] = _cycle([partial(kernel.run, variant) for kernel in sets[name]])
+            arm()
     timed = alternate(arms, timer=timer_on(device), rounds=task.rounds, steps=task.steps)
     return {
         "num_elements": task.num_elements,
@@ -52,7 +58,16 @@ def device_kernels(task: CudaTask) -> dict[str, Any]:
     }
 
 
-def _cycle(kernels: list[Kernel]) -> Callable[[], object]:
-    """Return a function that runs the kernels in turn, one per call."""
-    following = cycle(kernels)
-    return lambda: next(following).run()
+def variants(device: torch.device) -> Iterator[tuple[Mapping[str, int], Any]]:
+    """Yield other sizes of programs, and the kernels with them; nothing without Triton."""
+    if device.type == "cuda" and dispatch.find_triton() is not None:
+        from meshwright.comm.kernels.triton_kernels import Tiling, TritonKernels
+
+        for sizes in TILINGS:
+            yield sizes, TritonKernels(Tiling(**sizes))
+
+
+def _cycle(runs: list[Callable[..., object]]) -> Callable[[], object]:
+    """Return a function that calls the functions in turn, one per call."""
+    following = cycle(runs)
+    return lambda: next(following)()

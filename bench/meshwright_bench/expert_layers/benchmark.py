@@ -49,6 +49,8 @@ NOTES = (
     "kept memory; fresh: into new memory, as in a layer, including page faults; processor time of the thread",
     f"layer: forward and backward with shared experts on {LAYER_RANKS} gloo processes with one thread each, float32; "
     "transfers use the same cores as the computation, so overlap may not show on a CPU",
+    "cuda.many_rows: 131,072 rows, which take longer than a launch from Python; combine_bags: by embedding_bag; "
+    "combine.…: by programs of other sizes than the defaults",
     "overlap_pair: two tasks of expert layers that only wait, against the tasks one after the other",
 )
 
@@ -76,8 +78,10 @@ def bench_experts(options: Options, say: Say) -> Report:
         figures += unmeasured_figures()
     else:
         say("moves and grouped products on the device …")
-        task = with_rounds(partial(MovesTask, device="cuda"), options.rounds)
+        task = with_rounds(partial(MovesTask, device="cuda", steps=20), options.rounds)
         figures += move_figures(run_measurement(moves_body, task, num_ranks=1), prefix="cuda.")
+        many = partial(MovesTask, device="cuda", num_tokens=32_768, steps=20, only_combine=True)
+        figures += combine_figures(run_measurement(moves_body, with_rounds(many, options.rounds), num_ranks=1))
         grouped = run_measurement(grouped_body, with_rounds(GroupedTask, options.rounds), num_ranks=1)
         figures += grouped_figures(grouped, gpu)
     device = cpu_name() if gpu is None else f"{gpu}, {cpu_name()}"
@@ -110,6 +114,16 @@ def move_figures(answer: RawResult, prefix: str = "") -> list[Figure]:
         ratios = timed.speedups(COPY_FRESH, over=arm)
         figures.append(of_rounds(f"{prefix}{arm}_over_{COPY_FRESH}", ratios, "times"))
     return figures
+
+
+def combine_figures(answer: RawResult) -> list[Figure]:
+    """Return the times of ways to combine many rows on a CUDA device over those of a copy."""
+    timed = _alternation(answer)
+    return [
+        of_rounds(f"cuda.many_rows.{arm}_over_copy", timed.speedups(COPY, over=arm), "times")
+        for arm in timed.seconds
+        if arm != COPY
+    ]
 
 
 def layer_figures(answer: RawResult) -> list[Figure]:

@@ -20,6 +20,16 @@ PERMUTE_AT_MOST, COMBINE_AT_MOST = 1.2, 1.5
 COPY, PERMUTE, COMBINE, COMBINE_INDEXED = "copy", "permute", "combine", "combine_indexed"
 COPY_FRESH, PERMUTE_FRESH = "copy_fresh", "permute_fresh"
 """The same into newly allocated memory, whose pages the first write faults in."""
+COMBINE_BAGS = "combine_bags"
+"""Combine by `embedding_bag`."""
+TILINGS = (
+    {"num_warps": 1, "rows": 4},
+    {"num_warps": 2, "rows": 4},
+    {"num_warps": 4, "rows": 2},
+    {"num_warps": 4, "rows": 8},
+    {"num_warps": 8, "rows": 4},
+)
+"""Fields of `triton_row_sums.Tiling` measured beside its defaults."""
 ROUTER, TOP_K, SORT, INDEX = "router", "top_k", "sort", "index"
 OVERLAPPED, WAITING = "overlapped", "waiting"
 FORWARD, WEIGHT_GRADIENT = "forward", "weight_gradient"
@@ -49,6 +59,8 @@ class MovesTask:
     device: str = "cpu"
     rounds: int = 25
     steps: int = 1
+    only_combine: bool = False
+    """Compare combine with `embedding_bag` and with other sizes of programs, and time nothing else."""
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.errors import RunError
-from meshwright.nn.experts.grouped_linear import RowMap, sort_by_expert
+from meshwright.nn.experts.grouped_linear import RowMap, find_triton, sort_by_expert, sum_bags
 from meshwright.nn.experts.router import Router
 from meshwright.nn.experts.router_config import RouterConfig
-from meshwright_bench.alternate import Timer, Work, alternate
+from meshwright_bench.alternate import Timer, Work, alternate, variant_name
 from meshwright_bench.benchmarks import Benchmark
 from meshwright_bench.expert_layers.cases import (
     COMBINE,
+    COMBINE_BAGS,
     COMBINE_INDEXED,
     COPY,
     COPY_FRESH,
@@ -32,6 +34,7 @@ from meshwright_bench.expert_layers.cases import (
     PERMUTE_FRESH,
     ROUTER,
     SORT,
+    TILINGS,
     TOP_K,
     MovesTask,
 )
@@ -59,7 +62,8 @@ def all_moves(task: MovesTask) -> dict[str, Any]:
     x_nd = torch.randn(task.num_tokens, task.dim, device=device).to(DTYPE)
     router = Router(task.dim, RouterConfig(task.num_experts, task.top_k)).to(device, DTYPE)
     seconds: dict[str, Any] = {}
-    for arms in (move_arms(task, x_nd, router), routing_arms(task, x_nd, router)):
+    parts = (combine_arms,) if task.only_combine else (move_arms, routing_arms)
+    for arms in (part(task, x_nd, router) for part in parts):
         for arm in arms.values():
             arm()
         seconds.update(alternate(arms, timer=move_timer(device), rounds=task.rounds, steps=task.steps).seconds)
@@ -77,16 +81,56 @@ def _processor_seconds(work: Work) -> float:
     return time.thread_time() - start
 
 
+def rows_of_tokens(task: MovesTask, x_nd: Tensor, router: Router) -> RowMap:
+    """Return the token of each row, ordered by expert."""
+    order_r, _ = sort_by_expert(router(x_nd[None]).experts_nk.flatten(), task.num_experts)
+    return RowMap(order_r // task.top_k, task.num_tokens)
+
+
+def combine_arms(task: MovesTask, x_nd: Tensor, router: Router) -> Arms:
+    """Return a copy of the rows of all tokens, and ways to combine them.
+
+    Raises:
+        RunError: a result is wrong.
+    """
+    rows = rows_of_tokens(task, x_nd, router)
+    source_rd, kept_rd = rows.gather(x_nd), x_nd.new_empty(len(rows.index_m), task.dim)
+    check_moves(rows, x_nd)
+    variants = {name: partial(run, source_rd, *rows.members) for name, run in tiled_sums(source_rd.device)}
+    sums_nd = rows.sum(source_rd)
+    if different := [name for name, run in variants.items() if not torch.equal(run(), sums_nd)]:
+        raise RunError(
+            f"{' and '.join(different)} and {COMBINE} differ",
+            where=f"bench {Benchmark.EXPERTS}",
+            rule="sizes of programs change no bit, else the times are meaningless",
+            fix="this is a bug: please report it with this message",
+        )
+    return {
+        COPY: lambda: kept_rd.copy_(source_rd),
+        COMBINE: lambda: rows.sum(source_rd),
+        COMBINE_BAGS: lambda: sum_bags(source_rd, *rows.members),
+        **variants,
+    }
+
+
+def tiled_sums(device: torch.device) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """Yield names and sums with other sizes of programs, if the device runs Triton."""
+    if device.type == "cuda" and find_triton() is not None:
+        from meshwright.nn.experts.triton_row_sums import Tiling, sum_rows
+
+        for sizes in TILINGS:
+            yield variant_name(COMBINE, sizes), partial(sum_rows, tiling=Tiling(**sizes))
+
+
 def move_arms(task: MovesTask, x_nd: Tensor, router: Router) -> Arms:
     """Return copies and moves of the rows of all tokens.
 
     Raises:
         RunError: a move's result is wrong.
     """
-    order_r, _ = sort_by_expert(router(x_nd[None]).experts_nk.flatten(), task.num_experts)
-    token_r = order_r // task.top_k
-    rows = RowMap(token_r, task.num_tokens)
-    source_rd, kept_rd = rows.gather(x_nd), x_nd.new_empty(order_r.numel(), task.dim)
+    rows = rows_of_tokens(task, x_nd, router)
+    token_r = rows.index_m
+    source_rd, kept_rd = rows.gather(x_nd), x_nd.new_empty(len(token_r), task.dim)
     check_moves(rows, x_nd)
 
     def permute() -> Tensor:

@@ -14,6 +14,7 @@ from meshwright.nn.dropout_add import module as operator
 from meshwright.nn.dropout_add.eager import DropoutKey, drop_threshold, keep_mask
 from tests.gangs.gang import Gang
 from tests.nn.dropout_add.cases import DTYPES, drop, inputs, python_mask, python_philox
+from tests.triton_compiler import compile_without_gpu
 from tests.triton_interpreter import interpret_triton, needs_triton
 
 SHAPES = ((1, 1), (5, 7), (3, 513), (33, 64))
@@ -104,31 +105,18 @@ def test_interpreted_any_strides_are_taken(interpreter):
     interpreter.run(interpreted, check_layouts)
 
 
-def compiled_without_a_gpu(rank, world_size, cache):
-    """Machine code for an H100 by dtype, and what the intermediate one says of memory."""
-    import os
-
-    os.environ["TRITON_CACHE_DIR"] = cache
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compiled(rank, world_size, cache):
+    """The code for an H100, by dtype."""
     from meshwright.nn.dropout_add import triton_launch, triton_program
 
     program, found = triton_program.dropout_add, {}
+    numbers = dict.fromkeys(program.arg_names, "i32") | {"rows": "*i64", "seed": "u64", "site": "i64"}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)):
         constants = triton_launch.tile_constants(4096, dtype, 2**32 - 5) | {"SHIFT": 0, "HAS_RESIDUAL": True}
-        types = dict.fromkeys(("x", "residual", "out"), f"*{name}") | {"rows": "*i64", "seed": "u64", "site": "i64"}
-        types |= dict.fromkeys(constants, "constexpr")
-        signature = {arg: types.get(arg, "i32") for arg in program.arg_names}
-        aligned = [i for i, arg in enumerate(program.arg_names) if signature[arg][0] == "*" or arg == "num_columns"]
-        source = ASTSource(
-            program, signature=signature,
-            constexprs={(i,): constants[arg] for i, arg in enumerate(program.arg_names) if arg in constants},
-            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        types = numbers | dict.fromkeys(("x", "residual", "out"), f"*{name}")
+        found[name] = compile_without_gpu(
+            program, constants, types, triton_launch.OPTIONS, cache=cache, aligned=("num_columns",)
         )  # fmt: skip
-        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_launch.OPTIONS)
-        found[name] = code.asm["ptx"], code.asm["ttgir"]
     return found
 
 
@@ -137,15 +125,15 @@ def test_compiled_programs_round_as_pinned_and_move_16_bytes_at_a_time(tmp_path)
     """Without a GPU: what the compiler makes of them."""
     needs_triton()
     with Gang(1) as gang:
-        [found] = gang.run(compiled_without_a_gpu, str(tmp_path), timeout_s=120)
-    for name, (ptx, layouts) in found.items():
-        assert "fma.rn" not in ptx and ".ftz" not in ptx
+        [found] = gang.run(compiled, str(tmp_path), timeout_s=120)
+    for name, code in found.items():
+        assert "fma.rn" not in code.ptx and ".ftz" not in code.ptx
         wide = "st.global.v2.b64" if name == "fp64" else "st.global.v4.b32"
-        assert wide in ptx, name
+        assert wide in code.ptx, name
         # Words of a group are interleaved in the registers of the thread that has their elements.
-        assert name == "fp64" or "convert_layout" not in layouts
+        assert name == "fp64" or not code.changed_layouts()
         # 4 groups of 4 elements a thread, 20 products each, and some less for words that a row's groups share.
-        assert name == "fp64" or 60 < ptx.count("mul.hi.u32") <= 80
+        assert name == "fp64" or 60 < code.ptx.count("mul.hi.u32") <= 80
 
 
 def test_tensors_of_a_cpu_dont_import_triton(gang):

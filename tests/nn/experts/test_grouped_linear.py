@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.nn.experts import grouped_linear as module
-from meshwright.nn.experts.grouped_linear import RowGroups, RowMap, fits_grouped_mm, grouped_linear
+from meshwright.nn.experts.grouped_linear import RowGroups, RowMap, fits_grouped_mm, grouped_linear, narrow
 from tests.nn.experts.uninitialized import poisoned_memory
 
 WIDTHS = {"aligned": (16, 24), "not aligned": (5, 7)}
@@ -130,6 +130,15 @@ def test_no_unwritten_memory_is_read(sizes, widths, dtype):
         found = computed(sizes, *given_tensors)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not any(one.isnan().any() for one in found)
+
+
+@pytest.mark.parametrize(("num_values", "dtype"), [
+    (2**15 - 1, torch.int16), (2**15, torch.int32), (2**31 - 1, torch.int32), (2**31, torch.int64),
+])  # fmt: skip
+def test_narrow_integers_hold_all_values(num_values, dtype):
+    index = torch.tensor([num_values - 1, 0, num_values // 2])
+    found = narrow(index, num_values)
+    assert found.dtype == dtype and torch.equal(found.long(), index)
 
 
 @st.composite

@@ -105,15 +105,16 @@ INLINE uint32_t largest_key(const float* h) {
 }
 
 template <int kBits> INLINE void scales_of(const uint32_t* keys, Scales* scales) {
+    constexpr uint32_t largest = ((256 - kBits) << 7) - 1;  // its product with the lowest code is finite
     for (int t = 0; t < kTile; ++t) {
         const uint32_t magnitude = keys[t] >> 1, sign = (~keys[t] & 1u) << 31;
         const uint32_t exact = bits_of(float_of(magnitude) * (1.0f / float(1 << (kBits - 1))));
         const uint32_t finite = magnitude < kInfinity, used = finite & uint32_t(exact >= kSmallestNormal);
         const uint32_t rounded = rounded_bfloat16(exact | sign);
-        const uint32_t bits = finite ? (used ? rounded : 0u) : uint32_t(kNan);
-        const float value = float_of(bits << 16);
-        scales->value[t] = value;
-        scales->inverse[t] = used ? 1.0f / value : 0.0f;
+        const uint32_t size = rounded & 0x7FFFu, sent = (size < largest ? size : largest) | (rounded & 0x8000u);
+        const uint32_t bits = finite ? (used ? sent : 0u) : uint32_t(kNan);
+        scales->value[t] = float_of(bits << 16);
+        scales->inverse[t] = used ? 1.0f / float_of(rounded << 16) : 0.0f;
         scales->bits[t] = bits;
         scales->finite[t] = finite;
     }

@@ -1,9 +1,9 @@
 """Rows by expert: put in order, gathered and summed without atomics, and multiplied, one matrix product per expert.
 
 Sums run in the order of the rows and accumulate in at least float32, so results are deterministic and independent of
-thread counts. Nothing is read on the host to order rows. Products are `torch.nn.functional.grouped_mm` where it fits,
-otherwise a loop; both give zeros for groups without rows. Rows past the last group's end would stay uninitialised in
-grouped_mm's results, so the groups must cover all rows.
+thread counts: by `embedding_bag`, or by a Triton program on CUDA. Nothing is read on the host to order rows. Products
+are `torch.nn.functional.grouped_mm` where it fits, otherwise a loop; both give zeros for groups without rows. Rows past
+the last group's end would stay uninitialised in grouped_mm's results, so the groups must cover all rows.
 
 Shapes: r rows, e groups (experts), d input width, f output width; n source rows, m gathered rows, h width, c choices of
 an expert.
@@ -11,15 +11,18 @@ an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.log import get_logger
 from meshwright.nn.linear import WeightGradStore, computed_or_deferred
+
+_log = get_logger(__name__)
 
 ROW_ALIGNMENT = 16
 """Bytes that rows of grouped_mm's operands must be a multiple of (torch 2.13)."""
@@ -129,7 +132,9 @@ class RowMap:
     @cached_property
     def members(self) -> tuple[Tensor, Tensor]:
         """Rows in order of their source row [m], and the offset of each source row's rows among them [n + 1]."""
-        order_m = self.index_m.argsort(stable=True)
+        # On a CPU, 64-bit keys that are in order by parts sort as fast as narrow ones.
+        keys_m = narrow(self.index_m, self.num_sources) if self.index_m.is_cuda else self.index_m
+        order_m = keys_m.argsort(stable=True)
         ends_n = count(self.index_m, self.num_sources).cumsum(0)
         return order_m, F.pad(ends_n, (1, 0))
 
@@ -161,21 +166,44 @@ class _Sum(torch.autograd.Function):
         ctx.rows = rows
         if not rows_mh.shape[0]:
             return rows_mh.new_zeros((rows.num_sources, *rows_mh.shape[1:]))
-        order_m, offsets = rows.members
-        # Sums in float32 for bfloat16 rows on CPU and CUDA, several times faster than index_add and not atomic.
-        return F.embedding_bag(order_m, rows_mh.contiguous(), offsets, mode="sum", include_last_offset=True)
+        sum_rows = find_triton() if rows_mh.is_cuda else None
+        return (sum_bags if sum_rows is None else sum_rows)(rows_mh, *rows.members)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return ctx.rows.gather(gradients[0]), None
 
 
+def sum_bags(rows_mh: Tensor, order_m: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sums [n, h] of the rows `order_m[offsets[i]:offsets[i + 1]]` for each source row i, in this order."""
+    # Sums in float32 for bfloat16 rows on CPU and CUDA, several times faster than index_add and not atomic.
+    return F.embedding_bag(order_m, rows_mh.contiguous(), offsets, mode="sum", include_last_offset=True)
+
+
+@cache
+def find_triton() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """Return the Triton implementation of `sum_bags`; None, with one warning, if Triton cannot be imported."""
+    try:
+        from meshwright.nn.experts.triton_row_sums import sum_rows
+    except ImportError as error:
+        _log.warning("summing experts' rows with torch's embedding_bag, several times slower than Triton: %s", error)
+        return None
+    return sum_rows
+
+
 def sort_by_expert(experts_c: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the choices in order of their experts, dropped ones last, and the number of choices of each expert."""
     sizes_e = count(experts_c, num_experts + 1)[:num_experts]
-    # A sort of 16-bit keys takes half the time of one of 64-bit keys.
-    keys_c = experts_c.to(torch.int16) if num_experts < torch.iinfo(torch.int16).max else experts_c
-    return keys_c.argsort(stable=True), sizes_e
+    return narrow(experts_c, num_experts + 1).argsort(stable=True), sizes_e
+
+
+def narrow(index_c: Tensor, num_values: int) -> Tensor:
+    """Return integers below `num_values` in the narrowest of 16, 32 and 64 bits.
+
+    Narrow keys sort faster: a GPU's radix sort takes a pass per 8 bits.
+    """
+    dtypes = (dtype for dtype in (torch.int16, torch.int32) if num_values <= torch.iinfo(dtype).max)
+    return index_c.to(next(dtypes, torch.int64))
 
 
 def count(index_c: Tensor, num_values: int) -> Tensor:
