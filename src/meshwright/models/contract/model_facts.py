@@ -182,7 +182,14 @@ class KindFacts:
     """Elements per token of an output on which a loss is computed; it is stored together with its gradient."""
     head: str = ""
     """Path of the linear layer whose result is the output, of which the loss is the cross-entropy; empty if that is not
-    so."""
+    so. It is no part of a module of `unit`, but may be one."""
+    after_head: tuple[str, ...] = ()
+    """Elementwise operators that turn the layer's result into the output, by their names in `torch.ops.aten`, with their
+    numbers: `div(30.0)`, `tanh()`, `mul(30.0)` for a soft cap."""
+    saved_after_head: Saved = Saved()
+    """What they save, as a part of `saved`."""
+    needs_logits: str = ""
+    """Reason why there is no such layer, to be shown."""
     output_divided: bool = False
     """Whether the output is sharded over tp."""
     flops: float = 0.0

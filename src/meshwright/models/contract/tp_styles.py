@@ -108,6 +108,6 @@ def local(**dims: int) -> Style:
 REPLICATED = Style(StyleKind.REPLICATED)
 GATHERED_COLUMN, SPLIT_ROW = Style(StyleKind.COLUMN, gathered=True), Style(StyleKind.ROW, gathered=True)
 
-LOSS_REDUCTIONS = 3
-"""Number of all-reduces in cross-entropy over a sharded vocabulary, each with one value per token: maximum, sum and
-target logit. PyTorch runs them in `vocab_context` of `train.train_step`."""
+LOSS_REDUCTIONS = (1, 1, 1)
+"""Values per token of each all-reduce in cross-entropy over a sharded vocabulary: maximum, sum and target logit. PyTorch
+runs them in `vocab_context` of `train.train_step`."""

@@ -104,7 +104,13 @@ class Structure:
     set_aside: tuple[str, ...] = ()
     """What of the model takes no part in training, a line each."""
     head: str = ""
-    """Path of the linear layer whose result is the output; empty if something is computed from it."""
+    """Path of the linear layer whose result is the output, but for elementwise operators; empty if that is not so."""
+    after_head: tuple[str, ...] = ()
+    """These operators (see `KindFacts`)."""
+    saved_after_head: Saved = Saved()
+    """Elements per token that they save."""
+    needs_logits: str = ""
+    """Reason why there is no such layer; empty if there is."""
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
 
@@ -123,7 +129,17 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
         identity=identity,
         first=(first,),
         every=(every,) if has_every else (),
-        last=(replace(last, output=float(structure.vocab_size), head=structure.head, output_divided=shards_logits),),
+        last=(
+            replace(
+                last,
+                output=float(structure.vocab_size),
+                output_divided=shards_logits,
+                head=structure.head,
+                after_head=structure.after_head,
+                saved_after_head=structure.saved_after_head,
+                needs_logits=structure.needs_logits,
+            ),
+        ),
         keeps_documents_apart=not structure.not_packed,
         undeferred=structure.undeferred,
         # The backward costs twice the forward.
@@ -195,7 +211,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 18
+FORMAT = 19
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

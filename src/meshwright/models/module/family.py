@@ -55,7 +55,8 @@ class ModuleFamily(ForeignFamily):
         facts = super().describe(f)
         if not f.section(ModuleConfig).loss:
             return facts
-        return replace(facts, last=tuple(replace(end, head="") for end in facts.last))  # a loss of logits
+        reason = "model.loss is a function of them"
+        return replace(facts, last=tuple(replace(end, head="", needs_logits=reason) for end in facts.last))
 
     def origin(self, f: RunFacts) -> OwnModule:
         return _origin(f.section(ModuleConfig))
