@@ -4,21 +4,33 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.config.schema import RunConfig
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import stage_costs
 from meshwright.plan.rules import load
 from meshwright.prove.record.evidence import RankRecord
 from meshwright.prove.spec import as_proof
+from meshwright.train.forward_only import PipelineForward, validate
+from meshwright_bench.private import LiveBytes
 from tests.gangs.gang import GangPool
 from tests.helpers import covering_pairs, quick_and_slow
+from tests.models.hf.folders import write_model
 from tests.prove import proofs
 from tests.prove.proofs import record_on_rank
+from tests.train.jobs import job_of, make_task, run_on
 
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/own_model"
 HF = ("hf-tiny", "train.seq_len=16", "train.global_batch=8")
@@ -100,3 +112,144 @@ def test_a_layout_is_proved(gang: GangPool, documents: str, model: str, axes: st
     records = gang(config.mesh.axes().num_ranks()).run(record, model, words, timeout_s=300)
     with importable():
         proofs.assert_proved(gang, config, records)
+
+
+# ---- what is allocated
+
+
+class Largest(LiveBytes):
+    """What operators allocate, of local tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # until it has become what is really computed
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def elements(rank: int, world_size: int, model: str, words: list[str]) -> tuple[int, int, int]:
+    """Elements of the largest tensors of a training step and of a validation, and of a micro-batch's logits."""
+    with importable():
+        job, step = job_of(config_of(model, *words), rank, world_size)
+        step(1)
+        with Largest() as training:
+            step(2)
+        with Largest() as validation:
+            validate(step.pipeline, make_task(job.config))
+    output = next(kind.output_elements for kind in job.plan.kinds if kind.output_elements)
+    return training.largest // 8, validation.largest // 8, job.plan.batch.samples * output
+
+
+SIZES = ("train.seq_len=32", "train.validation_samples=8")
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size"),
+    quick_and_slow(product(MODELS, (1, 2)), quick=[("llama", 1), ("hf gemma2", 1), ("llama", 2)]),
+)
+def test_no_tensor_holds_all_logits(gang: GangPool, model: str, world_size: int) -> None:
+    is_described = model in ("llama", "moe")
+    words = [*SIZES, *(["mesh.tp=2", f"mesh.sequence_parallel={is_described}".lower()] if world_size > 1 else [])]
+    for *largest, logits in run_on(gang, world_size, elements, model, [*words, "train.loss_chunk=16"]):
+        assert max(largest) < logits, "of tokens × vocabulary"
+    for *largest, logits in run_on(gang, world_size, elements, model, [*words, "train.loss_chunk=0"]):
+        assert min(largest) >= logits, "as plain logits are"
+
+
+def losses(model: str, chunk: int, *, steps: int) -> list[float]:
+    with importable():
+        step = job_of(config_of(model, f"train.loss_chunk={chunk}"), 0, 1)[1]
+        return [step(number).loss for number in range(1, 1 + steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_of_twenty_steps_are_those_of_all_logits(model: str) -> None:
+    plain, chunked = (losses(model, chunk, steps=20) for chunk in (0, 5))
+    assert chunked == pytest.approx(plain, rel=1e-10) and chunked != plain
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("hf gemma2", marks=pytest.mark.slow)])
+def test_validation_computes_losses_and_sampling_logits(model: str) -> None:
+    found, outputs = [], []
+    for chunk in (0, 5):
+        job, step = job_of(config_of(model, *SIZES, f"train.loss_chunk={chunk}"), 0, 1)
+        task, pipeline = make_task(job.config), step.pipeline
+        found.append(validate(pipeline, task))
+        with PipelineForward(pipeline).evaluating(1, 2) as forward:
+            outputs += forward(task.validation(batch_size=2, data_parallel=1, data_index=0)[:1])
+        assert validate(pipeline, task) == found[-1], "after sampling, too"
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.0, atol=0.0)
+
+
+def peak_bytes(config: RunConfig) -> tuple[int, int]:
+    """The most bytes that a step's tensors take in this process, and the plan's activations and output."""
+    job, step = job_of(config, 0, 1)
+    step(1)
+    with LiveBytes() as live:
+        step.accumulate(2)
+    return live.peak, stage_costs(job.plan, job.plan.stages[0]).activation_bytes
+
+
+@pytest.mark.parametrize(
+    "model", ["llama", "qwen3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma2", "cohere", "beam"))]
+)
+def test_the_plan_saves_what_a_step_saves(tmp_path: Path, model: str) -> None:
+    words = [f"data.source={proofs.SOURCE}", "train.seq_len=256", "train.global_batch=4"]
+    if model == "llama":
+        preset, words = "llama-tiny", [*proofs.SMALL, *words, "model.vocab_size=8192"]
+    else:
+        folder = write_model(tmp_path, model, weights=False, tokenizer=False, vocab_size=8192)
+        preset, words = "hf-tiny", [*words, f"model.config={folder}"]
+    (plain, due_plain), (chunked, due_chunked) = (
+        peak_bytes(load(preset, [*words, f"train.loss_chunk={chunk}"])) for chunk in (0, 64)
+    )
+    assert plain - chunked == pytest.approx(due_plain - due_chunked, rel=0.1)
+
+
+# ---- what is sent
+
+
+class Calls(TorchDispatchMode):
+    """Calls of collectives, and the elements that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # until it has become what is really sent
+        op = OPS.get(func.overloadpacket.__name__)
+        if op is not None:
+            *_, x = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.found[op, x.numel()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+OPS = {"allreduce_": "all_reduce", "all_reduce": "all_reduce"}
+
+
+def calls(rank: int, world_size: int, words: list[str]) -> Counter[tuple[str, int]]:
+    """All-reduces of the micro-batches of a step, by their elements."""
+    step = job_of(config_of("llama", *words), rank, world_size)[1]
+    step(1)
+    with Calls() as mode:
+        step.accumulate(2)
+    return mode.found
+
+
+@pytest.mark.parametrize("chunk", [0, 20])
+def test_a_plan_has_the_calls_of_a_step(gang: GangPool, chunk: int) -> None:
+    """Where tp ranks have whole sequences, no gradient is summed over tp."""
+    words = ["mesh.tp=2", "mesh.sequence_parallel=false", f"train.loss_chunk={chunk}", "train.num_microbatches=2"]
+    plan = make_plan(config_of("llama", *words))
+    tokens, due = plan.batch.samples * plan.rank_tokens, Counter[tuple[str, int]]()
+    assert tokens % 20, "so that the last chunk is smaller"
+    for kind, _ in plan.held(plan.stages[0]):
+        for one in kind.collectives:
+            sizes = [min(one.tokens or tokens, tokens - start) for start in range(0, tokens, one.tokens or tokens)]
+            assert len(sizes) == one.num_calls(tokens)
+            for size in sizes:
+                due[one.op, size * one.elements // plan.rank_tokens] += 2 * (one.forward + one.backward)
+    assert run_on(gang, 2, calls, words) == [due, due]
