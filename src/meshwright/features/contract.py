@@ -5,13 +5,11 @@ A subclass overrides what it needs, and all else does nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
-
-from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.manifest import Manifest
     from meshwright.config.schema import RunConfig
     from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+    from meshwright.models.contract.tp_styles import LossReductions
     from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
     from meshwright.plan.traffic import LinkBytes, Traffic
     from meshwright.plan.verify.names import PlanError
@@ -37,23 +36,8 @@ class KindPart:
     feature: ClassVar[str]
 
     def loss_reductions(self) -> LossReductions | None:
-        """Return how it reduces a loss over a sharded vocabulary; None if it doesn't."""
+        """Return how it reduces a loss over a sharded vocabulary; None if it changes nothing of that."""
         return None
-
-
-@dataclass(frozen=True)
-class LossReductions:
-    """All-reduces of a loss over a sharded vocabulary, per micro-batch."""
-
-    values: tuple[int, ...] = LOSS_REDUCTIONS
-    """Values per token of each."""
-    tokens: int = 0
-    """Tokens of one call; 0 for all of a micro-batch."""
-
-    @classmethod
-    def of(cls, parts: Iterable[KindPart]) -> LossReductions:
-        """Return those of an end with these parts."""
-        return next((found for part in parts if (found := part.loss_reductions()) is not None), cls())
 
 
 P = TypeVar("P", bound=KindPart)

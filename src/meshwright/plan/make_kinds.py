@@ -22,7 +22,6 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
-from meshwright.features.contract import LossReductions
 from meshwright.features.registry import plan_features
 from meshwright.models.contract.model_facts import (
     AuxiliaryLoss,
@@ -33,7 +32,7 @@ from meshwright.models.contract.model_facts import (
     Role,
     Saved,
 )
-from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.models.contract.tp_styles import LossReductions, Style, StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.run_plan import (
     BYTES,

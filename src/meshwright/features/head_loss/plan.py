@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.features.contract import KindPart, LossReductions, PlanFeature
+from meshwright.features.contract import KindPart, PlanFeature
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+from meshwright.models.contract.tp_styles import LossReductions
 from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
 from meshwright.plan.verify.names import PlanError
 from meshwright.settings.violation import Violation
@@ -60,7 +61,7 @@ def _step(text: str) -> Step:
         if name.isidentifier() and text.endswith(")") and all(isinstance(one, int | float | None) for one in found):
             return name, tuple(found)
     rule = "an operator after the head is a name with numbers"
-    raise ConfigError(f"{text!r} after the head", where="KindFacts.after_head", rule=rule, fix="such as mul(30.0)")
+    raise ConfigError(f"{text!r} after the head", where="HeadFacts.after", rule=rule, fix="such as mul(30.0)")
 
 
 class HeadLossInPlans(PlanFeature[LossChunks]):
@@ -70,24 +71,24 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
 
     def rules(self, config: RunConfig) -> Iterator[Violation]:
         facts = model_facts(config)
-        if config.train.loss_chunk and not any(kind.head for kind in facts.last):
-            reason = next((f": {kind.needs_logits}" for kind in facts.last if kind.needs_logits), "")
+        if config.train.loss_chunk and not any(kind.head.path for kind in facts.last):
+            reason = next((f": {kind.head.reason}" for kind in facts.last if kind.head.reason), "")
             what = f"{KEY} = {config.train.loss_chunk} has no effect{reason}"
             rule = "a loss is computed by chunks where the model's output is that of a linear layer and the loss is "
             yield Violation(ConfigError, what, KEY, f"{rule}cross-entropy", [{KEY: None}])
 
     def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> LossChunks | None:
-        if layer is not None or not kind.head:
+        if layer is not None or not kind.head.path:
             return None
         axes, train = config.mesh.axes(), config.train
         samples = train.global_batch // (axes.data_parallel() * train.num_microbatches)
         tokens = config.train.loss_chunk
         if tokens is None:
             tokens = _worthwhile(kind, samples * model.tokens // axes.cp, axes.tp, model.edge.shape[-1])
-        return LossChunks(kind.head, tokens, kind.after_head) if tokens else None
+        return LossChunks(kind.head.path, tokens, kind.head.after) if tokens else None
 
     def saved(self, facts: KindFacts, part: LossChunks, *, tp: int) -> Iterator[Saved]:
-        yield Saved(*(-value for value in vars(facts.saved_after_head).values()))
+        yield Saved(*(-value for value in vars(facts.head.saved).values()))
 
     def faults(self, plan: RunPlan) -> Iterator[PlanError]:
         for kind in plan.kinds:
@@ -116,7 +117,8 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
         tokens, compute = plan.batch.samples * plan.rank_tokens, BYTES[plan.edge.dtype]
         columns = kind.output_elements // plan.rank_tokens
         each = max(WIDE, compute) + (compute if compute < WIDE else 0)
-        rows = min(part.tokens, tokens) * (3 * max(WIDE, compute) if _has_slopes(part) else each)
+        has_slopes = any(name not in IN_PLACE for name, _ in part.steps())
+        rows = min(part.tokens, tokens) * (3 * max(WIDE, compute) if has_slopes else each)
         return (rows + width * is_trained * each) * columns + tokens * width * compute
 
     def plan_in_trace(self, plan: RunPlan) -> RunPlan:
@@ -127,10 +129,6 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
         for kind in plan.kinds:
             if (part := kind.part(LossChunks)) is not None:
                 yield " · ".join((part.head, *part.after)), f"{counted(part.tokens, 'token')} at once"
-
-
-def _has_slopes(part: LossChunks) -> bool:
-    return any(name not in IN_PLACE for name, _ in part.steps())
 
 
 def _worthwhile(kind: KindFacts, tokens: int, tp: int, width: int) -> int:

@@ -28,23 +28,22 @@ class HeadLossInRuns(RunFeature):
         owner, _, name = chunks.head.rpartition(".")
         head = part.get_submodule(chunks.head)
         if type(head) is not Linear and type(head) is not nn.Linear:
-            raise LayoutError(
-                f"{chunks.head} is {type(head).__module__}.{type(head).__name__}, whose loss the plan takes by chunks",
-                where="Family.describe, KindFacts.head",
-                rule="the head is a linear layer without further computation",
-                fix="train.loss_chunk=0",
-            )
+            raise _refusal(f"{chunks.head} is {type(head).__module__}.{type(head).__name__}")
         for operator, _ in chunks.steps():
             if not _is_elementwise(operator):
-                raise LayoutError(
-                    f"{operator} is applied to what {chunks.head} returns",
-                    where="Family.describe, KindFacts.after_head",
-                    rule="operators of torch.ops.aten that are elementwise are applied to the logits of a chunk",
-                    fix="train.loss_chunk=0",
-                )
+                raise _refusal(f"{operator} is applied to what {chunks.head} returns")
         loss_head = LossHead.from_linear(head, chunks.tokens, chunks.steps())
         setattr(part.get_submodule(owner), name, loss_head)
         _end_with(loss_head, part)
+
+
+def _refusal(what: str) -> LayoutError:
+    return LayoutError(
+        f"{what}, whose loss the plan takes by chunks",
+        where="Family.describe, KindFacts.head",
+        rule="the head is a linear layer, and what follows are elementwise operators of torch.ops.aten",
+        fix="train.loss_chunk=0",
+    )
 
 
 def _is_elementwise(operator: str) -> bool:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError, ModelError
-from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
+from meshwright.models.contract.model_facts import BufferFacts, HeadFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.head import Head, find_head
+from meshwright.models.foreign.head import find_head
 from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, ForeignModel, NotSharded, Probe
 from meshwright.models.foreign.probe import (
     AFTER,
-    AFTER_HEAD,
     BEFORE,
     TIMES,
+    TO_HEAD,
     NoForward,
     count_flops,
     final_modules,
@@ -167,7 +167,7 @@ class _Deriver:
         blanks: list[str],
         styles: dict[str, Style],
         roles: dict[str, Role],
-        head: Head,
+        head: HeadFacts,
         seq_len: int,
         tp: int,
     ) -> None:
@@ -223,7 +223,7 @@ class _Deriver:
         found, path = self._found, self._found.layers_path
         blocks, layers = self._blocks()
         ids = torch.zeros((2, found.time), dtype=torch.long, device=next(self._model.parameters()).device)
-        inside, after_head = f"{path}.", self._saved.get(AFTER_HEAD, NOTHING_SAVED)
+        inside, saved = f"{path}.", self._saved[TO_HEAD] + self._saved[AFTER]
         outside = [name for name in self._buffers if not name.startswith(inside)]
         stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
         owners = {name.rpartition(".")[0] for name in self._sides.last}
@@ -234,7 +234,7 @@ class _Deriver:
             blocks=blocks,
             first=self._end(self._sides.first, stubbed, self._saved[BEFORE], self._flops[BEFORE]),
             every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
-            last=self._end(self._sides.last, late, self._saved[AFTER] + after_head, self._flops[AFTER]),
+            last=self._end(self._sides.last, late, saved, self._flops[AFTER]),
             stubs=self._stubs,
             blanks={name: tuple(self._model.get_parameter(name).shape) for name in self._blanks},
             aliases={},
@@ -246,10 +246,7 @@ class _Deriver:
             returns=found.returns,
             vocab_size=found.vocab_size,
             max_len=self._max_len,
-            head=self._head.path,
-            after_head=self._head.after,
-            saved_after_head=after_head,
-            needs_logits=self._head.reason,
+            head=replace(self._head, saved=self._saved[AFTER]),
             not_split=found.not_split,
             not_packed=self._not_packed,
             packed_len=self._packed_len,

@@ -82,7 +82,7 @@ class ForeignFamily(Family):
 
     def notes(self, f: RunFacts) -> Iterable[str]:
         yield from self.structure(f).set_aside
-        if reason := next((end.needs_logits for end in self.describe(f).last if end.needs_logits), ""):
+        if reason := self.describe(f).last[0].head.reason:
             yield f"the loss takes all logits at once: {reason}"
 
     def describe(self, f: RunFacts) -> ModelFacts:

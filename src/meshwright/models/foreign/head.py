@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.contract.model_facts import HeadFacts
 from meshwright.models.foreign import private
 from meshwright.models.foreign.origin import ForeignModel
 from meshwright.nn.linear import Linear
 
 
-@dataclass(frozen=True)
-class Head:
-    """The linear layer, and the operators applied to what it returns."""
-
-    path: str = ""
-    """Path of the layer; empty if the output is not made of what it returns."""
-    after: tuple[str, ...] = ()
-    """Elementwise operators with their numbers, such as `mul(30.0)`, in order."""
-    reason: str = ""
-    """Why the output is not that; empty if it is."""
-
-
-def find_head(model: nn.Module, origin: ForeignModel, ids: Tensor, vocab_size: int) -> Head:
+def find_head(model: nn.Module, origin: ForeignModel, ids: Tensor, vocab_size: int) -> HeadFacts:
     """Return the head of a model that maps token ids to logits of a vocabulary."""
     if private.is_hooked(model):
-        return Head(reason=f"{type(model).__name__} has hooks, which see its logits")
+        return HeadFacts(reason=f"{type(model).__name__} has hooks, which see its logits")
     plain = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and m.out_features == vocab_size}
     odd = [path for path, m in plain.items() if type(m) not in (nn.Linear, Linear) or private.is_hooked(m)]
     with torch.no_grad(), _Trails() as trails:
@@ -46,12 +35,12 @@ def find_head(model: nn.Module, origin: ForeignModel, ids: Tensor, vocab_size: i
             for handle in handles:
                 handle.remove()
     if found is None:
-        return Head(reason=f"the logits of {type(model).__name__} are not what a linear layer returns")
+        return HeadFacts(reason=f"the logits of {type(model).__name__} are not what a linear layer returns")
     if found.path in odd:
-        return Head(reason=f"{found.path} has hooks, or a forward of its own")
+        return HeadFacts(reason=f"{found.path} has hooks, or a forward of its own")
     if trails.calls[found.path] > 1:
-        return Head(reason=f"a forward calls {found.path} {trails.calls[found.path]} times")
-    return Head(reason=found.reason) if found.reason else found
+        return HeadFacts(reason=f"a forward calls {found.path} {trails.calls[found.path]} times")
+    return HeadFacts(reason=found.reason) if found.reason else found
 
 
 class _Trails(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,17 +49,17 @@ class _Trails(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
-        self._trails: dict[int, tuple[Tensor, Head]] = {}
-        """Tensors made of a layer's result, which are kept, since a tensor that is freed may share its id with another."""
+        self._trails: dict[int, tuple[Tensor, HeadFacts]] = {}
+        """Tensors made of a layer's result. They are kept: the id of one that is freed could be that of another."""
 
     def start(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Tensor) -> None:
             self.calls[path] += 1
-            self._trails[id(out)] = out, Head(path)
+            self._trails[id(out)] = out, HeadFacts(path)
 
         return hook
 
-    def of(self, tensor: Tensor) -> Head | None:
+    def of(self, tensor: Tensor) -> HeadFacts | None:
         return self._trails.get(id(tensor), (None, None))[1]
 
     def __torch_dispatch__(
@@ -80,9 +69,9 @@ class _Trails(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if private.is_mutable(func):
             written = {private.storage_id(x) for x in taken}
-            for key, (tensor, head) in self._trails.items():
+            for key, (tensor, one) in self._trails.items():
                 if private.storage_id(tensor) in written:
-                    self._trails[key] = tensor, replace(head, reason=f"{name} writes to what {head.path} returns")
+                    self._trails[key] = tensor, replace(one, reason=f"{name} writes to what {one.path} returns")
         elif found := next((head for x in taken if (head := self.of(x)) is not None), None):
             step = "" if kwargs else _step(func, args)
             after = replace(found, after=(*found.after, step))

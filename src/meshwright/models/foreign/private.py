@@ -2,8 +2,8 @@
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
 `torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `Module._forward_hooks`,
-`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `UntypedStorage._cdata` and
-`aten._scaled_dot_product_flash_attention_for_cpu`. Checked on 2.13.
+`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `UntypedStorage._cdata`,
+`aten._scaled_dot_product_flash_attention_for_cpu` and `Tensor._version`. Checked on 2.13.
 """
 
 from __future__ import annotations
@@ -71,6 +71,11 @@ def is_mutable(operator: Any) -> bool:
 def storage_id(tensor: Any) -> int:
     """Return what tells a tensor's storage from others."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: Any) -> tuple[int, int]:
+    """Return what changes when a tensor is written to, or replaced by another."""
+    return id(tensor), int(tensor._version)
 
 
 @contextmanager

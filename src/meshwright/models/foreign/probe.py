@@ -284,9 +284,9 @@ def _used(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
     return {name for name, gradient in zip(able, found, strict=True) if gradient is not None}
 
 
-BEFORE, AFTER, AFTER_HEAD = "before", "after", "after the head"
+BEFORE, TO_HEAD, AFTER = "before", "to the head", "after"
 Place = int | str
-"""Index of a layer, or an end."""
+"""Index of a layer, or an end. Only `measure_saved` tells what is after the head from what is after the layers."""
 
 
 def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel) -> dict[Place, float]:
@@ -306,7 +306,7 @@ def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin:
 def measure_saved(
     model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel, head: str
 ) -> dict[Place, Saved]:
-    """Return the elements per token of one sample that a model of bfloat16 saves, by place, and after its `head`.
+    """Return the elements per token of one sample that a model of bfloat16 saves, by place.
 
     Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever the compute dtype.
     A tensor that several layers save, such as a mask, is counted once, where it is saved first.
@@ -326,8 +326,9 @@ def measure_saved(
         found[place] = found.get(place, Saved()) + new[0]
         new[0] = Saved()
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), _FusedAttention():
-        _forward(model, layers, seq_len, leave, origin, head)
+    at_head = model.get_submodule(head).register_forward_hook(lambda *_: leave(TO_HEAD))
+    with at_head, saved_tensors_hooks(pack, lambda tensor: tensor), _FusedAttention():
+        _forward(model, layers, seq_len, leave, origin)
     return found
 
 
@@ -358,21 +359,17 @@ def final_modules(
 
 
 def _forward(
-    model: nn.Module,
-    layers: list[nn.Module],
-    seq_len: int,
-    leave: Callable[[Place], None],
-    origin: ForeignModel,
-    head: str = "",
+    model: nn.Module, layers: list[nn.Module], seq_len: int, leave: Callable[[Place], None], origin: ForeignModel
 ) -> None:
     """Run a model on one sample, and call `leave` with each place as its part of the forward ends."""
     ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device)
-    with _at_layers(layers, [model.get_submodule(head)] if head else [], leave):
+    with _at_layers(layers, leave):
         origin.call(model, ids)
+    leave(AFTER)
 
 
 @contextmanager
-def _at_layers(layers: list[nn.Module], heads: list[nn.Module], leave: Callable[[Place], None]) -> Iterator[None]:
+def _at_layers(layers: list[nn.Module], leave: Callable[[Place], None]) -> Iterator[None]:
     place: list[Place] = [BEFORE]
 
     def move(to: Place) -> Any:
@@ -384,10 +381,8 @@ def _at_layers(layers: list[nn.Module], heads: list[nn.Module], leave: Callable[
 
     handles = [layer.register_forward_pre_hook(move(index)) for index, layer in enumerate(layers)]
     handles.append(layers[-1].register_forward_hook(move(AFTER)))
-    handles += [one.register_forward_hook(move(AFTER_HEAD)) for one in heads]
     try:
         yield
-        leave(place[0])
     finally:
         for handle in handles:
             handle.remove()

@@ -17,7 +17,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.data.cache_file import atomic_write, preferred_directory, writable_directory
 from meshwright.models.contract.family import RunFacts
-from meshwright.models.contract.model_facts import BufferFacts, EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Saved
+from meshwright.models.contract.model_facts import (
+    BufferFacts,
+    EdgeFacts,
+    HeadFacts,
+    KindFacts,
+    ModelFacts,
+    ParameterFacts,
+    Saved,
+)
 from meshwright.models.contract.tp_styles import Style, StyleKind
 
 
@@ -103,14 +111,7 @@ class Structure:
     """A shorter sample in which they don't."""
     set_aside: tuple[str, ...] = ()
     """What of the model takes no part in training, a line each."""
-    head: str = ""
-    """Path of the linear layer whose result is the output, but for elementwise operators; empty if that is not so."""
-    after_head: tuple[str, ...] = ()
-    """These operators (see `KindFacts`)."""
-    saved_after_head: Saved = Saved()
-    """Elements per token that they save."""
-    needs_logits: str = ""
-    """Reason why there is no such layer; empty if there is."""
+    head: HeadFacts = HeadFacts()
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
 
@@ -129,17 +130,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
         identity=identity,
         first=(first,),
         every=(every,) if has_every else (),
-        last=(
-            replace(
-                last,
-                output=float(structure.vocab_size),
-                output_divided=shards_logits,
-                head=structure.head,
-                after_head=structure.after_head,
-                saved_after_head=structure.saved_after_head,
-                needs_logits=structure.needs_logits,
-            ),
-        ),
+        last=(replace(last, output=float(structure.vocab_size), head=structure.head, output_divided=shards_logits),),
         keeps_documents_apart=not structure.not_packed,
         undeferred=structure.undeferred,
         # The backward costs twice the forward.

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from meshwright.features.contract import LossReductions
-from meshwright.models.contract.tp_styles import Style, StyleKind
+from meshwright.models.contract.tp_styles import LossReductions, Style, StyleKind
 from meshwright.optim.role import Role
 from meshwright.plan.run_plan import Buffer, Collective, LayerSpec, Parameter, RunPlan
 from meshwright.plan.stage_sizes import LOAD_DTYPE
