@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright.errors import LayoutError
 from meshwright.features.head_loss.apply import Columns, LossHead, cross_entropy_
-from meshwright.features.head_loss.plan import Step
+from meshwright.features.head_loss.plan import LossChunks, Step
+from meshwright.features.head_loss.run import FEATURE
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
 from meshwright_bench.private import LiveBytes
+from tests.features.head_loss.models import Scaled
 from tests.gangs.gang import GangPool
 
 IGNORED = -100
@@ -137,3 +144,19 @@ def test_a_chunk_has_at_most_a_derivative_beside_its_logits(after: tuple[Step, .
     with head.computing_loss_of(targets), LiveBytes() as live:
         head(x)
     assert 1.0 <= live.peak / (tensors * 16 * 4096 * 4) <= 1.1
+
+
+@pytest.mark.parametrize(
+    ("head", "after", "says"),
+    [
+        (nn.Linear(4, 8), "softmax(-1)", "softmax is applied to what head returns"),
+        (nn.Linear(4, 8), "no_operator()", "no_operator is applied to what head returns"),
+        (Scaled(4, 8), "tanh()", "head is tests.features.head_loss.models.Scaled"),
+    ],
+)
+def test_a_head_that_is_not_as_described_is_refused(head: nn.Module, after: str, says: str) -> None:
+    plan = make_plan(load("llama-tiny", ["train.loss_chunk=8"]))
+    (end,) = (kind for kind in plan.kinds if kind.part(LossChunks))
+    part = nn.ModuleDict({"head": head})
+    with pytest.raises(LayoutError, match=says):
+        FEATURE.before_styles(part, replace(end, parts=(LossChunks("head", 8, (after,)),)))

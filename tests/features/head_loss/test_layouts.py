@@ -114,6 +114,15 @@ def test_a_layout_is_proved(gang: GangPool, documents: str, model: str, axes: st
         proofs.assert_proved(gang, config, records)
 
 
+@pytest.mark.parametrize("axes", ["dp_shard", pytest.param("zb-v", marks=pytest.mark.slow)])
+def test_a_head_that_computes_a_loss_of_its_own_is_proved(gang: GangPool, axes: str) -> None:
+    words = ["model.kind=tests.features.head_loss.own_head:Own", *AXES[axes].split(), "model.num_layers=4"]
+    config = config_of("own family", *words)
+    records = gang(2).run(record, "own family", words, timeout_s=300)
+    with importable():
+        proofs.assert_proved(gang, config, records)
+
+
 # ---- what is allocated
 
 
