@@ -191,28 +191,32 @@ def test_validation_computes_losses_and_sampling_logits(model: str) -> None:
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0.0, atol=0.0)
 
 
-def peak_bytes(config: RunConfig) -> tuple[int, int]:
-    """The most bytes that a step's tensors take in this process, and the plan's activations and output."""
-    job, step = job_of(config, 0, 1)
+def peak_bytes(rank: int, world_size: int, words: list[str]) -> tuple[int, int]:
+    """The most bytes that the tensors of a step's micro-batches take, and the plan's activations and output."""
+    job, step = job_of(load(words[0], words[1:]), rank, world_size)
     step(1)
-    with LiveBytes() as live:
+    with Largest() as live:
         step.accumulate(2)
     return live.peak, stage_costs(job.plan, job.plan.stages[0]).activation_bytes
 
 
-@pytest.mark.parametrize(
-    "model", ["llama", "qwen3", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gemma2", "cohere", "beam"))]
-)
-def test_the_plan_saves_what_a_step_saves(tmp_path: Path, model: str) -> None:
-    words = [f"data.source={proofs.SOURCE}", "train.seq_len=256", "train.global_batch=4"]
+TP = "mesh.tp=2 mesh.sequence_parallel=false"
+SAVINGS = [
+    *[(model, "") for model in ("llama", "qwen3", "gemma2", "cohere", "beam")],
+    *[(model, more) for model in ("llama", "gemma2") for more in (TP, "mesh.dp_shard=2 train.precision=bfloat16")],
+]
+
+
+@pytest.mark.parametrize(("model", "more"), quick_and_slow(SAVINGS, quick=[("llama", ""), ("qwen3", "")]))
+def test_the_plan_saves_what_a_step_saves(gang: GangPool, tmp_path: Path, model: str, more: str) -> None:
+    words = [f"data.source={proofs.SOURCE}", "train.seq_len=256", "train.global_batch=4", *more.split()]
     if model == "llama":
-        preset, words = "llama-tiny", [*proofs.SMALL, *words, "model.vocab_size=8192"]
+        words = ["llama-tiny", *proofs.SMALL, *words, "model.vocab_size=8192"]
     else:
         folder = write_model(tmp_path, model, weights=False, tokenizer=False, vocab_size=8192)
-        preset, words = "hf-tiny", [*words, f"model.config={folder}"]
-    (plain, due_plain), (chunked, due_chunked) = (
-        peak_bytes(load(preset, [*words, f"train.loss_chunk={chunk}"])) for chunk in (0, 64)
-    )
+        words = ["hf-tiny", *words, f"model.config={folder}"]
+    sides = (run_on(gang, 2 if more else 1, peak_bytes, [*words, f"train.loss_chunk={chunk}"])[0] for chunk in (0, 64))
+    (plain, due_plain), (chunked, due_chunked) = sides
     assert plain - chunked == pytest.approx(due_plain - due_chunked, rel=0.1)
 
 
