@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from meshwright.mesh.local_shards import to_local
 from meshwright.parallel.data_parallel import fsdp_modules
@@ -94,7 +95,9 @@ def test_error_feedback_is_exact(gang, corpus, world_size, words):
 
 
 def saved_for_backward(rank, world_size, words):
-    """Return the bytes that autograd saves in a forward, without parameters, counting logits twice."""
+    """Return the bytes that autograd saves in a forward, without parameters, and the tensors of the output's size that
+    live at once in the loss's backward: three, or four of sharded logits (`tests/features/head_loss/test_layouts.py`
+    measures it)."""
     job, step = make_job(rank, world_size, words)
     parameters = {to_local(p).untyped_storage().data_ptr() for p in job.model.parameters()}
     kept = {}
@@ -108,11 +111,12 @@ def saved_for_backward(rank, world_size, words):
 
     batch = step.pipeline.tokens.localize(step._task.batch(step.samples(1)[0]))
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = to_local(job.parts()[0].module(batch.inputs, *batch.conditions))
+        out = job.parts()[0].module(batch.inputs, *batch.conditions)
+    live, out = 3 + isinstance(out, DTensor), to_local(out)
     for module in fsdp_modules(job.model):  # gathered weights are not activations
         for _, gathered in unsharded_parameters(module):
             kept.pop(to_local(gathered).untyped_storage().data_ptr(), None)
-    return sum(kept.values()) + 2 * out.numel() * max(4, out.element_size())
+    return sum(kept.values()) + live * out.numel() * max(4, out.element_size())
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def proof(
     pictures, plan, plain = few_pictures(config), make_plan(config), plain_model(config)
     ranks, data = on_ranks(gang, config, trace_on_rank, seed, result.locate_step, pictures), data_of(config)
     sides = sides_of(config, gather_evidence(config, plan, records), plain, as_run=as_run)
-    return with_place(result, find_place(config, plan, ranks, data, plain, sides, step=result.locate_step))
+    return with_place(result, find_place(config, plan, ranks, data, plain, sides, step=result.locate_step), plan)
 
 
 def assert_proved(gang: GangPool, config: RunConfig, records: list[RankRecord] | None = None) -> ProofResult:

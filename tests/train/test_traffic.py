@@ -147,6 +147,7 @@ ALL_KINDS = [
     pytest.param(2, ["mesh.tp=2", WHOLE, RECOMPUTE, "train.num_microbatches=2", "train.precision=bfloat16"],
                  marks=pytest.mark.slow),
     pytest.param(2, [*DIT, "mesh.tp=2", RECOMPUTE, "model.num_layers=1"], marks=pytest.mark.slow),
+    pytest.param(2, ["mesh.tp=2", "train.loss_chunk=100"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v"], marks=pytest.mark.slow),
     pytest.param(2, ["mesh.cp=2", RECOMPUTE, "model.window=24", "model.global_every=2"], marks=pytest.mark.slow),

@@ -224,9 +224,9 @@ def _collectives(plan: RunPlan) -> Iterator[str]:
     for stage in plan.stages:
         for kind, _ in plan.held(stage):
             for one in kind.collectives:
-                totals[one.op, one.axes, _bytes(plan, one)] += _times(
-                    one, recomputed=kind.recompute == RecomputePolicy.FULL
-                )
+                calls = one.num_calls(plan.batch.samples * plan.rank_tokens)
+                times = calls * _times(one, recomputed=kind.recompute == RecomputePolicy.FULL)
+                totals[one.op, one.axes, -(-_bytes(plan, one) // calls)] += times
     for (op, axes, size), times in totals.items():
         yield f"  {op.replace('_', '-'):<15} over {_axes(axes)}  {times:>6} × {format_bytes(size)}"
 

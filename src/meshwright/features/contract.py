@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.manifest import Manifest
     from meshwright.config.schema import RunConfig
     from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+    from meshwright.models.contract.tp_styles import LossReductions
     from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
     from meshwright.plan.traffic import LinkBytes, Traffic
     from meshwright.plan.verify.names import PlanError
@@ -33,6 +34,10 @@ class KindPart:
     """A feature's part of a kind; written in plans as the kind's field of the feature's name."""
 
     feature: ClassVar[str]
+
+    def loss_reductions(self) -> LossReductions | None:
+        """Return how it reduces a loss over a sharded vocabulary; None if it changes nothing of that."""
+        return None
 
 
 P = TypeVar("P", bound=KindPart)

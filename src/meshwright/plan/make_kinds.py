@@ -12,6 +12,7 @@ normalized input. Parameters, and tables that all blocks share, such as rotary a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -31,7 +32,7 @@ from meshwright.models.contract.model_facts import (
     Role,
     Saved,
 )
-from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.models.contract.tp_styles import LossReductions, Style, StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.run_plan import (
     BYTES,
@@ -97,7 +98,8 @@ class KindMaker:
         if identity not in self._kinds:
             taken = sum(kind.described == facts.name for kind in self._kinds.values())
             parameters = tuple(self._parameter(facts, p, one) for p, one in zip(own, trained, strict=True))
-            experts, collectives = self._experts(facts), tuple(self._kind_collectives(facts)) if self._tp else ()
+            experts = self._experts(facts)
+            collectives = tuple(self._kind_collectives(facts, LossReductions.of(parts))) if self._tp else ()
             changes = [
                 saved
                 for feature, part in made
@@ -216,7 +218,7 @@ class KindMaker:
         work = self._data + parts if one.updated else ()
         return Buffer(one.name, one.shape, one.dtype, work=work, summed=work, saved=one.saved, load=one.load)
 
-    def _kind_collectives(self, facts: KindFacts) -> Iterator[Collective]:
+    def _kind_collectives(self, facts: KindFacts, reductions: LossReductions) -> Iterator[Collective]:
         """Yield the collectives implied by a kind's styles, module by module."""
         styles, stream = self._styles.get(facts.name, {}), self._facts.edge.shape[-1]
         gathering = [path for path, style in styles.items() if style.kind is StyleKind.GATHER]
@@ -237,10 +239,10 @@ class KindMaker:
                 yield from self._gather_input(style.top_k)
                 yield from self._reduce_output(stream, recomputed=style.kept)
             else:
-                yield from self._matrix_collectives(facts, path, style, gathering)
+                yield from self._matrix_collectives(facts, path, style, gathering, reductions)
 
     def _matrix_collectives(
-        self, facts: KindFacts, path: str, style: Style, gathering: list[str]
+        self, facts: KindFacts, path: str, style: Style, gathering: list[str], reductions: LossReductions
     ) -> Iterator[Collective]:
         """Yield the collectives of a module with a weight matrix; `gathering` modules gather the input of others."""
         for width in (style.partial_tail, style.summed_input):
@@ -256,7 +258,9 @@ class KindMaker:
             if style.kind is StyleKind.HEAD:
                 yield from self._gather_input(weight.shape[1])
                 dtype = "float32" if self._dtype == "bfloat16" else self._dtype
-                yield self._collective("all_reduce", 1, dtype, forward=LOSS_REDUCTIONS)
+                for values, times in Counter(reductions.values).items():
+                    found = self._collective("all_reduce", values, dtype, forward=times)
+                    yield replace(found, tokens=reductions.tokens)
             elif style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                 width = weight.shape[0 if style.kind is StyleKind.ROW else 1]
                 yield from self._reduce_output(width, recomputed=style.kept)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.features.registry import plan_features
+from meshwright.models.contract.tp_styles import StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
 from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, RunPlan, SavedBytes, Stage
@@ -168,12 +169,13 @@ def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
 
 LIVE_LOGITS = 3
 """Tensors of the output's size that live at once in the backward of cross-entropy: the logarithms of probabilities, and
-the gradients with respect to them and to the output."""
+the gradients with respect to them and to the output. Over a sharded vocabulary also the probabilities."""
 
 
 def _output_bytes(plan: RunPlan, kind: LayerSpec) -> int:
     """Return the bytes of an end's output with its gradient, per micro-batch."""
-    found = plan.batch.samples * LIVE_LOGITS * kind.output_elements * max(4, BYTES[plan.edge.dtype])
+    live = LIVE_LOGITS + any(style.kind is StyleKind.HEAD for _, style in kind.styles)
+    found = plan.batch.samples * live * kind.output_elements * max(4, BYTES[plan.edge.dtype])
     for feature in plan_features(plan=plan):
         if (part := kind.part(feature.part)) is not None:
             found = feature.output_bytes(plan, kind, part, found)

@@ -27,7 +27,7 @@ from meshwright.optim.catalogue import PlannedOptimizer
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.pipeline.split_layers import SharedParameter
 
-FORMAT = 5
+FORMAT = 6
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "float16": 2}
 MASTER_DTYPES = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
 """Dtype of parameters and optimizer state, by `train.precision`."""
@@ -147,6 +147,12 @@ class Collective:
     backward: int = 0
     recomputed: int = 0
     """Number of additional calls if the block is fully recomputed; selective recomputation keeps results."""
+    tokens: int = 0
+    """Tokens of a micro-batch that a call is divided into; 0 if it isn't."""
+
+    def num_calls(self, tokens: int) -> int:
+        """Return the number of calls that one is divided into, given the tokens of a micro-batch."""
+        return -(-tokens // self.tokens) if self.tokens else 1
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
     """Yield all messages that a rank sends in a training step, except sums of scalars.
 
     Those are the step's one final all-reduce, of the loss and the gradient norm, and the number of loss units if it
-    varies. The reductions in cross-entropy over a sharded vocabulary, `LOSS_REDUCTIONS`, are messages of its head.
+    varies. The reductions in cross-entropy over a sharded vocabulary, `LossReductions`, are messages of its head.
 
     Args:
         plan: plan of the run.

@@ -205,7 +205,7 @@ def trace_with_reference(context: RankContext, spec: ProofSpec) -> None:
     sides = sides_of(config, gather_evidence(config, spec.plan, load_records(spec)), plain, as_run=spec.as_run)
     place = find_place(config, spec.plan, ranks, data, plain, sides, step=spec.step_to_locate())
     result, loss_unit = spec.load_result()
-    save(spec, with_place(result, place), loss_unit=loss_unit)
+    save(spec, with_place(result, place, spec.plan), loss_unit=loss_unit)
 
 
 RATE_TOLERANCE = 1e-12

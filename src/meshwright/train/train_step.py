@@ -62,7 +62,7 @@ class StepResult:
 def vocab_context(job: Job) -> Iterator[None]:
     """Enable cross-entropy on vocabulary-sharded logits, forward and backward, within the context.
 
-    Plans count its all-reduces: `LOSS_REDUCTIONS` of `models.contract.tp_styles`.
+    Plans count its all-reduces: `LossReductions` of `models.contract.tp_styles`.
     """
     if job.axes.tp == 1:
         yield

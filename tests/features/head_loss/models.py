@@ -23,7 +23,7 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(256, 16), nn.Linear(16, 256)
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList(Block() for _ in range(4))
 
     def hidden(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -89,6 +89,48 @@ class Masked(Plain):
         logits = self.head(self.hidden(ids))
         logits[..., 200:] = -1e4
         return logits
+
+
+class Parameter(Plain):
+    """Scales logits by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.scale * self.head(self.hidden(ids))
+
+
+class OfToken(Plain):
+    """Centres a token's logits, which is not elementwise."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        return logits - logits.mean(-1, keepdim=True)
+
+
+class Shadowed(Plain):
+    """Has a head of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Scaled(16, 256)
+
+
+class Scaled(nn.Linear):
+    """A linear layer that scales its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)
+
+
+class Watched(Plain):
+    """Has a hook that scales what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, out: 3 * out)
 
 
 class Capped(Plain):

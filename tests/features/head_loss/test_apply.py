@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshwright.config.facts_for_family import run_facts
-from meshwright.config.schema import RunConfig
+from meshwright.errors import LayoutError
 from meshwright.features.head_loss.apply import Columns, LossHead, cross_entropy_
+from meshwright.features.head_loss.plan import LossChunks, Step
+from meshwright.features.head_loss.run import FEATURE
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import stage_costs
 from meshwright.plan.rules import load
-from meshwright.prove.spec import as_proof
-from meshwright.train.build_job import build_job
-from meshwright.train.forward_only import PipelineForward, validate
-from meshwright.train.pipeline_stages import Pipeline
-from meshwright.train.train_step import TrainStep
 from meshwright_bench.private import LiveBytes
+from tests.features.head_loss.models import Scaled
 from tests.gangs.gang import GangPool
-from tests.helpers import open_data, rank_context
-from tests.prove import proofs
-from tests.prove.proofs import small_config, small_expert_config
 
 IGNORED = -100
 
 
-def made(dtype: torch.dtype, *, chunk: int = 7, tokens: int = 12) -> tuple[LossHead, Tensor, Tensor]:
+def made(
+    dtype: torch.dtype, *, chunk: int = 7, tokens: int = 12, after: tuple[Step, ...] = ()
+) -> tuple[LossHead, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    head = LossHead(16, 50, bias=True, chunk=chunk).to(dtype)
+    head = LossHead(16, 50, bias=True, chunk=chunk, after=after).to(dtype)
     for parameter in head.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw).to(dtype)
     x = torch.randn(2, tokens, 16, generator=draw).to(dtype).requires_grad_()
@@ -108,107 +105,58 @@ def test_columns_of_ranks_add_up(gang: GangPool) -> None:
     torch.testing.assert_close(torch.cat([a, b], 1), gradient, rtol=1e-13, atol=1e-15)
 
 
-HF = ["train.seq_len=64", "train.global_batch=4", f"data.source={proofs.SOURCE}"]
-LARGE = "train.loss_chunk=16"
-MODELS: dict[str, tuple[str, list[str]]] = {
-    "llama": ("llama-tiny", [*proofs.SMALL, f"data.source={proofs.SOURCE}", "train.seq_len=64"]),
-    "moe": ("moe-tiny", [*proofs.SMALL_EXPERTS, f"data.source={proofs.SOURCE}", "train.seq_len=64"]),
-    **{f"hf {name}": ("hf-tiny", [*HF, f"model.config={name}"]) for name in ("llama", "mistral", "qwen3")},
-    "module": ("module-tiny", [*HF, "model.arguments.width=32"]),
-}
+@pytest.mark.parametrize(
+    "after",
+    [
+        (("div", (30.0,)), ("tanh", ()), ("mul", (30.0,))),
+        (("mul", (0.5,)), ("sub", (1,)), ("sigmoid", ()), ("add", (2,)), ("div", (0.1,)), ("rsub", (1.0,))),
+        (("clamp", (None, 3.0)), ("pow", (3,))),
+        (("mul", (0.0625,)),),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_operators_after_the_head_are_applied_with_their_derivative(
+    dtype: torch.dtype, limit: float, after: tuple[Step, ...]
+) -> None:
+    head, x, targets = made(dtype, after=after)
+    logits = head(x)
+    for name, numbers in after:
+        logits = getattr(torch.ops.aten, name)(logits, *numbers)
+    due = F.cross_entropy(logits.flatten(0, 1).to(found_dtype(dtype)), targets.flatten(), reduction="sum")
+    with head.computing_loss_of(targets):
+        found = head(x)
+    torch.testing.assert_close(found, due, rtol=limit, atol=0.0)
+    inputs = (x, *head.parameters())
+    for one, right in zip(torch.autograd.grad(found / 7, inputs), torch.autograd.grad(due / 7, inputs), strict=True):
+        assert float((one - right).norm() / right.norm()) <= limit and one.dtype == right.dtype
 
 
-def losses_and_largest(config: RunConfig, *, steps: int = 1) -> tuple[list[float], int, int]:
-    """Losses of some steps in this process, elements of the largest tensor allocated, and of all logits."""
-    plan, device = make_plan(config), torch.device("cpu")
-    job = build_job(config, plan, rank_context(), device)
-    step = TrainStep(job, config.family.task(run_facts(config), open_data(config), device), lambda: False)
-    found = [step(1).loss]
-    with LiveBytes() as live:
-        found += [step(number).loss for number in range(2, 1 + steps)] if steps > 1 else [step(2).loss]
-    output = next(kind.output_elements for kind in plan.kinds if kind.output_elements)
-    return found, live.largest // 8, plan.batch.samples * output
+def found_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a loss is computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@pytest.mark.parametrize(("after", "tensors"), [((), 1), ((("mul", (2.0,)),), 1), ((("tanh", ()), ("mul", (2.0,))), 3)])
+def test_a_chunk_has_at_most_a_derivative_beside_its_logits(after: tuple[Step, ...], tensors: int) -> None:
+    head, targets = LossHead(1, 4096, chunk=16, after=after), torch.zeros(1, 64, dtype=torch.long)
+    head.weight.requires_grad_(False)
+    x = torch.ones(1, 64, 1, requires_grad=True)
+    with head.computing_loss_of(targets), LiveBytes() as live:
+        head(x)
+    assert 1.0 <= live.peak / (tensors * 16 * 4096 * 4) <= 1.1
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("llama", "hf qwen3") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+    ("head", "after", "says"),
+    [
+        (nn.Linear(4, 8), "softmax(-1)", "softmax is applied to what head returns"),
+        (nn.Linear(4, 8), "no_operator()", "no_operator is applied to what head returns"),
+        (Scaled(4, 8), "tanh()", "head is tests.features.head_loss.models.Scaled"),
+    ],
 )
-def test_no_tensor_holds_all_logits(name: str) -> None:
-    preset, words = MODELS[name]
-    _, largest, logits = losses_and_largest(as_proof(load(preset, [*words, LARGE])))
-    assert largest < logits, "of tokens × vocabulary"
-    _, largest, logits = losses_and_largest(as_proof(load(preset, [*words, "train.loss_chunk=0"])))
-    assert largest >= logits, "as plain logits are"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "moe", "hf mistral"])
-def test_losses_of_twenty_steps_are_those_of_all_logits(name: str) -> None:
-    preset, words = MODELS[name]
-    plain, chunked = (
-        losses_and_largest(as_proof(load(preset, [*words, f"train.loss_chunk={chunk}"])), steps=20)[0]
-        for chunk in (0, 5)
-    )
-    assert chunked == pytest.approx(plain, rel=1e-10) and chunked != plain
-
-
-LAYOUTS = (
-    "mesh.dp_shard=2 train.num_microbatches=2",
-    "mesh.tp=2",
-    "mesh.tp=2 mesh.sequence_parallel=false mesh.dp_replicate=2",
-    "mesh.pp=2 pipeline.schedule=zb-v model.num_layers=4 train.num_microbatches=4",
-    "mesh.pp=2 mesh.tp=2 pipeline.schedule=zb-h1 train.num_microbatches=4",
-    "mesh.cp=2",
-    "mesh.pp=2 model.tie_embeddings=true",
-    "mesh.dp_shard=2 model.tie_embeddings=true",
-    "mesh.dp_shard=2 train.freeze=['head*']",
-    "mesh.dp_shard=2 data.packing=documents",
-)
-
-
-@pytest.mark.parametrize(
-    "layout", [LAYOUTS[1], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS if one != LAYOUTS[1])]
-)
-def test_a_layout_is_proved(gang: GangPool, documents: str, layout: str) -> None:
-    words = layout.split() + ([documents] if "packing" in layout else [])
-    proofs.assert_proved(gang, small_config("train.loss_chunk=7", *words))
-
-
-@pytest.mark.slow
-def test_experts_are_proved_beside_it(gang: GangPool) -> None:
-    proofs.assert_proved(gang, small_expert_config("train.loss_chunk=7", "mesh.dp_shard=2", "mesh.ep=2"))
-
-
-def test_validation_computes_losses_and_sampling_logits() -> None:
-    preset, words = MODELS["llama"]
-    losses, outputs = [], []
-    for chunk in (0, 5):
-        config, device = as_proof(load(preset, [*words, f"train.loss_chunk={chunk}"])), torch.device("cpu")
-        data, job = open_data(config), build_job(config, make_plan(config), rank_context(), device)
-        task, pipeline = config.family.task(run_facts(config), data, device), Pipeline(job)
-        batches = task.validation(batch_size=2, data_parallel=1, data_index=0)[:1]
-        losses.append(validate(pipeline, task))
-        with PipelineForward(pipeline).evaluating(1, 2) as forward:
-            outputs += forward(batches)
-        assert validate(pipeline, task) == losses[-1], "after sampling, too"
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    torch.testing.assert_close(outputs[1], outputs[0], rtol=0.0, atol=0.0)
-
-
-def peak_bytes(config: RunConfig) -> tuple[int, int]:
-    """The most bytes that a step's tensors take in this process, and the plan's activations and output."""
-    plan, device = make_plan(config), torch.device("cpu")
-    job = build_job(config, plan, rank_context(), device)
-    step = TrainStep(job, config.family.task(run_facts(config), open_data(config), device), lambda: False)
-    step(1)
-    with LiveBytes() as live:
-        step.accumulate(2)
-    return live.peak, stage_costs(plan, plan.stages[0]).activation_bytes
-
-
-def test_the_plan_saves_what_a_step_saves() -> None:
-    words = [*proofs.SMALL, f"data.source={proofs.SOURCE}", "train.seq_len=256", "model.vocab_size=8192"]
-    (plain, due_plain), (chunked, due_chunked) = (
-        peak_bytes(load("llama-tiny", [*words, f"train.loss_chunk={chunk}"])) for chunk in (0, 64)
-    )
-    assert plain - chunked == pytest.approx(due_plain - due_chunked, rel=0.1)
+def test_a_head_that_is_not_as_described_is_refused(head: nn.Module, after: str, says: str) -> None:
+    plan = make_plan(load("llama-tiny", ["train.loss_chunk=8"]))
+    (end,) = (kind for kind in plan.kinds if kind.part(LossChunks))
+    part = nn.ModuleDict({"head": head})
+    with pytest.raises(LayoutError, match=says):
+        FEATURE.before_styles(part, replace(end, parts=(LossChunks("head", 8, (after,)),)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from meshwright.config.resolve import notes_of
 from meshwright.errors import ConfigError
 from meshwright.features.head_loss.plan import FEWEST, LossChunks
 from meshwright.plan.make_plan import make_plan
@@ -14,6 +16,7 @@ from meshwright.plan.memory import stage_costs
 from meshwright.plan.rules import load
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json, to_json
+from meshwright.plan.traffic import predict_traffic
 from meshwright.plan.verify import faults
 
 LARGE = ("model.vocab_size=32768", "data.tokenizer=gpt2", "train.seq_len=1024", "train.global_batch=4", "model.dim=64")
@@ -54,7 +57,6 @@ def test_a_frozen_head_keeps_no_gradient() -> None:
     ("preset", "words"),
     [
         ("dit-digits", ()),
-        ("hf-tiny", ("model.config=gemma2",)),
         ("module-tiny", ("model.loss=torch.nn.functional:cross_entropy",)),
     ],
 )
@@ -63,14 +65,48 @@ def test_where_there_are_no_chunks_they_are_refused(preset: str, words: tuple[st
         load(preset, ["train.loss_chunk=64", *words])
 
 
-@pytest.mark.parametrize("name", ["InPlace", "Twice", "Hooked", "Replaced", "Shaped", "Masked", "Capped"])
+REASONS = {
+    "InPlace": "mul_ writes to what head returns",
+    "Masked": "copy_ writes to what head returns",
+    "Twice": "a forward calls head 2 times",
+    "Hooked": "head has hooks, or a forward of its own",
+    "Replaced": "head has hooks, or a forward of its own",
+    "Shadowed": "head has hooks, or a forward of its own",
+    "Watched": "Watched has hooks, which see its logits",
+    "Parameter": "mul of what head returns is not elementwise with numbers",
+    "OfToken": "sub of what head returns is not elementwise with numbers",
+}
+
+
+def own(name: str) -> str:
+    return f"model.builder=tests.features.head_loss.models:{name}"
+
+
+@pytest.mark.parametrize("name", REASONS)
 def test_a_forward_that_needs_logits_gets_them(name: str) -> None:
-    words = [f"model.builder=tests.features.head_loss.models:{name}", "train.seq_len=16", "train.loss_chunk=8"]
-    with pytest.raises(ConfigError, match="has no effect"):
-        load("module-tiny", words)
-    assert chunks(make_plan(load("module-tiny", [words[0].replace(name, "Plain"), *words[1:]]))) == LossChunks(
-        "head", 8
-    )
+    with pytest.raises(ConfigError, match=f"train.loss_chunk = 8 has no effect: {REASONS[name]}"):
+        load("module-tiny", [own(name), "train.loss_chunk=8"])
+    assert f"the loss takes all logits at once: {REASONS[name]}" in notes_of(load("module-tiny", [own(name)]))
+
+
+SOFT_CAP = ("div(30.0)", "tanh()", "mul(30.0)")
+OPERATORS: dict[str, tuple[str, ...]] = {
+    own("Plain"): (),
+    own("Shaped"): (),
+    own("Capped"): SOFT_CAP,
+    "model.config=gemma2": SOFT_CAP,
+    "model.config=recurrent_gemma": SOFT_CAP,
+    "model.config=cohere": ("mul(0.0625)",),
+    "model.config=granite": ("div(1.0)",),
+}
+
+
+@pytest.mark.parametrize("word", OPERATORS)
+def test_elementwise_operators_after_the_head_are_found(word: str) -> None:
+    config = load("hf-tiny" if "config" in word else "module-tiny", [word, "train.loss_chunk=8"])
+    found = chunks(make_plan(config))
+    assert found is not None and found.after == OPERATORS[word] and found.tokens == 8
+    assert not any("logits" in note for note in notes_of(config))
 
 
 def test_a_plan_from_before_there_were_chunks_is_read() -> None:
@@ -88,3 +124,41 @@ def test_an_edited_plan_is_checked() -> None:
     found = [fault.what for fault in faults(replace(plan, kinds=kinds))]
     assert any("a chunk of 0 tokens" in one for one in found)
     assert any("has a loss by chunks" in one for one in found)
+
+
+def with_end(plan: RunPlan, **changes: Any) -> RunPlan:
+    """A plan whose last end is changed."""
+    kinds = (replace(kind, **changes) if kind.output_elements else kind for kind in plan.kinds)
+    return replace(plan, kinds=tuple(kinds))
+
+
+@pytest.mark.parametrize("after", ["mul", "mul(", "mul(x)", "3(1)", "mul('2')", "(2)"])
+def test_operators_in_a_plan_have_names_and_numbers(after: str) -> None:
+    plan = plan_of("train.loss_chunk=32", preset="llama-tiny")
+    assert not list(faults(with_end(plan, parts=(LossChunks("head", 32, ("mul(2)", "clamp(null, 3.0)")),))))
+    found = faults(with_end(plan, parts=(LossChunks("head", 32, ("mul(2)", after)),)))
+    assert [fault.what for fault in found] == [f"{after!r} after the head"]
+
+
+def test_a_head_in_a_module_of_a_unit_is_refused() -> None:
+    """A forward ends with the head, so that FSDP2 wouldn't see the end of the module."""
+    plan = plan_of("mesh.dp_shard=8", "mesh.tp=1")
+    (end,) = (kind for kind in plan.kinds if kind.output_elements)
+    assert end.units and not list(faults(plan))
+    moved = with_end(plan, parts=(LossChunks(f"{end.units[0].modules[0]}.inner", 512),))
+    assert any("is a part of" in fault.what for fault in faults(moved))
+
+
+def test_the_loss_is_reduced_by_chunks_over_tp() -> None:
+    plan, whole = (plan_of("mesh.tp=2", f"train.loss_chunk={n}", preset="llama-tiny") for n in (100, 0))
+
+    def reductions(plan: RunPlan) -> list[tuple[int, int, int]]:
+        found = next(kind for kind in plan.kinds if kind.output_elements).collectives
+        tokens = plan.batch.samples * plan.rank_tokens
+        return [(one.elements, one.forward, one.num_calls(tokens)) for one in found if one.op == "all_reduce"]
+
+    assert reductions(whole) == [(128, 3, 1)]
+    assert reductions(plan) == [(128, 1, 21), (256, 1, 21)]
+    assert predict_traffic(plan) == predict_traffic(whole)
+    wrong = replace(plan, kinds=tuple(replace(k, collectives=()) if k.output_elements else k for k in plan.kinds))
+    assert any("calls all_reduce 0× in forward" in fault.what for fault in faults(wrong))

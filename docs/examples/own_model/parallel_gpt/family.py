@@ -57,7 +57,8 @@ class Gpt(Family):
         tokens, positions = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
         seen = model_facts.BufferFacts("seen.value", (c.vocab_size,), "int64", updated=True)
         ends = *vectors(d, "norm.weight", "norm.bias"), *linear("head", d, c.vocab_size, tied_to="embed.weight")
-        last = KindFacts("head", "", ends, output=c.vocab_size, output_divided=True, flops=2.0 * d * c.vocab_size)
+        flops, head = 2.0 * d * c.vocab_size, model_facts.HeadFacts("head")
+        last = KindFacts("head", "", ends, output=c.vocab_size, head=head, output_divided=True, flops=flops)
         return ModelFacts(
             kinds=(block,),
             layers=("block",) * c.num_layers,

@@ -4,7 +4,8 @@
 
 A chunk's logits, its loss and the gradients of the hidden states, of the weight and of the bias are computed at once in
 the forward, since the gradient of a sum is known but for its scale, by which the backward multiplies. Nothing is
-computed twice (as in Hsu et al. 2024, "Liger Kernel", section 3.2).
+computed twice (as in Hsu et al. 2024, "Liger Kernel", section 3.2). Elementwise operators between z and the loss, such
+as a soft cap, are applied to a chunk with their derivative.
 
 If the vocabulary is sharded over tp, each rank has its columns, and a chunk takes two small all-reduces: of the maxima,
 and of the sums and target logits. The hidden states' gradient is then partial, like that of any column-parallel layer.
@@ -26,42 +27,46 @@ from torch.distributed.tensor import DTensor, Partial
 
 from meshwright.comm.collectives import all_reduce_max, all_reduce_sum
 from meshwright.data.loader import IGNORED_TARGET
+from meshwright.features.head_loss.plan import IN_PLACE, Step
 from meshwright.mesh.local_shards import to_local
-from meshwright.nn.linear import Linear, WeightGradStore, computed_or_deferred
+from meshwright.nn.linear import Linear, computed_or_deferred
 
 
 class LossHead(Linear):
     """Output head that returns logits or, within `computing_loss_of`, the sum of the tokens' cross-entropies."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False, chunk: int) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, chunk: int, after: tuple[Step, ...] = ()
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias)
-        self.chunk = chunk
-        """Tokens of a chunk."""
-        self._targets_bt: Tensor | None = None
+        self.chunk, self.after = chunk, after
+        """Tokens of a chunk, and elementwise operators that turn its logits into those of the loss."""
+        self.targets_bt: Tensor | None = None
+        """Targets of the loss that forwards compute; None if they return logits."""
 
     @classmethod
-    def from_linear(cls, linear: torch.nn.Linear, chunk: int) -> LossHead:
+    def from_linear(cls, linear: torch.nn.Linear, chunk: int, after: tuple[Step, ...] = ()) -> LossHead:
         """Return a head with the parameters of another layer."""
         with torch.device("meta"):
-            head = cls(linear.in_features, linear.out_features, chunk=chunk)
+            head = cls(linear.in_features, linear.out_features, chunk=chunk, after=after)
         head.weight, head.bias = linear.weight, linear.bias
         return head.train(linear.training)
 
     @contextmanager
     def computing_loss_of(self, targets_bt: Tensor) -> Iterator[None]:
         """Let forwards within the context return the loss of these targets; `IGNORED_TARGET` is none."""
-        self._targets_bt = targets_bt
+        self.targets_bt = targets_bt
         try:
             yield
         finally:
-            self._targets_bt = None
+            self.targets_bt = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map hidden states [b, t, d] to logits [b, t, v] or, computing a loss, to a scalar in at least float32."""
-        if self._targets_bt is None:
+        if self.targets_bt is None:
             return super().forward(x)
-        inputs = (x, self.weight, self.bias, self._targets_bt, self.chunk, torch.is_grad_enabled())
-        loss: Tensor = _ChunkedLoss.apply(*inputs, self.weight_gradients)  # type: ignore[no-untyped-call]
+        inputs = (x, self.weight, self.bias, self.targets_bt, torch.is_grad_enabled(), self)
+        loss: Tensor = _ChunkedLoss.apply(*inputs)  # type: ignore[no-untyped-call]
         return loss
 
 
@@ -81,9 +86,8 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets_bt: Tensor,
-        chunk: int,
         with_gradients: bool,
-        store: WeightGradStore | None,
+        head: LossHead,
     ) -> Tensor:
         needs = [needed and with_gradients for needed in ctx.needs_input_grad[:3]]
         x_td, w_vd = to_local(x).flatten(0, -2), to_local(weight)
@@ -94,10 +98,12 @@ class _ChunkedLoss(torch.autograd.Function):
         # Sums of few rounded products would be rounded more than one product of all tokens.
         grad_w = torch.zeros_like(w_vd, dtype=_wide(x.dtype)) if needs[1] else None
         grad_b = torch.zeros_like(b_v, dtype=_wide(x.dtype)) if b_v is not None and needs[2] else None
-        for start in range(0, len(x_td), chunk):
-            rows = slice(start, start + chunk)
-            logits_cv = F.linear(x_td[rows], w_vd, b_v).to(total.dtype)
+        for start in range(0, len(x_td), head.chunk):
+            rows = slice(start, start + head.chunk)
+            logits_cv, slope = apply_steps(head.after, F.linear(x_td[rows], w_vd, b_v).to(total.dtype))
             total += cross_entropy_(logits_cv, targets_t[rows], columns)
+            if head.after:
+                logits_cv *= slope
             gradient_cv = logits_cv.to(x.dtype)  # by now
             if grad_x is not None:
                 torch.mm(gradient_cv, w_vd, out=grad_x[rows])
@@ -105,8 +111,8 @@ class _ChunkedLoss(torch.autograd.Function):
                 _add_product_(grad_w, gradient_cv.T, x_td[rows])
             if grad_b is not None:
                 grad_b += logits_cv.sum(0)
-            del logits_cv, gradient_cv  # or the next chunk's would live beside them
-        ctx.parameters, ctx.store, ctx.shape = (weight, bias), store, to_local(x).shape
+            del logits_cv, slope, gradient_cv  # or the next chunk's would live beside them
+        ctx.parameters, ctx.store, ctx.shape = (weight, bias), head.weight_gradients, to_local(x).shape
         ctx.mesh = x.device_mesh if isinstance(x, DTensor) else None
         ctx.gradients = grad_x, grad_w, grad_b
         return total
@@ -122,7 +128,23 @@ class _ChunkedLoss(torch.autograd.Function):
             w = computed_or_deferred(ctx.store, weight, _itself, _like(w.mul_(scale), weight))
         if b is not None:
             b = _like(b.mul_(scale), bias)
-        return x, w, b, None, None, None, None
+        return x, w, b, None, None, None
+
+
+def apply_steps(steps: tuple[Step, ...], logits_cv: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Return what elementwise operators make of logits, which are lost, and its derivative with respect to them."""
+    slope: Tensor | float = 1.0
+    for name, numbers in steps:
+        if name in IN_PLACE:
+            getattr(logits_cv, f"{name}_")(*numbers)
+            if name in ("mul", "div"):
+                slope *= numbers[0] if name == "mul" else 1 / numbers[0]
+            continue
+        with torch.enable_grad():
+            out_cv = getattr(torch.ops.aten, name)(logits_cv.requires_grad_(), *numbers)
+        (own,) = torch.autograd.grad(out_cv, logits_cv, out_cv.new_ones(()).expand_as(out_cv))
+        logits_cv, slope = out_cv.detach(), own.mul_(slope)
+    return logits_cv, slope
 
 
 def cross_entropy_(logits_cv: Tensor, targets_c: Tensor, columns: Columns) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.features.contract import KindPart, PlanFeature
-from meshwright.models.contract.model_facts import KindFacts, ModelFacts
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+from meshwright.models.contract.tp_styles import LossReductions
 from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
 from meshwright.plan.verify.names import PlanError
 from meshwright.settings.violation import Violation
@@ -24,6 +27,10 @@ LARGE_BYTES = 1 << 28
 SHARE, FEWEST, MOST = 16, 512, 2048
 """Chunks of a micro-batch, and limits of their tokens: the head and its gradient are read for each chunk, so
 that small ones take more time than their products."""
+IN_PLACE = ("add", "sub", "mul", "div")
+"""Elementwise operators whose derivative is a number. Others have a tensor of it."""
+Step = tuple[str, tuple[Any, ...]]
+"""An elementwise operator's name, and its numbers."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,25 @@ class LossChunks(KindPart):
     """Path of the linear layer in the end."""
     tokens: int
     """Tokens of a chunk."""
+    after: tuple[str, ...] = ()
+    """Elementwise operators after the layer, such as `mul(30.0)`."""
+
+    def loss_reductions(self) -> LossReductions:
+        return LossReductions((1, 2), self.tokens)
+
+    def steps(self) -> tuple[Step, ...]:
+        """Return the operators' names and numbers, or raise a ConfigError."""
+        return tuple(_step(text) for text in self.after)
+
+
+def _step(text: str) -> Step:
+    name, _, numbers = text.partition("(")
+    with suppress(ValueError):
+        found = json.loads(f"[{numbers.removesuffix(')')}]")
+        if name.isidentifier() and text.endswith(")") and all(isinstance(one, int | float | None) for one in found):
+            return name, tuple(found)
+    rule = "an operator after the head is a name with numbers"
+    raise ConfigError(f"{text!r} after the head", where="HeadFacts.after", rule=rule, fix="such as mul(30.0)")
 
 
 class HeadLossInPlans(PlanFeature[LossChunks]):
@@ -45,20 +71,24 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
 
     def rules(self, config: RunConfig) -> Iterator[Violation]:
         facts = model_facts(config)
-        if config.train.loss_chunk and not any(kind.head for kind in facts.last):
-            what = f"{KEY} = {config.train.loss_chunk} has no effect"
+        if config.train.loss_chunk and not any(kind.head.path for kind in facts.last):
+            reason = next((f": {kind.head.reason}" for kind in facts.last if kind.head.reason), "")
+            what = f"{KEY} = {config.train.loss_chunk} has no effect{reason}"
             rule = "a loss is computed by chunks where the model's output is that of a linear layer and the loss is "
             yield Violation(ConfigError, what, KEY, f"{rule}cross-entropy", [{KEY: None}])
 
     def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> LossChunks | None:
-        if layer is not None or not kind.head:
+        if layer is not None or not kind.head.path:
             return None
         axes, train = config.mesh.axes(), config.train
         samples = train.global_batch // (axes.data_parallel() * train.num_microbatches)
         tokens = config.train.loss_chunk
         if tokens is None:
             tokens = _worthwhile(kind, samples * model.tokens // axes.cp, axes.tp, model.edge.shape[-1])
-        return LossChunks(kind.head, tokens) if tokens else None
+        return LossChunks(kind.head.path, tokens, kind.head.after) if tokens else None
+
+    def saved(self, facts: KindFacts, part: LossChunks, *, tp: int) -> Iterator[Saved]:
+        yield Saved(*(-value for value in vars(facts.head.saved).values()))
 
     def faults(self, plan: RunPlan) -> Iterator[PlanError]:
         for kind in plan.kinds:
@@ -69,17 +99,27 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
                 yield PlanError(f"{kind.name} has a loss by chunks", "only an end with an output has a loss", field)
             if part.tokens < 1:
                 yield PlanError(f"a chunk of {part.tokens} tokens", "a chunk has tokens", f"{field}.tokens")
+            if inside := [one for unit in kind.units for one in unit.modules if part.head.startswith(f"{one}.")]:
+                rule = "a forward ends with the head, so that modules around it don't return"
+                yield PlanError(f"{part.head} is a part of {inside[0]}, an FSDP unit", rule, f"{field}.head")
+            try:
+                part.steps()
+            except ConfigError as error:
+                yield PlanError(error.what, error.rule, f"{field}.after")
 
     def output_bytes(self, plan: RunPlan, kind: LayerSpec, part: LossChunks, whole: int) -> int:
         """Return the bytes of a chunk's logits, once more in the dtype of the computation, of what it adds to the
         head's gradient, if that isn't added in place, and of what a micro-batch keeps: the gradients of the hidden
-        states and of the head."""
+        states and of the head. Where an operator after the head has a derivative, its argument, its result and the
+        derivative live at once."""
         weight = next((p for p in kind.parameters if p.name == f"{part.head}.weight"), None)
         width, is_trained = (plan.edge.shape[-1], True) if weight is None else (weight.shape[1], weight.trained)
         tokens, compute = plan.batch.samples * plan.rank_tokens, BYTES[plan.edge.dtype]
         columns = kind.output_elements // plan.rank_tokens
         each = max(WIDE, compute) + (compute if compute < WIDE else 0)
-        return (min(part.tokens, tokens) + width * is_trained) * columns * each + tokens * width * compute
+        has_slopes = any(name not in IN_PLACE for name, _ in part.steps())
+        rows = min(part.tokens, tokens) * (3 * max(WIDE, compute) if has_slopes else each)
+        return (rows + width * is_trained * each) * columns + tokens * width * compute
 
     def plan_in_trace(self, plan: RunPlan) -> RunPlan:
         return replace(plan, kinds=tuple(kind.without(LossChunks) for kind in plan.kinds))
@@ -88,7 +128,7 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
         yield ("head and loss by chunks",)
         for kind in plan.kinds:
             if (part := kind.part(LossChunks)) is not None:
-                yield part.head, f"{counted(part.tokens, 'token')} at once"
+                yield " · ".join((part.head, *part.after)), f"{counted(part.tokens, 'token')} at once"
 
 
 def _worthwhile(kind: KindFacts, tokens: int, tp: int, width: int) -> int:

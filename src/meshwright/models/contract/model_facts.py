@@ -163,6 +163,22 @@ class ExpertFacts:
 
 
 @dataclass(frozen=True)
+class HeadFacts:
+    """The linear layer at the end, if nothing but elementwise operators turns its result into the output, and the loss
+    is the output's cross-entropy."""
+
+    path: str = ""
+    """Path of the layer; empty without one. It may be a module of `KindFacts.unit`, but not inside of one."""
+    after: tuple[str, ...] = ()
+    """The operators by their names in `torch.ops.aten`, with their numbers: `div(30.0)`, `tanh()`, `mul(30.0)` for a
+    soft cap."""
+    saved: Saved = Saved()
+    """What they save for the backward, as a part of `KindFacts.saved`."""
+    reason: str = ""
+    """Why there is no such layer, to be shown."""
+
+
+@dataclass(frozen=True)
 class KindFacts:
     """A kind of identical blocks, or an end, i.e. modules before or after the blocks or on every stage."""
 
@@ -180,9 +196,7 @@ class KindFacts:
     """What any recomputed block keeps besides its input: indices, and values of `nn/kept_results.py`."""
     output: float = 0.0
     """Elements per token of an output on which a loss is computed; it is stored together with its gradient."""
-    head: str = ""
-    """Path of the linear layer whose result is the output, of which the loss is the cross-entropy; empty if that is not
-    so."""
+    head: HeadFacts = HeadFacts()
     output_divided: bool = False
     """Whether the output is sharded over tp."""
     flops: float = 0.0

@@ -7,8 +7,11 @@ tp ranks hold their parameters and compute the same result.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from meshwright.features.contract import KindPart
 
 
 class StyleKind(StrEnum):
@@ -108,6 +111,18 @@ def local(**dims: int) -> Style:
 REPLICATED = Style(StyleKind.REPLICATED)
 GATHERED_COLUMN, SPLIT_ROW = Style(StyleKind.COLUMN, gathered=True), Style(StyleKind.ROW, gathered=True)
 
-LOSS_REDUCTIONS = 3
-"""Number of all-reduces in cross-entropy over a sharded vocabulary, each with one value per token: maximum, sum and
-target logit. PyTorch runs them in `vocab_context` of `train.train_step`."""
+
+@dataclass(frozen=True)
+class LossReductions:
+    """All-reduces in cross-entropy over a sharded vocabulary. By default these are PyTorch's, of the maximum, the sum
+    and the target logit, which run in `vocab_context` of `train.train_step`."""
+
+    values: tuple[int, ...] = (1, 1, 1)
+    """Values per token of each."""
+    tokens: int = 0
+    """Tokens of one call; 0 for all of a micro-batch."""
+
+    @classmethod
+    def of(cls, parts: Iterable[KindPart]) -> LossReductions:
+        """Return those of an end to which features have added these parts."""
+        return next((found for part in parts if (found := part.loss_reductions()) is not None), cls())

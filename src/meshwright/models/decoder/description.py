@@ -11,6 +11,7 @@ from pydantic import Field
 from meshwright.models.contract.model_facts import (
     AttentionFacts,
     EdgeFacts,
+    HeadFacts,
     KindFacts,
     LinearInput,
     ModelFacts,
@@ -91,7 +92,7 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         (*norm, *head),
         saved=saved_by_norm(spec.dim),
         output=float(spec.vocab_size),
-        head="head",
+        head=HeadFacts("head"),
         output_divided=True,
         flops=2.0 * spec.vocab_size * spec.dim,
         unit=("norm", "head"),

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError, ModelError
-from meshwright.models.contract.model_facts import BufferFacts, ParameterFacts, Role, Saved
+from meshwright.models.contract.model_facts import BufferFacts, HeadFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
+from meshwright.models.foreign.head import find_head
 from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, ForeignModel, NotSharded, Probe
 from meshwright.models.foreign.probe import (
     AFTER,
     BEFORE,
     TIMES,
+    TO_HEAD,
     NoForward,
     count_flops,
     final_modules,
@@ -59,6 +61,8 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
             what, rule = f"{name} of {type(model).__name__} is a scalar", "a parameter has a dim that can be sharded"
             raise origin.error(what, rule, f"{name} = torch.nn.Parameter(torch.tensor([…])), with one element")
     origin.check_probe(model, found)
+    ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
+    head = find_head(model, origin, ids, found.vocab_size)
     sides, stubs, blanks = _sides(model, found)
     roles = parameter_roles(model, origin, found, last=set(sides.last))
     aliases = _aliases(model, sides)
@@ -74,7 +78,7 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
-    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, seq_len, tp)
+    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, head, seq_len, tp)
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
     if tp > 1 and apart:
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
@@ -82,7 +86,6 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
     structure = replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
     if len(structure.layers) == 1 or structure.not_split:
         return structure
-    ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
     return replace(structure, not_split=origin.why_not_staged(structure, ids))
 
 
@@ -164,12 +167,13 @@ class _Deriver:
         blanks: list[str],
         styles: dict[str, Style],
         roles: dict[str, Role],
+        head: HeadFacts,
         seq_len: int,
         tp: int,
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
-        self._roles, self._fills = roles, origin.fills()
+        self._roles, self._fills, self._head = roles, origin.fills(), head
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -209,7 +213,7 @@ class _Deriver:
     def _measure_saved(self, seq_len: int, tp: int, dtype: torch.dtype) -> None:
         model, layers, origin, styles = self._model, self._layers, self._origin, self._styles
         with sharded(model.to(dtype), styles, tp):
-            self._saved = measure_saved(model, layers, seq_len, origin)
+            self._saved = measure_saved(model, layers, seq_len, origin, self._head.path)
             inside = [path for path in styles if path.startswith(f"{self._found.layers_path}.")]
             reducing = [path for path in inside if styles[path].reduces_output]
             for path in final_modules(model, layers, seq_len, reducing, origin):
@@ -219,7 +223,7 @@ class _Deriver:
         found, path = self._found, self._found.layers_path
         blocks, layers = self._blocks()
         ids = torch.zeros((2, found.time), dtype=torch.long, device=next(self._model.parameters()).device)
-        inside = f"{path}."
+        inside, saved = f"{path}.", self._saved[TO_HEAD] + self._saved[AFTER]
         outside = [name for name in self._buffers if not name.startswith(inside)]
         stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
         owners = {name.rpartition(".")[0] for name in self._sides.last}
@@ -230,7 +234,7 @@ class _Deriver:
             blocks=blocks,
             first=self._end(self._sides.first, stubbed, self._saved[BEFORE], self._flops[BEFORE]),
             every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
-            last=self._end(self._sides.last, late, self._saved[AFTER], self._flops[AFTER]),
+            last=self._end(self._sides.last, late, saved, self._flops[AFTER]),
             stubs=self._stubs,
             blanks={name: tuple(self._model.get_parameter(name).shape) for name in self._blanks},
             aliases={},
@@ -242,7 +246,7 @@ class _Deriver:
             returns=found.returns,
             vocab_size=found.vocab_size,
             max_len=self._max_len,
-            head=found.head,
+            head=replace(self._head, saved=self._saved[AFTER]),
             not_split=found.not_split,
             not_packed=self._not_packed,
             packed_len=self._packed_len,

@@ -81,7 +81,9 @@ class ForeignFamily(Family):
             yield Violation(LayoutError, what, "train.seq_len", rule, [{"train.seq_len": structure.max_len}])
 
     def notes(self, f: RunFacts) -> Iterable[str]:
-        return self.structure(f).set_aside
+        yield from self.structure(f).set_aside
+        if reason := self.describe(f).last[0].head.reason:
+            yield f"the loss takes all logits at once: {reason}"
 
     def describe(self, f: RunFacts) -> ModelFacts:
         return describe(self.structure(f), f, self.identity(f))

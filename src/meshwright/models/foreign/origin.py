@@ -186,8 +186,6 @@ class Probe:
     """Names of parameters that no output depends on by a gradient."""
     frozen: set[str] = field(default_factory=set)
     """Names of parameters that the model doesn't train."""
-    head: str = ""
-    """Path of the linear layer whose result is the output; empty if something is computed from it."""
     not_split: str = ""
 
 

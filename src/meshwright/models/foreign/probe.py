@@ -91,31 +91,7 @@ def _probe(model: nn.Module, origin: ForeignModel, time: int) -> Probe:
         for handle in handles:
             handle.remove()
     found.vocab_size = out.shape[-1]
-    if found.head and not _returns_head(model, origin, found.head, ids):
-        found.head = ""
     return found
-
-
-def _returns_head(model: nn.Module, origin: ForeignModel, path: str, ids: Tensor) -> bool:
-    """Return whether a forward calls a linear layer once, and returns what it returns as it is, even a scalar: then the
-    layer may return a loss in place of logits."""
-    head, results, versions = model.get_submodule(path), list[Tensor](), list[tuple[int, int]]()
-    if private.is_hooked(head):
-        return False  # they see logits, and would see a loss
-
-    def scalar(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        results.append(out.sum())
-        versions.append(private.version(results[-1]))
-        return results[-1]
-
-    handle = head.register_forward_hook(scalar)
-    try:
-        found = origin.call(model, ids)
-    except Exception:  # whatever a forward does with logits that a scalar isn't able to
-        return False
-    finally:
-        handle.remove()
-    return versions == [private.version(found)]
 
 
 def _check_logits(model: nn.Module, out: Any, origin: ForeignModel, time: int) -> None:
@@ -140,8 +116,6 @@ class _Watch:
         self._inputs: list[Tensor] = []
         self._leaves: list[Tensor] = []
         self._outputs: list[Tensor] = []
-        self._results: dict[str, Tensor] = {}
-        """Results of modules outside the layers, of their last calls."""
         self._second: dict[str, Tensor] = {}
         """Differentiable tensors that layers return besides the stream."""
         self._form: tuple[str, int] | None = None
@@ -216,7 +190,6 @@ class _Watch:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
             self._found.phases.setdefault(path, set()).add(self._phase)
             if isinstance(out, Tensor):
-                self._results[path] = out
                 time = self._found.time
                 names = {BATCH: BATCH_DIM, time: TIME_DIM, BATCH * time: BATCH_TIME_DIM}
                 self._found.outputs[path] = tuple(names.get(size, size) for size in out.shape)
@@ -228,9 +201,6 @@ class _Watch:
 
     def conclude(self, out: Tensor) -> None:
         """Read dependencies off the graph."""
-        for path, result in self._results.items():
-            if result is out and isinstance(self._model.get_submodule(path), nn.Linear):
-                self._found.head = path  # as it seems, see `_returns_head`
         found, count = self._found, len(self._layers)
         last = f"after {len(self._order)}"
         for path, phases in found.phases.items():
@@ -314,9 +284,9 @@ def _used(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
     return {name for name, gradient in zip(able, found, strict=True) if gradient is not None}
 
 
-BEFORE, AFTER = "before", "after"
+BEFORE, TO_HEAD, AFTER = "before", "to the head", "after"
 Place = int | str
-"""Index of a layer, or an end."""
+"""Index of a layer, or an end. Only `measure_saved` tells what is after the head from what is after the layers."""
 
 
 def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel) -> dict[Place, float]:
@@ -333,7 +303,9 @@ def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin:
     return found
 
 
-def measure_saved(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel) -> dict[Place, Saved]:
+def measure_saved(
+    model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel, head: str
+) -> dict[Place, Saved]:
     """Return the elements per token of one sample that a model of bfloat16 saves, by place.
 
     Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever the compute dtype.
@@ -354,7 +326,8 @@ def measure_saved(model: nn.Module, layers: list[nn.Module], seq_len: int, origi
         found[place] = found.get(place, Saved()) + new[0]
         new[0] = Saved()
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), _FusedAttention():
+    at_head = model.get_submodule(head).register_forward_hook(lambda *_: leave(TO_HEAD))
+    with at_head, saved_tensors_hooks(pack, lambda tensor: tensor), _FusedAttention():
         _forward(model, layers, seq_len, leave, origin)
     return found
 

@@ -17,7 +17,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.data.cache_file import atomic_write, preferred_directory, writable_directory
 from meshwright.models.contract.family import RunFacts
-from meshwright.models.contract.model_facts import BufferFacts, EdgeFacts, KindFacts, ModelFacts, ParameterFacts, Saved
+from meshwright.models.contract.model_facts import (
+    BufferFacts,
+    EdgeFacts,
+    HeadFacts,
+    KindFacts,
+    ModelFacts,
+    ParameterFacts,
+    Saved,
+)
 from meshwright.models.contract.tp_styles import Style, StyleKind
 
 
@@ -103,8 +111,7 @@ class Structure:
     """A shorter sample in which they don't."""
     set_aside: tuple[str, ...] = ()
     """What of the model takes no part in training, a line each."""
-    head: str = ""
-    """Path of the linear layer whose result is the output; empty if something is computed from it."""
+    head: HeadFacts = HeadFacts()
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
 
@@ -195,7 +202,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 18
+FORMAT = 19
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import RunFacts
-from meshwright.models.contract.model_facts import ModelFacts
+from meshwright.models.contract.model_facts import HeadFacts, ModelFacts
 from meshwright.models.foreign.foreign_family import ForeignFamily
 from meshwright.models.foreign.structure import Structure, computed_names
 from meshwright.models.module.config import ModuleConfig
@@ -55,7 +55,8 @@ class ModuleFamily(ForeignFamily):
         facts = super().describe(f)
         if not f.section(ModuleConfig).loss:
             return facts
-        return replace(facts, last=tuple(replace(end, head="") for end in facts.last))  # a loss of logits
+        head = HeadFacts(reason="model.loss is a function of them")
+        return replace(facts, last=tuple(replace(end, head=head) for end in facts.last))
 
     def origin(self, f: RunFacts) -> OwnModule:
         return _origin(f.section(ModuleConfig))

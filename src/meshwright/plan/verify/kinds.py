@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
 
-from meshwright.models.contract.tp_styles import LOSS_REDUCTIONS, Style, StyleKind
+from meshwright.models.contract.tp_styles import LossReductions, Style, StyleKind
 from meshwright.optim.role import Role
 from meshwright.plan.run_plan import Buffer, Collective, LayerSpec, Parameter, RunPlan
 from meshwright.plan.stage_sizes import LOAD_DTYPE
@@ -161,6 +161,7 @@ def _style_collectives(plan: RunPlan, kind: LayerSpec) -> Iterator[PlanError]:
     matrices = [p.name for p in kind.parameters if len(p.shape) == 2]
     matrices += [name for name in kind.tied if name.endswith(".weight")]
     gathering = [glob for glob, style in kind.styles if style.kind is StyleKind.GATHER]
+    reductions = LossReductions.of(kind.parts)
     gathered, summed = GATHERED[plan.sequence_parallel], SUMMED[plan.sequence_parallel]
     for glob, style in kind.styles if plan.mesh.view("tp") else ():
         is_around = style.kind in (StyleKind.GATHER, StyleKind.REGION)
@@ -174,11 +175,14 @@ def _style_collectives(plan: RunPlan, kind: LayerSpec) -> Iterator[PlanError]:
             if style.kind in (StyleKind.ROW, StyleKind.VOCABULARY):
                 due.update(summed)
             if style.kind is StyleKind.HEAD:
-                due["all_reduce", "forward"] += LOSS_REDUCTIONS
+                due["all_reduce", "forward"] += len(reductions.values)
             if style.gathered:
                 due["all_gather", "forward" if style.kind is StyleKind.COLUMN else "backward"] += 1
     has: Counter[tuple[str, str]] = Counter()
     for one in kind.collectives:
+        if one.tokens not in (0, reductions.tokens):
+            what = f"{one.op} of {kind.name} is called for {one.tokens} tokens each"
+            yield PlanError(what, "a loss by chunks reduces one chunk at once", f"kinds[{kind.name}].collectives")
         if one.purpose == Purpose.TENSOR:
             has.update({(one.op, "forward"): one.forward, (one.op, "backward"): one.backward})
     for op, name in dict.fromkeys((*due, *has)):

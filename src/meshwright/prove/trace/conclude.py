@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from meshwright.config.schema import RunConfig
+from meshwright.features.registry import plan_features
 from meshwright.models.contract.family import TrainingData
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.plan.run_plan import RunPlan
@@ -107,8 +108,9 @@ def _logged_losses(source: ReferenceTrace, sides: Sides, step: int) -> str | Non
     return None
 
 
-def with_place(result: ProofResult, place: Diagnosis | None) -> ProofResult:
-    """Return the result with the place of the fault; what was not recognised in its step follows from it."""
+def with_place(result: ProofResult, place: Diagnosis | None, plan: RunPlan) -> ProofResult:
+    """Return the result with the place of the fault; what was not recognised in its step follows from it. Without a
+    place, the result says what the plan has and the second pass had not."""
     step = result.locate_step
     if step is None:
         return result
@@ -116,8 +118,11 @@ def with_place(result: ProofResult, place: Diagnosis | None) -> ProofResult:
         cause = "the outputs are right, so the loss is computed wrongly from them: the loss, its targets or its divisor"
         place = Diagnosis(FaultKind.FORWARD, NOTHING_DIFFERS.format(step), cause)
     if place is None:
-        note = f"no activation and no gradient of one differs in step {step}: check how gradients of parameters are "
-        notes = (f"{note}computed from them, and their reductions", *result.notes)
+        without = [next(one.page(plan))[0] for one in plan_features(plan=plan) if one.plan_in_trace(plan) != plan]
+        where = f"{step}, in a pass without {' and '.join(without)}" if without else f"{step}"
+        note = f"no activation and no gradient of one differs in step {where}: check "
+        note += "".join(f"{one}, " for one in without)
+        notes = (f"{note}how gradients of parameters are computed from them, and their reductions", *result.notes)
         return replace(result, notes=notes, locate_step=None)
     findings = [Finding("forward", place, step=step)]
     for one in result.findings:
