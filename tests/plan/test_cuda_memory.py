@@ -17,9 +17,11 @@ from meshwright.plan.cuda_memory import WORKSPACES, predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import attention_weights, predict_memory
 from meshwright.plan.rules import load
+from meshwright.train.record.record_files import read_events
 from meshwright.units import GIB, MIB
 from meshwright_bench.byte_counters import LiveBytes
 from meshwright_bench.train.cases import one_billion
+from tests.helpers import meshwright, small_corpus
 from tests.train.jobs import load_words, make_job
 
 DEVICE, DATE = "NVIDIA H200, torch 2.11.0", "2026-11-26"
@@ -164,3 +166,17 @@ def test_no_gpu_keeps_gathered_weights_that_a_forward_frees():
         predict_cuda_memory(plan_of_large([*LARGE, f"mesh.reshard_after_forward={word}"])) for word in ("false", "true")
     )
     assert kept.gathered - freed.gathered == 2 * (1498482688 - 128256 * 2048 - 2048)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [[], ["train.compile=true"], ["capture.scope=layer"]])
+def test_a_run_on_a_gpu_allocates_what_is_predicted(tmp_path, more):
+    sizes = ["num_layers=12", "dim=1024", "num_heads=16", "num_kv_heads=4", "ffn_dim=4096"]
+    words = [*(f"model.{word}" for word in sizes), "train.seq_len=512", "train.global_batch=4", *small_corpus(tmp_path)]
+    words += ["train.device=cuda", "train.precision=bfloat16", "train.steps=4", "checkpoint.at_end=false", *more]
+    words += ["train.validation_samples=0", "train.sample_tokens=0"]
+    done = meshwright("run", "llama-tiny", *words, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    by_name = {event["event"]: event for event in read_events(tmp_path / "run")}
+    peak = by_name["measured"]["memory"][0]["peak"]
+    assert by_name["start"]["predicted_bytes"] == pytest.approx(peak, rel=0.05)

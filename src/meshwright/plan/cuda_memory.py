@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.plan.memory import MemoryEstimate, StageBytes, attention_weights, by_pipeline_rank, stage_bytes
-from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan, Stage
+from meshwright.plan.memory import MemoryEstimate, by_pipeline_rank, stage_bytes
+from meshwright.plan.run_plan import BYTES, RunPlan, Stage
 from meshwright.units import MIB
 
 WORKSPACES = 2 * 32 * MIB
@@ -47,9 +47,8 @@ def _moments(plan: RunPlan, stage: Stage, rank: MemoryEstimate) -> Iterator[Memo
         for one in kind.parameters
         if one.trained
     )
-    running = _in_backward(plan, stage, sizes)
-    yield replace(rank, gradients=ends, activations=sizes.saved + running)
-    yield replace(rank, activations=sizes.saved // max(1, len(stage.kinds)) + running)
+    yield replace(rank, gradients=ends, activations=sizes.saved + sizes.running)
+    yield replace(rank, activations=sizes.saved // max(1, len(stage.kinds)) + sizes.running)
 
 
 def _kept_weights(plan: RunPlan, stage: Stage) -> int:
@@ -62,19 +61,3 @@ def _kept_weights(plan: RunPlan, stage: Stage) -> int:
         for unit, one in units
         if unit.freed is not True
     )
-
-
-def _in_backward(plan: RunPlan, stage: Stage, sizes: StageBytes) -> int:
-    """Return the bytes that the backward of a block holds besides what was saved: what it recomputes, the gradient of
-    the stream, and those of two factors of the widest tensor, such as a gated feed-forward layer's."""
-    token_bytes = plan.rank_tokens * BYTES[stage.root.compute]
-    kinds = [plan.kind(name) for name in stage.kinds]
-    widest = (max(token_bytes * _width(plan, kind), attention_weights(plan, kind)) for kind in kinds)
-    return sizes.recomputed + sizes.stream + 2 * plan.batch.samples * max(widest, default=0)
-
-
-def _width(plan: RunPlan, kind: LayerSpec) -> int:
-    """Return the features of the widest output of a block's matrices; experts' rows count per token."""
-    rows = 1 if kind.experts is None else kind.experts.top_k
-    shapes = (plan.local_shape(one) for one in kind.parameters)
-    return max((shape[-2] * (rows if len(shape) > 2 else 1) for shape in shapes if len(shape) > 1), default=0)

@@ -1,7 +1,7 @@
 """Predict a rank's memory by category from the plan.
 
-Exact for state kept between steps. Activations are counted per operation as in eager mode, and two blocks are assumed
-to be unsharded at a time, since FSDP2 prefetches one.
+Exact for state kept between steps. Activations are counted per operation, of compiled blocks as PyTorch's partitioner
+saves them, and two blocks are assumed to be unsharded at a time, since FSDP2 prefetches one.
 
 Context-parallel attention keeps bytes besides what attention on one rank keeps.
 """
@@ -67,7 +67,7 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
 
 
 def by_pipeline_rank(plan: RunPlan, *, on_cuda: bool = False) -> list[MemoryEstimate]:
-    """Return what the first rank of each pipeline rank holds of each type at most, though not all at one time."""
+    """Return what a rank in each place of the pipeline holds of each type at most, though not all at one time."""
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
     return [_on_rank(plan, place * size, peak) for place, peak in enumerate(_peaks(plan, on_cuda))]
 
@@ -156,8 +156,8 @@ class StageBytes:
 
     saved: int
     """Activations saved for the backward."""
-    recomputed: int
-    """What the largest recomputed block saves again."""
+    running: int
+    """What the backward of a block holds besides: what a recomputed one saves again and, on CUDA, gradients in it."""
     output: int
     """The output with its gradient."""
     stream: int
@@ -170,8 +170,8 @@ def stage_costs(plan: RunPlan, stage: Stage, *, on_cuda: bool = False) -> StageC
     sizes = stage_bytes(plan, stage, on_cuda=on_cuda)
     return StageCosts(
         activation_bytes=sizes.saved + sizes.output,
-        # The output and its gradient are freed before the last block is recomputed.
-        recompute_bytes=max(0, sizes.recomputed - sizes.output),
+        # The output and its gradient are freed before the backward of the last block.
+        recompute_bytes=max(0, sizes.running - sizes.output),
         buffer_bytes=sizes.stream,
     )
 
@@ -192,7 +192,19 @@ def stage_bytes(plan: RunPlan, stage: Stage, *, on_cuda: bool = False) -> StageB
             # At most: the block saves all but its input again, and selective recomputation has kept some of it.
             recompute = max(recompute, saved.none - stream * compute + context.none)
     output = sum(_output_bytes(plan, plan.kind(name)) for name in stage.after)
-    return StageBytes(samples * kept, samples * recompute, output, samples * stream * compute)
+    inside = max((_gradients_inside(plan, plan.kind(name)) for name in stage.kinds), default=0) if on_cuda else 0
+    running = samples * (recompute + inside + (stream * compute if on_cuda else 0))
+    return StageBytes(samples * kept, running, output, samples * stream * compute)
+
+
+def _gradients_inside(plan: RunPlan, kind: LayerSpec) -> int:
+    """Return the bytes per sample of the largest gradients that a block's backward holds at once: those of two factors
+    of its widest tensor, such as a gated feed-forward layer's, or of attention's weights. Experts' rows are per token.
+    """
+    rows = 1 if kind.experts is None else kind.experts.top_k
+    shapes = [plan.local_shape(one) for one in kind.parameters if len(one.shape) > 1]
+    widest = max((shape[-2] * (rows if len(shape) > 2 else 1) for shape in shapes), default=0)
+    return 2 * max(plan.rank_tokens * widest * BYTES[plan.edge.dtype], attention_weights(plan, kind))
 
 
 def attention_weights(plan: RunPlan, kind: LayerSpec) -> int:

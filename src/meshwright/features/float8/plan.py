@@ -87,7 +87,6 @@ class Float8InPlans(PlanFeature[Float8Layers]):
             yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
             if found == len(one.layers):
                 yield Saved(**{name: -value for name, value in vars(one.freed).items()})
-
         if compiled and not is_torchao and not part.cached:
             sizes = (prod(p.shape) for p in facts.parameters if p.name.removesuffix(".weight") in part.layers)
             yield Saved(fixed_bytes=sum(sizes) / tokens)
