@@ -162,7 +162,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
         rank_spans = [span for span in spans if span.rank == rank]
         in_span = rank_spans[-1].end - rank_spans[0].start - work if rank_spans else 0.0
         idle.append(IdleTime(in_span, makespan - work))
-    peaks = tuple(_peak_bytes(schedule, rank, costs, state.executed[rank]) for rank in range(schedule.num_ranks))
+    peaks = tuple(peak_bytes(schedule, rank, costs) for rank in range(schedule.num_ranks))
     return Simulation(makespan, tuple(state.busy), tuple(idle), peaks, Timeline(schedule.num_ranks, spans))
 
 
@@ -173,7 +173,6 @@ class _SimulationState:
         self.schedule, self.costs = schedule, costs
         self.spans: list[Span] = []
         self.busy = [0.0] * schedule.num_ranks
-        self.executed: list[list[tuple[Action | Overlap, float, float]]] = [[] for _ in range(schedule.num_ranks)]
         self._now = [0.0] * schedule.num_ranks
         self._next = [0] * schedule.num_ranks
         self._done: dict[tuple[str, int, int], float] = {}
@@ -212,7 +211,6 @@ class _SimulationState:
             begin, end = end, end + self._duration(part)
             self.spans.append(Span(rank, part, begin, end))
             self.busy[rank] += end - begin
-        self.executed[rank].append((action, start, end))
         self._now[rank] = end
         for part in action.parts():
             self._finish(part, end)
@@ -224,7 +222,6 @@ class _SimulationState:
             send = action if action.kind in SENDS else action.peer()
             if send in self._posted and send.peer() in self._posted:
                 self._transfer(send, max(self._posted[send], self._posted[send.peer()]))
-        self.executed[rank].append((action, start, start))
         self._now[rank] = start
 
     def _transfer(self, send: Action, start: float) -> None:
@@ -276,10 +273,9 @@ class _SimulationState:
         }[part.kind]  # fmt: skip
 
 
-def _peak_bytes(
-    schedule: Schedule, rank: int, costs: Costs, executed: list[tuple[Action | Overlap, float, float]]
-) -> PeakBytes:
-    """Return a rank's peak memory. Only the order of actions matters, since a rank runs one at a time."""
+def peak_bytes(schedule: Schedule, rank: int, costs: Costs) -> PeakBytes:
+    """Return a rank's peak memory, without a simulation: only the order of actions matters, since a rank runs one at a
+    time."""
     held = dict.fromkeys(MEMORY_TYPES, 0)
     peak = dict(held)
 
@@ -290,7 +286,7 @@ def _peak_bytes(
         if sum(held.values()) > sum(peak.values()):
             peak = dict(held)
 
-    for action, _, _ in executed:
+    for action in schedule.actions[rank]:
         for part in action.parts():
             change(_at_start(part, costs))
         for part in action.parts():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
+from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, peak_bytes
 from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, RunPlan, SavedBytes, Stage
 from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
 from meshwright.plan.traffic import two_stage_peers
@@ -83,8 +83,8 @@ def predict_process_memory(plan: RunPlan) -> int:
 
 @lru_cache(maxsize=8)
 def _peaks(plan: RunPlan, on_cuda: bool) -> tuple[PeakBytes, ...]:
-    costs = [stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages]
-    return tuple(simulate(plan.schedule, Costs(costs)).peak_bytes)
+    costs = Costs([stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages])
+    return tuple(peak_bytes(plan.schedule, place, costs) for place in range(plan.schedule.num_ranks))
 
 
 def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
