@@ -12,8 +12,9 @@ from meshwright.config.facts_for_family import model_facts
 from meshwright.config.source import preset_names
 from meshwright.plan.compare import hashes
 from meshwright.plan.context.layers import explain_method, imbalance_of_ranks
+from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import predict_memory, predict_process_memory
+from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.rules import load
 from meshwright.plan.serialize import from_json
 from meshwright.plan.traffic import context_bytes, predict_traffic
@@ -80,7 +81,7 @@ def test_figures_are_the_library_s(here, tmp_path):
     words = ["mesh.dp_shard=2", "mesh.pp=2", "train.num_microbatches=4", "comm.gradients=loco4"]
     done = here("plan", "llama-tiny", *words, "--json", "-")
     found, plan = json.loads(done.stdout), make_plan(load("llama-tiny", words))
-    memory, traffic = predict_memory(plan), predict_traffic(plan)
+    memory, traffic = predict_cuda_memory(plan), predict_traffic(plan)
     assert found["memory"] == {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(plan)}
     assert found["traffic"].pop("total") == traffic.sent().total()
     assert found["traffic"] == {str(entry.purpose): entry.sent.total() for entry in traffic.entries}

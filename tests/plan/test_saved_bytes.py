@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
+
 import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.make_plan import make_plan
@@ -55,3 +59,54 @@ def test_saved_bytes_are_right_within_a_twentieth(gang, corpus, world_size, word
     expected = [plan.batch.samples * sum(part.under(policy) for part in parts) for policy in RecomputePolicy]
     for found in gang(world_size).run(measured, words):
         assert found == pytest.approx(expected, rel=0.05)
+
+
+def saved_by_compiled_block(words):
+    """Bytes that the graph of a compiled block saves in bfloat16, without parameters and what all blocks share: by the
+    partitioner and decompositions of the default compiler, without its code."""
+    job, step = make_job(0, 1, words)
+    module, batch = job.parts()[0].module.to(torch.bfloat16), step.pipeline.tokens.localize(step._task.batch(range(4)))
+    narrow = [x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+              for x in (batch.inputs, *batch.conditions)]  # fmt: skip
+    block, (x, *others) = inputs_of_last_block(module, *narrow)
+    shared = [one for other in others if is_dataclass(other) for one in vars(other).values()]
+    known = {
+        one.untyped_storage().data_ptr() for one in (*block.parameters(), *shared) if isinstance(one, torch.Tensor)
+    }
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    block.compile(backend="aot_eager_decomp_partition")
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        block(x.detach().requires_grad_(), *others)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model.num_kv_heads=1", "model.ffn_dim=512"),
+        pytest.param(("float8.recipe=current",), marks=pytest.mark.slow),
+        pytest.param(("float8.recipe=delayed",), marks=pytest.mark.slow),
+        pytest.param((*MOE, "model.num_shared_experts=1"), marks=pytest.mark.slow),
+        pytest.param(DIT, marks=pytest.mark.slow),
+        pytest.param(("float8.recipe=torchao",), marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_save_what_is_predicted(corpus, words):
+    if "float8.recipe=torchao" in words:
+        pytest.importorskip("torchao.float8")
+    words = (*words, "train.global_batch=4", *(() if DIT[0] in words else corpus))
+    torch._dynamo.reset()
+    found = saved_by_compiled_block(words)
+    of_block = []
+    for more in ((), ("train.compile=true",)):
+        plan = make_plan(load_words((*words, BF16, *more)))
+        of_block.append(4 * plan.kind(plan.stages[0].kinds[-1]).saved.none)
+    eager, compiled = of_block
+    assert compiled == pytest.approx(found, rel=0.01) and eager > 1.1 * found

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from meshwright.errors import LayoutError
+from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import SHARED, predict_memory, predict_process_memory
+from meshwright.plan.memory import SHARED, predict_process_memory
 from meshwright.plan.rules import load
 from meshwright.train.launch import launcher, machine_limits
 from meshwright.train.launch.launcher import NO_THREAD_CACHE, TUNABLES, rank_environment
@@ -72,7 +73,7 @@ def test_memory_is_that_of_all_ranks_here(on_cpu, words, excess):
     config = load(None, ["mesh.dp_replicate=4", *words])
     plan = make_plan(config)
     # Ranks on a CPU are processes, which share the pages of libraries.
-    needed = 4 * (predict_process_memory(plan) - SHARED) + SHARED if on_cpu else 4 * predict_memory(plan).total()
+    needed = 4 * (predict_process_memory(plan) - SHARED) + SHARED if on_cpu else 4 * predict_cuda_memory(plan).total()
     for num_bytes in (needed, int(1.01 * needed / excess), None):
         check_memory(config, plan, num_ranks=4, num_bytes=num_bytes, on_cpu=on_cpu, place="here")
     with pytest.raises(LayoutError, match="4 ranks would need"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from meshwright.capture.plan import CapturePlan, plan_capture
 from meshwright.capture.signature import LayerSignature, TensorSignature
 from meshwright.capture.verify import verify_capture
+from meshwright.plan.cuda_memory import WORKSPACES
 from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
 
 
@@ -27,6 +28,13 @@ class CaptureEstimate:
     """Copies of weights that FSDP2 frees, in the compute dtype, and memory for one layer's gradients."""
     saved: int
     """Bytes that forwards leave to backwards, in the pools; part of the plan's activations."""
+    inputs: int = 0
+    """Part of `static` that layers save for their backwards, so that the plan's activations count it."""
+
+    def added(self) -> int:
+        """Return the bytes on a GPU besides those of the same run without graphs: static tensors and copies, and
+        cuBLAS's workspaces of the stream that graphs are captured on."""
+        return self.static - self.inputs + self.weights + WORKSPACES
 
 
 def predict_capture(plan: RunPlan, *, mode: str = "slot") -> CaptureEstimate:
@@ -60,6 +68,9 @@ def _on_rank(plan: RunPlan, rank: int, mode: str) -> CaptureEstimate:
         static=made.buffer_bytes,
         weights=sum(sizes) + max(sizes, default=0) if plan.has_units else 0,
         saved=sum(made.pool_bytes().values()),
+        inputs=sum(
+            made.num_slots(stage) * sum(layer.input.num_bytes for layer in layers) for stage, layers in made.chunks
+        ),
     )
 
 

@@ -90,8 +90,8 @@ def _job(
     """Load and verify the run, as on that cluster, and return its job, and the memory of a rank in words."""
     from meshwright.cli.plan_page import devices
     from meshwright.output_files import check_output
+    from meshwright.plan.cuda_memory import predict_cuda_memory
     from meshwright.plan.make_plan import make_plan
-    from meshwright.plan.memory import predict_memory
     from meshwright.plan.rules import load
     from meshwright.plan.verify import verify
     from meshwright.train.launch.cluster_job import make_job
@@ -102,7 +102,7 @@ def _job(
     job = make_job(config, words or [], nodes=nodes, gpus_per_node=gpus_per_node, name=name)
     plan = make_plan(config, nodes=gpus_per_node)
     verify(plan, where=config.name)
-    memory = predict_memory(plan).total()
+    memory = predict_cuda_memory(plan).total()
     return job, f"maximum memory of a rank  {format_bytes(memory)}\n{devices(memory)}"
 
 

@@ -112,11 +112,12 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, An
     `layout`), and the plan itself."""
     from meshwright.cli.plan_page import optimizer_groups
     from meshwright.plan.compare import hashes
-    from meshwright.plan.memory import predict_memory, predict_process_memory
+    from meshwright.plan.cuda_memory import predict_cuda_memory
+    from meshwright.plan.memory import predict_process_memory
     from meshwright.plan.serialize import encode
     from meshwright.plan.traffic import predict_traffic
 
-    memory, traffic, found = predict_memory(made), predict_traffic(made), hashes(made)
+    memory, traffic, found = predict_cuda_memory(made), predict_traffic(made), hashes(made)
     return {
         "name": name,
         "fingerprint": found.fingerprint,

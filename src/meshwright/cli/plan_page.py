@@ -16,7 +16,8 @@ from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.plan.compare import hashes
-from meshwright.plan.memory import predict_memory, predict_process_memory
+from meshwright.plan.cuda_memory import WORKSPACES, predict_cuda_memory
+from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.run_plan import BYTES, EXPERTS, Atoms, Collective, RunPlan, Unit
 from meshwright.plan.stage_sizes import num_params, replicated_note
 from meshwright.plan.traffic import Purpose, Traffic, predict_traffic
@@ -33,7 +34,7 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     yield f"{name} · {format_count(num_params(plan))} parameters{_trained(plan)}"
     yield from _batch(plan)
     yield from (f"  {line}" for line in replicated_note(plan))
-    memory = predict_memory(plan)
+    memory = predict_cuda_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(*(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size))
     yield devices(memory.total())
@@ -76,7 +77,7 @@ def devices(num_bytes: int) -> str:
 
 def nodes_of_gpus(plan: RunPlan) -> int | None:
     """Return the ranks on a node of the smallest GPU that holds a rank; None if they don't fill several nodes."""
-    smaller, fitting = gpus_by_memory(predict_memory(plan).total())
+    smaller, fitting = gpus_by_memory(predict_cuda_memory(plan).total())
     ranks, size = plan.mesh.num_ranks(), (fitting or smaller)[0].devices_per_node
     return size if ranks > size and ranks % size == 0 else None
 
@@ -114,7 +115,11 @@ def _capture(plan: RunPlan, capture: CaptureConfig) -> Iterator[str]:
         return
     found = predict_capture(plan, mode=capture.mode)
     yield f"CUDA graphs of a rank, at most  {found.graphs} in {found.pools} memory pool{'s' * (found.pools > 1)}"
-    sizes = {"static tensors": found.static, "copies of weights": found.weights}
+    sizes = {
+        "static tensors": found.static - found.inputs,
+        "copies of weights": found.weights,
+        "workspaces": WORKSPACES,
+    }
     words = [f"{what} {format_bytes(size)} more" for what, size in sizes.items() if size]
     yield from _items(*words, f"{format_bytes(found.saved)} of the activations in pools")
 

@@ -68,6 +68,8 @@ class KindMaker:
         self._roles = {name: one.role for name, one in facts.named_parameters()}
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
+        samples = config.train.global_batch // (config.mesh.axes().data_parallel() * config.train.num_microbatches)
+        self._batch_tokens = samples * self._tokens
         self._dtype, self._features = config.train.precision, plan_features(config=config)
         self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
@@ -100,11 +102,12 @@ class KindMaker:
             parameters = tuple(self._parameter(facts, p, one) for p, one in zip(own, trained, strict=True))
             experts = self._experts(facts)
             collectives = tuple(self._kind_collectives(facts, LossReductions.of(parts))) if self._tp else ()
+            compiled = self._config.train.compile and layer is not None
             changes = [
                 saved
                 for feature, part in made
                 if part is not None
-                for saved in feature.saved(facts, part, tp=self._tp_size)
+                for saved in feature.saved(facts, part, tp=self._tp_size, tokens=self._batch_tokens, compiled=compiled)
             ]
             self._kinds[identity] = LayerSpec(
                 name=f"{facts.name}.{taken + 1}" if taken else facts.name,
@@ -120,8 +123,8 @@ class KindMaker:
                     for one in facts.auxiliary
                 ),
                 recompute=policy,
-                compiled=self._config.train.compile and layer is not None,
-                saved=self._saved(facts, experts, collectives, changes),
+                compiled=compiled,
+                saved=self._saved(facts, experts, collectives, changes, compiled=compiled),
                 output_elements=int(self._tokens * (facts.output / (self._tp_size if facts.output_divided else 1))),
                 experts=experts,
                 attention=self._attention(facts, policy),
@@ -298,6 +301,8 @@ class KindMaker:
         experts: ExpertLayer | None,
         collectives: tuple[Collective, ...],
         changes: list[Saved],
+        *,
+        compiled: bool,
     ) -> SavedBytes | None:
         """Return the bytes saved for the backward per rank and sample, or None if nothing is saved; `changes` are what
         features change about the tensors."""
@@ -307,7 +312,10 @@ class KindMaker:
         width = prod(self._facts.edge.shape) // self._facts.tokens
         """Elements of the stream per token, a block's input."""
         inputs = Saved(stream=width) + facts.recalled + order + recalled
-        kept = facts.saved if facts.kept is None else facts.kept + Saved(full=recalled.full)
+        plain, fused = facts.saved, facts.fused
+        if compiled:
+            plain, fused = facts.compiled or fused or plain, None
+        kept = plain if facts.kept is None else facts.kept + Saved(full=recalled.full)
         size, tp = BYTES[self._dtype], self._tp_size
         stream = 1 / tp if self._shards_stream else 1.0
         """Fraction of the stream's tokens that a rank holds."""
@@ -320,7 +328,8 @@ class KindMaker:
         for one in collectives:
             elements = one.elements // tp if one.op == "reduce_scatter" else one.elements
             results += one.forward * elements * BYTES[one.dtype]
-        return SavedBytes(total(facts.saved, order, *changes), total(inputs, kept) + results, total(inputs))
+        on_cuda = None if fused is None else total(fused, order, *changes)
+        return SavedBytes(total(plain, order, *changes), total(inputs, kept) + results, total(inputs), on_cuda)
 
 
 def _style_without_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:

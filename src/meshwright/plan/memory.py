@@ -1,7 +1,7 @@
 """Predict a rank's memory by category from the plan.
 
-Exact for state kept between steps. Activations are counted per operation as in eager mode, and two blocks are assumed
-to be unsharded at a time, since FSDP2 prefetches one.
+Exact for state kept between steps. Activations are counted per operation, of compiled blocks as PyTorch's partitioner
+saves them, and two blocks are assumed to be unsharded at a time, since FSDP2 prefetches one.
 
 Context-parallel attention keeps bytes besides what attention on one rank keeps.
 """
@@ -18,7 +18,7 @@ from meshwright.comm.compression.catalogue import ERROR_CODEC, find_method
 from meshwright.features.registry import plan_features
 from meshwright.models.contract.tp_styles import StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, simulate
+from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, peak_bytes
 from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, RunPlan, SavedBytes, Stage
 from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
 from meshwright.plan.traffic import two_stage_peers
@@ -54,6 +54,8 @@ class MemoryEstimate:
     """Receive buffers for tensors from other stages."""
     errors: int
     """Error feedback for compression."""
+    workspace: int = 0
+    """What cuBLAS keeps for its products on a GPU."""
 
     def total(self) -> int:
         """Return the total, excluding the Python process and its libraries."""
@@ -62,9 +64,13 @@ class MemoryEstimate:
 
 def predict_memory(plan: RunPlan) -> MemoryEstimate:
     """Predict the peak memory of the rank with the highest total, excluding the Python process and its libraries."""
-    peaks = _peaks(plan)
+    return max(by_pipeline_rank(plan), key=MemoryEstimate.total)
+
+
+def by_pipeline_rank(plan: RunPlan, *, on_cuda: bool = False) -> list[MemoryEstimate]:
+    """Return what a rank in each place of the pipeline holds of each type at most, though not all at one time."""
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
-    return max((_on_rank(plan, place * size, peak) for place, peak in enumerate(peaks)), key=MemoryEstimate.total)
+    return [_on_rank(plan, place * size, peak) for place, peak in enumerate(_peaks(plan, on_cuda))]
 
 
 def predict_process_memory(plan: RunPlan) -> int:
@@ -77,8 +83,9 @@ def predict_process_memory(plan: RunPlan) -> int:
 
 
 @lru_cache(maxsize=8)
-def _peaks(plan: RunPlan) -> tuple[PeakBytes, ...]:
-    return tuple(simulate(plan.schedule, Costs([stage_costs(plan, stage) for stage in plan.stages])).peak_bytes)
+def _peaks(plan: RunPlan, on_cuda: bool) -> tuple[PeakBytes, ...]:
+    costs = Costs([stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages])
+    return peak_bytes(plan.schedule, costs)
 
 
 def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
@@ -107,7 +114,7 @@ def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
 
 def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
     """Return the size in bytes of two blocks and the largest ends, gathered at the same time, with their gradients."""
-    if plan.mesh.size(*plan.mesh.view("fsdp"), *plan.mesh.view("replicas")) == 1:
+    if not plan.has_units:
         return 0
     blocks = [plan.kind(name) for stage in stages for name in stage.kinds]
     compute = BYTES[stages[0].root.compute]
@@ -144,27 +151,73 @@ def _ends(plan: RunPlan) -> int:
     return max((sum(plan.elements(p) for p in found) for found in matrices), default=0)
 
 
-def stage_costs(plan: RunPlan, stage: Stage) -> StageCosts:
+@dataclass(frozen=True)
+class StageBytes:
+    """Sizes in bytes per micro-batch on a stage."""
+
+    saved: int
+    """Activations saved for the backward."""
+    running: int
+    """What the backward of a block holds besides: what a recomputed one saves again and, on CUDA, gradients in it."""
+    output: int
+    """The output with its gradient."""
+    stream: int
+    """What goes from block to block."""
+
+
+def stage_costs(plan: RunPlan, stage: Stage, *, on_cuda: bool = False) -> StageCosts:
     """Return the sizes in bytes per micro-batch on a stage: activations saved for the backward, and the output with its
     gradient."""
+    sizes = stage_bytes(plan, stage, on_cuda=on_cuda)
+    return StageCosts(
+        activation_bytes=sizes.saved + sizes.output,
+        # The output and its gradient are freed before the backward of the last block.
+        recompute_bytes=max(0, sizes.running - sizes.output),
+        buffer_bytes=sizes.stream,
+    )
+
+
+def stage_bytes(plan: RunPlan, stage: Stage, *, on_cuda: bool = False) -> StageBytes:
+    """Return the sizes per micro-batch on a stage."""
     compute, samples, edge = BYTES[stage.root.compute], plan.batch.samples, plan.edge
     stream = math.prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
     kept = recompute = 0
     for kind, _ in plan.held(stage):
         if kind.saved is None:
             continue
-        context = kept_by_context(plan, kind)
-        kept += kind.saved.under(kind.recompute) + context.under(kind.recompute)
+        context, saved = kept_by_context(plan, kind), kind.saved
+        if on_cuda:
+            saved = saved.on_cuda(more=attention_weights(plan, kind))
+        kept += saved.under(kind.recompute) + context.under(kind.recompute)
         if kind.recompute != RecomputePolicy.NONE:
             # At most: the block saves all but its input again, and selective recomputation has kept some of it.
-            recompute = max(recompute, kind.saved.none - stream * compute + context.none)
+            recompute = max(recompute, saved.none - stream * compute + context.none)
     output = sum(_output_bytes(plan, plan.kind(name)) for name in stage.after)
-    # The output and its gradient are freed before the last block is recomputed.
-    return StageCosts(
-        activation_bytes=samples * kept + output,
-        recompute_bytes=max(0, samples * recompute - output),
-        buffer_bytes=samples * stream * compute,
-    )
+    inside = max((_gradients_inside(plan, plan.kind(name)) for name in stage.kinds), default=0) if on_cuda else 0
+    running = samples * (recompute + inside + (stream * compute if on_cuda else 0))
+    return StageBytes(samples * kept, running, output, samples * stream * compute)
+
+
+def _gradients_inside(plan: RunPlan, kind: LayerSpec) -> int:
+    """Return the bytes per sample of the largest gradients that a block's backward holds at once: those of two factors
+    of its widest tensor, such as a gated feed-forward layer's, or of attention's weights. Experts' rows are per token.
+    """
+    rows = 1 if kind.experts is None else kind.experts.top_k
+    shapes = [plan.local_shape(one) for one in kind.parameters if len(one.shape) > 1]
+    widest = max((shape[-2] * (rows if len(shape) > 2 else 1) for shape in shapes), default=0)
+    return 2 * max(plan.rank_tokens * widest * BYTES[plan.edge.dtype], attention_weights(plan, kind))
+
+
+def attention_weights(plan: RunPlan, kind: LayerSpec) -> int:
+    """Return the bytes per sample of the weights that attention keeps on CUDA where PyTorch has no fused kernel: none
+    takes float64, nor float32 with fewer heads of keys than of queries."""
+    layer, dtype = kind.attention, plan.edge.dtype
+    if layer is None or layer.axes or layer.mask.window is not None:
+        return 0
+    is_grouped = layer.num_kv_heads < layer.num_heads
+    if not (dtype == "float64" or (dtype == "float32" and is_grouped)):
+        return 0
+    return layer.num_heads // plan.mesh.size(*plan.mesh.view("tp")) * plan.batch.tokens**2 * BYTES[dtype]
 
 
 LIVE_LOGITS = 3

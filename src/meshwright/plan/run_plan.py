@@ -528,6 +528,12 @@ class SavedBytes:
     none: int
     selective: int
     full: int
+    fused: int | None = None
+    """As `none` where norms are one kernel, as on CUDA; None if that is as much."""
+
+    def on_cuda(self, *, more: int) -> SavedBytes:
+        """Return the bytes on CUDA, which keeps some more without recomputation."""
+        return replace(self, none=more + (self.none if self.fused is None else self.fused))
 
     def under(self, policy: RecomputePolicy) -> int:
         """Return the bytes under a policy."""

@@ -18,7 +18,7 @@ from meshwright.errors import ConfigError, ScheduleError
 from meshwright.features.registry import PART_NAMES, part_types
 from meshwright.pipeline.actions import Action, Overlap
 from meshwright.pipeline.schedule_table import Schedule, parse_action
-from meshwright.plan.run_plan import FORMAT, LayerSpec, RunPlan
+from meshwright.plan.run_plan import FORMAT, LayerSpec, RunPlan, SavedBytes
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
@@ -138,6 +138,8 @@ class _Reader:
             assert isinstance(fitting, type)
             if fitting is LayerSpec:
                 return self._kind(value, path)
+            if fitting is SavedBytes:
+                value = {"fused": None, **value}  # plans from before it lack it
             return fitting(**self._fields(_hints(fitting), value, path))
         if get_origin(fitting) is tuple:
             return self._tuple(get_args(fitting), value, path)

@@ -10,14 +10,17 @@ from contextlib import ExitStack
 
 import torch
 
+from meshwright.capture.predict import predict_capture
 from meshwright.cluster.host import host_memory_bytes
 from meshwright.comm.collectives import all_gather_object, broadcast_object
 from meshwright.comm.node_groups import host_identity, node_numbers
+from meshwright.config.schema import CaptureConfig
 from meshwright.errors import MeshwrightError
 from meshwright.models.contract.family import TrainingData
 from meshwright.optim.catalogue import BUILT_IN
+from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import predict_memory, predict_process_memory
+from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.verify import verify
 from meshwright.train.choose_folder import choose_folder
@@ -57,10 +60,12 @@ def verified_plan(spec: RunSpec, context: RankContext) -> RunPlan:
     return plan
 
 
-def predicted_bytes(plan: RunPlan, device: torch.device) -> int:
+def predicted_bytes(plan: RunPlan, capture: CaptureConfig, device: torch.device) -> int:
     """Return the memory of a rank: of its process on a CPU; on a GPU, what PyTorch holds already is measured."""
-    is_cpu = device.type == "cpu"
-    return predict_process_memory(plan) if is_cpu else memory_bytes(device) + predict_memory(plan).total()
+    if device.type == "cpu":
+        return predict_process_memory(plan)
+    graphs = predict_capture(plan, mode=capture.mode).added() if capture.scope == ("layer",) else 0
+    return memory_bytes(device) + predict_cuda_memory(plan).total() + graphs
 
 
 def shared_nodes(num_ranks: int) -> int | tuple[int, ...] | None:

@@ -90,7 +90,7 @@ def _start(
     if process_bytes is None:
         from meshwright.train.rank_checks import predicted_bytes
 
-        process_bytes = predicted_bytes(plan, device)
+        process_bytes = predicted_bytes(plan, config.capture, device)
     return Start(
         name=config.name,
         num_params=model_facts(config).num_params(),

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.config.load import load
 from meshwright.errors import InputError
+from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
 from meshwright.train.report.figures import MAX_POINTS, PALETTE, Line, chart, downsample
@@ -224,3 +225,17 @@ def test_memory_is_compared_by_type_and_adds_up(tmp_path):
         f"total {format_bytes(total)} 0.39 GiB {403 * MIB / total - 1:+.1%}",
     ):
         assert words in found, words
+
+
+def test_memory_of_a_gpu_is_compared_with_its_peak(tmp_path):
+    """Types are compared by what is held of each, and the total by the peak, when not all of them are."""
+    folder, plan = write_folder(tmp_path / "run", PIPELINE), make_plan(load(*PIPELINE[:1], PIPELINE[1:]))
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace('"device": "cpu"', '"device": "NVIDIA H200"'))
+    total, stays = 280 * MIB + predict_cuda_memory(plan).total(), predict_memory(plan)
+    apart = stays.parameters + stays.gradients + stays.optimizer + stays.buffers
+    for words in (
+        f"gathered, activations, error feedback and workspace {format_bytes(total - 280 * MIB - apart)} 0.10 GiB",
+        f"total {format_bytes(total)} 0.39 GiB {403 * MIB / total - 1:+.1%}",
+    ):
+        assert words in read(folder).text, words

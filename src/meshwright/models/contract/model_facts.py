@@ -189,6 +189,10 @@ class KindFacts:
     buffers: tuple[BufferFacts, ...] = ()
     saved: Saved = Saved()
     """All that is saved without recomputation, inputs included."""
+    fused: Saved | None = None
+    """What is saved instead where a norm is one kernel, as on CUDA and in compiled blocks; None if that is `saved`."""
+    compiled: Saved | None = None
+    """What a compiled block saves; None if that is `fused`, or unknown and at most that."""
     kept: Saved | None = None
     """Results that selective recomputation keeps (`nn/kept_results.py`), without the input and collectives' results;
     None if unknown, which counts as much as `saved`."""

@@ -91,6 +91,7 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         "",
         (*norm, *head),
         saved=saved_by_norm(spec.dim),
+        fused=saved_by_fused_norm(spec.dim),
         output=float(spec.vocab_size),
         head=HeadFacts("head"),
         output_divided=True,
@@ -115,6 +116,14 @@ def saved_by_norm(dim: int) -> Saved:
     """Return what an RMS norm and the layer after it save: its input, root mean squares, normalized input and output,
     which a tensor-parallel layer gathers."""
     return Saved(full=dim, wide_stream=2.0 * dim + 1.0)
+
+
+def saved_by_fused_norm(dim: int) -> Saved:
+    """Return what an RMS norm that is one kernel saves, and the layer after it: its input, root mean squares, output.
+
+    Compiled blocks save as much: what they compute again of an input is element by element.
+    """
+    return Saved(full=dim, stream=dim, wide_stream=1.0)
 
 
 def kept_of_attention(dim: int, queries: int, keys: int, num_heads: int) -> Saved:
@@ -158,14 +167,17 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
     )
+    # Rotated queries and keys, values, the attention's output and logsumexp; four feed-forward activations.
+    others = Saved(divided=2.0 * queries + 2.0 * keys + 4.0 * spec.ffn_dim, wide_divided=spec.num_heads)
+    fused = saved_by_fused_norm(dim) + saved_by_fused_norm(dim) + others
     return KindFacts(
         name,
         "blocks.{layer}",
         parameters,
-        # Rotated queries and keys, values, the attention's output and logsumexp; four feed-forward activations.
-        saved=saved_by_norm(dim)
-        + saved_by_norm(dim)
-        + Saved(divided=2.0 * queries + 2.0 * keys + 4.0 * spec.ffn_dim, wide_divided=spec.num_heads),
+        saved=saved_by_norm(dim) + saved_by_norm(dim) + others,
+        fused=fused,
+        # The activation function is computed again from its input.
+        compiled=fused + Saved(divided=-spec.ffn_dim),
         # Queries and keys before rotation, and the outputs of row-parallel layers, which tp ranks sum afterwards.
         kept=kept_of_attention(dim, queries, keys, spec.num_heads) + Saved(full=float(dim), divided=2.0 * spec.ffn_dim),
         linear_inputs=(

@@ -155,6 +155,7 @@ def _block(spec: DiTSpec) -> KindFacts:
     attention = AttentionFacts(
         "attention", MaskSpec(), num_heads=spec.num_heads, num_kv_heads=spec.num_heads, head_dim=spec.head_dim
     )
+    others = Saved(divided=4.0 * inner + 2.0 * ffn, wide_divided=spec.num_heads)
     return KindFacts(
         "block",
         "blocks.{layer}",
@@ -162,9 +163,9 @@ def _block(spec: DiTSpec) -> KindFacts:
         # Per half: the input, the norm's output with mean and deviation, its modulation, and the gate's operand; then
         # queries, keys, values, the attention's output and logsumexp; and the feed-forward's hidden activations before
         # and after GELU. Per sample: the condition, the modulation, and 1 + its two scales.
-        saved=Saved(
-            full=8.0 * dim + 4.0 + 9.0 * dim / tokens, divided=4.0 * inner + 2.0 * ffn, wide_divided=spec.num_heads
-        ),
+        saved=Saved(full=8.0 * dim + 4.0 + 9.0 * dim / tokens) + others,
+        # Norms' outputs, the input of the second half and the scales are computed again.
+        compiled=Saved(full=5.0 * dim + 4.0 + 8.0 * dim / tokens) + others,
         kept=Saved(full=2.0 * dim + 6.0 * dim / tokens, divided=4.0 * inner + float(ffn), wide_divided=spec.num_heads),
         # Modulation multiplies one row per sample, too few for float8.
         linear_inputs=(

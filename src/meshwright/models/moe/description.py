@@ -77,16 +77,19 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
     # Chosen experts, whether each has a slot, and counts per sample; the order of rows, their tokens and offsets.
     choices = 9.0 * spec.top_k + 8.0 * spec.num_experts / seq_len
     recalled = Saved(fixed_bytes=choices + 8.0 * (3.0 * copies + 1.0))
+    # Rows by expert with their weights, four hidden activations and the weighted one.
+    others = Saved(
+        full=copies * dim, divided=5.0 * hidden * copies + 4.0 * shared - 4.0 * spec.ffn_dim, wide_full=copies
+    )
+    others += _saved_by_router(spec, router) + recalled
+    assert block.fused is not None, "a dense block says what it saves with fused norms"
     return KindFacts(
         BLOCK if block.name == DENSE_BLOCK else WINDOW_BLOCK,
         block.path,
         (*(p for p in block.parameters if not p.name.startswith("ffn.")), *_moe_parameters(spec)),
         buffers=_buffers(spec),
-        # Rows by expert with their weights, four hidden activations and the weighted one.
-        saved=block.saved
-        + Saved(full=copies * dim, divided=5.0 * hidden * copies + 4.0 * shared - 4.0 * spec.ffn_dim, wide_full=copies)
-        + _saved_by_router(spec, router)
-        + recalled,
+        saved=block.saved + others,
+        fused=block.fused + others,  # compiled too: experts stay eager
         kept=kept_of_attention(dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_heads)
         + Saved(
             full=copies * dim + (dim if shared else 0.0),

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from meshwright.cluster.host import host_memory_bytes, num_cores
 from meshwright.config.overlay import flatten
 from meshwright.errors import LayoutError
-from meshwright.plan.memory import SHARED, predict_memory, predict_process_memory
+from meshwright.plan.cuda_memory import predict_cuda_memory
+from meshwright.plan.memory import SHARED, predict_process_memory
 from meshwright.settings.violation import Fix, format_fix
 from meshwright.units import counted, format_bytes
 
@@ -135,7 +136,7 @@ def needed_bytes(plan: RunPlan, *, num_ranks: int, on_cpu: bool) -> int:
     """Return the predicted memory of some ranks of a plan: of processes on the CPU, else of tensors on a device."""
     if on_cpu:
         return num_ranks * (predict_process_memory(plan) - SHARED) + SHARED
-    return num_ranks * predict_memory(plan).total()
+    return num_ranks * predict_cuda_memory(plan).total()
 
 
 def memory_fixes(config: RunConfig, *, num_ranks: int, num_bytes: int, on_cpu: bool, what: str) -> list[str]:

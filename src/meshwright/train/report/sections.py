@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from meshwright.pipeline.timeline import from_values
 from meshwright.plan.compare import hashes
+from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.traffic import LinkBytes, predict_traffic
@@ -391,10 +392,11 @@ def _memory_rows(plan: RunPlan, measured: Mapping[str, int], *, on_cpu: bool) ->
     """Return a row for each type that can be measured, and one for the others, whose sum is."""
     predicted = predict_memory(plan)
     alone = [field.name for field in fields(predicted) if field.name in measured]
-    others = [_name(field.name) for field in fields(predicted) if field.name not in measured]
+    apart = {*measured, "workspace"} if on_cpu else measured.keys()
+    others = [_name(field.name) for field in fields(predicted) if field.name not in apart]
     types = [(_name(name), getattr(predicted, name), measured[name]) for name in alone]
     base = LIBRARIES if on_cpu else measured["base"]
-    total = predict_process_memory(plan) if on_cpu else base + predicted.total()
+    total = predict_process_memory(plan) if on_cpu else base + predict_cuda_memory(plan).total()
     others += ["holes between tensors"] * on_cpu
     rows = [
         ("Python and its libraries" if on_cpu else "held before the run", base, measured["base"]),
