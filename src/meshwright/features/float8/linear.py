@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.features.float8.private import has_scaled_mm, scaled_mm
+from meshwright.features.float8.private import scaled_mm, uses_scaled_mm
 from meshwright.nn.linear import Linear, WeightGradStore
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -190,11 +190,15 @@ class Float8Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map […, d] to […, e]."""
+        return self.multiply(x, self.weight)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Map […, d] to […, e] with a given weight, the layer's or its local shard."""
         records = self.training and torch.is_grad_enabled()
         # Between steps, weights have changed: validation casts them, and leaves the cached ones alone.
         casts = _Casts(self.slots, self.cached if self.training else None, records)
         out: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, casts, self.weight_gradients
+            x, weight, self.bias, casts, self.weight_gradients
         )
         return out
 
@@ -266,18 +270,18 @@ def product(a: Float8Values, b: Float8Values, dtype: torch.dtype, *, fast: bool 
         dtype: dtype of the result.
         fast: on GPUs, accumulate less precisely and faster, as is usual in forwards.
     """
-    out: Tensor = float8_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast)
+    if uses_scaled_mm(a.data.device):
+        return scaled_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast=fast)
+    out: Tensor = float8_mm(a.data, b.data, a.inverse, b.inverse, dtype)
     return out
 
 
 @torch.library.custom_op("meshwright::float8_mm", mutates_args=())
-def float8_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return `(a @ b) · inverse_a · inverse_b`, by float8 products where the device has them, else in float32."""
-    if has_scaled_mm(a.device):
-        return scaled_mm(a, b, inverse_a, inverse_b, dtype, fast=fast)
+def float8_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `(a @ b) · inverse_a · inverse_b`, multiplied in float32; one operator, which recomputation can keep."""
     return (a.to(torch.float32) @ b.to(torch.float32) * (inverse_a * inverse_b)).to(dtype)
 
 
 @float8_mm.register_fake
-def _(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def _(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
