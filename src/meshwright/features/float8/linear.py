@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.features.float8.private import scaled_mm, uses_scaled_mm
+from meshwright.features.float8.private import scaled_mm
 from meshwright.nn.linear import Linear, WeightGradStore
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -270,18 +270,4 @@ def product(a: Float8Values, b: Float8Values, dtype: torch.dtype, *, fast: bool 
         dtype: dtype of the result.
         fast: on GPUs, accumulate less precisely and faster, as is usual in forwards.
     """
-    if uses_scaled_mm(a.data.device):
-        return scaled_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast=fast)
-    out: Tensor = float8_mm(a.data, b.data, a.inverse, b.inverse, dtype)
-    return out
-
-
-@torch.library.custom_op("meshwright::float8_mm", mutates_args=())
-def float8_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `(a @ b) · inverse_a · inverse_b`, multiplied in float32; one operator, which recomputation can keep."""
-    return (a.to(torch.float32) @ b.to(torch.float32) * (inverse_a * inverse_b)).to(dtype)
-
-
-@float8_mm.register_fake
-def _(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    return scaled_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast=fast)

@@ -18,7 +18,7 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def check_device(device: torch.device) -> None:
-    """Check that a device multiplies in float8, or is a CPU, which emulates it.
+    """Check that a device multiplies in float8, or is a CPU, where PyTorch multiplies float8 numbers in float32.
 
     Raises:
         LayoutError: it is an older CUDA device.
@@ -30,15 +30,6 @@ def check_device(device: torch.device) -> None:
             rule="float8 products need {}.{} (Ada, Hopper) or newer".format(*FIRST_CAPABILITY),
             fix="float8.recipe=none",
         )
-
-
-def uses_scaled_mm(device: torch.device) -> bool:
-    """Return whether products on a device are `scaled_mm`; compiled blocks can trace this question.
-
-    PyTorch also has it on CPUs, with the same results, but there it takes several times as long as converting both
-    matrices to float32.
-    """
-    return device.type == "cuda"
 
 
 def scaled_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:

@@ -10,6 +10,7 @@ layout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,11 @@ class ParallelFloat8Linear(Float8Linear):
 
 
 def convert_to_torchao(module: nn.Module, paths: Collection[str]) -> None:
-    """Replace the linear layers at these paths by torchao's, with the same parameters; on a CPU they emulate."""
+    """Replace the linear layers at these paths by torchao's, with the same parameters."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that it can't load and nothing here uses
     try:
         # Imported late: torchao is optional, and takes seconds to import.
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import convert_to_float8_training
     except ImportError:
         raise LayoutError(
             "torchao isn't installed, but the plan's float8 layers are torchao's",
@@ -107,11 +109,7 @@ def convert_to_torchao(module: nn.Module, paths: Collection[str]) -> None:
             rule="every machine of a run has the packages that its plan uses",
             fix="pip install torchao, or make the plan where torchao isn't installed",
         ) from None
-    convert_to_float8_training(
-        module,
-        config=Float8LinearConfig(emulate=not torch.cuda.is_available()),
-        module_filter_fn=lambda _, path: path in paths,
-    )
+    convert_to_float8_training(module, module_filter_fn=lambda _, path: path in paths)
 
 
 class Float8OnRank(OnRank):
