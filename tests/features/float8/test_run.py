@@ -140,6 +140,15 @@ def test_recomputation_is_bitwise_none(corpus, policy, recipe):
     assert_same([state_of(0, 1, [*words, f"recompute.policy={policy}"])], [state_of(0, 1, words)])
 
 
+@pytest.mark.parametrize("policy", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_compiled_recomputation_is_bitwise_an_eager_run(corpus, policy):
+    """Delayed scales, whose magnitudes a graph takes in place, also where it is recomputed."""
+    words = [*corpus, DELAYED, "train.num_microbatches=2"]
+    found, *graphs = traced(0, 1, state_of, [*words, COMPILED, f"recompute.policy={policy}"])
+    assert_same([found], [state_of(0, 1, words)])
+    assert graphs == [1, 0]
+
+
 def test_cached_weights_are_bitwise_weights_cast_each_time(corpus):
     words = [*corpus, CURRENT, "train.num_microbatches=2"]
     assert_same([state_of(0, 1, [*words, CACHED])], [state_of(0, 1, words)])

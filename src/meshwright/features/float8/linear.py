@@ -19,7 +19,6 @@ Shapes: d input features, e output features, … any leading dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.features.float8.private import scaled_mm
-from meshwright.nn.linear import Linear, WeightGradStore
+from meshwright.nn.linear import Linear, WeightGradStore, computed_or_deferred
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 """Formats of inputs and weights, and of gradients, which need more range than precision."""
@@ -248,11 +247,8 @@ class _Float8Linear(torch.autograd.Function):
             w8 = cast(weight, scale, E4M3) if casts.weight is None else casts.weight
             grad_x = product(g8, w8, gradient.dtype).view(ctx.shape)
         if needs_weight:
-            compute: Callable[..., Tensor] = partial(_weight_gradient, dtype=weight.dtype)
-            if ctx.store is not None and ctx.store.defers:
-                ctx.store.put(weight, compute, *x8, *g8)
-            else:
-                grad_weight = compute(*x8, *g8)
+            compute = partial(_weight_gradient, dtype=weight.dtype)
+            grad_weight = computed_or_deferred(ctx.store, weight, compute, *x8, *g8)
         return grad_x, grad_weight, gradient.sum(0) if needs_bias else None, None, None
 
 
