@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.utils import run_fw_bw_and_get_code
+from torch._inductor.utils import run_and_get_code
 
 from meshwright.features.float8 import linear as float8_linear
 from meshwright.features.float8.linear import AmaxHistory, Float8Linear
@@ -40,13 +40,13 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-def block(recipe):
+def block(recipe, device="cpu"):
     torch.manual_seed(0)
-    made = Block().to(torch.bfloat16)
+    made = Block().to(device, torch.bfloat16)
     if recipe == "torchao":
         torchao = pytest.importorskip("torchao.float8")
         return torchao.convert_to_float8_training(made, module_filter_fn=lambda _, name: name in NAMES)
-    history = AmaxHistory(len(NAMES), length=4, device=torch.device("cpu"))
+    history = AmaxHistory(len(NAMES), length=4, device=torch.device(device))
     for number, name in enumerate(NAMES):
         layer = Float8Linear.from_linear(getattr(made, name))
         setattr(made, name, layer)
@@ -61,8 +61,21 @@ def compiler():
     torch.compiler.reset()
 
 
-def some_input():
-    return torch.randn(4, 32, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+def some_input(device="cpu"):
+    x = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(1))
+    return x.to(device, torch.bfloat16).requires_grad_()
+
+
+def results(module, forward, x):
+    """Output and gradients."""
+    y = forward(x)
+    y.sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).float().norm() <= MOVED * other.float().norm()
 
 
 @torch.library.custom_op("meshwright_tests::hidden_mm", mutates_args=())
@@ -105,12 +118,11 @@ def test_the_compiler_sees_all_that_a_layer_computes(recipe, hidden):
 
 def generated(module):
     """Kernels that pass over matrices, operators outside of kernels, and results."""
-    x = some_input()
-    y, codes = run_fw_bw_and_get_code(lambda: torch.compile(module)(x))
+    found, codes = run_and_get_code(lambda: results(module, torch.compile(module), some_input()))
     calls = [code[code.index("def call(") :] for code in codes]
     passes = sum(len(re.findall(r"for\s*\(int64_t x0=", code)) for code in codes)
     outside = {name for call in calls for name in re.findall(r"(?:extern_kernels|torch\.ops)\.([\w.]+)\(", call)}
-    return passes, outside, [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+    return passes, outside, found
 
 
 @pytest.mark.slow
@@ -118,10 +130,15 @@ def test_kernels_pass_over_matrices_no_more_often_than_torchao_s():
     theirs, outside, _ = generated(block("torchao"))
     assert theirs > PRODUCTS and outside == {"_scaled_mm"}
     for recipe in ("current", "delayed"):
-        passes, outside, results = generated(block(recipe))
+        passes, outside, found = generated(block(recipe))
         assert PRODUCTS < passes <= theirs and outside == {"_scaled_mm"}
-        eager, x = block(recipe), some_input()
-        y = eager(x)
-        y.sum().backward()
-        for found, expected in zip(results, [y, x.grad, *(p.grad for p in eager.parameters())], strict=True):
-            assert (found - expected).float().norm() <= MOVED * expected.float().norm()
+        eager = block(recipe)
+        assert_close(found, results(eager, eager, some_input()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["current", "delayed", "torchao"])
+def test_compiled_on_a_gpu_they_compute_what_eager_layers_do(recipe):
+    compiled, eager = block(recipe, "cuda"), block(recipe, "cuda")
+    found = results(compiled, torch.compile(compiled), some_input("cuda"))
+    assert_close(found, results(eager, eager, some_input("cuda")))
