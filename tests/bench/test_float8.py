@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.mesh.process_groups import process_group
-from meshwright_bench.float8.benchmark import layer_figures, loss_figures
-from meshwright_bench.float8.cases import ARMS, LayerTask
+from meshwright_bench.float8.benchmark import findings, layer_figures, loss_figures
+from meshwright_bench.float8.cases import ARMS, LAYERS, SIDES, LayerTask
 from meshwright_bench.float8.layer_times import sides, time_sides
 from meshwright_bench.float8.train_arms import train_arms
 from tests.bench.tiny import by_name
@@ -28,6 +28,18 @@ def test_figures_of_losses():
 def test_layers_are_unmeasured_without_a_gpu():
     figures = layer_figures(None)
     assert len(figures) == 8 and all(figure.value is None and "CUDA" in figure.note for figure in figures)
+    assert not list(findings(figures))
+
+
+def test_a_side_that_is_slower_than_bfloat16_is_a_finding():
+    times = {layer: {"bfloat16": [3.0], **dict.fromkeys(SIDES, [2.0])} for layer in LAYERS}
+    times["4096"]["delayed"] = [4.0]
+    del times["2048"]["current.torchao"]
+    figures = by_name(layer_figures(times))
+    assert figures["cuda.2048.current.torchao.over_bfloat16"].note == "needs torchao"
+    assert figures["cuda.2048.cached.over_bfloat16"].value == 1.5 and figures["cuda.2048.cached.over_bfloat16"].is_met
+    (finding,) = findings(list(figures.values()))
+    assert "cuda.4096.delayed is slower than bfloat16 (0.75 ×)" in finding
 
 
 def test_sides_train_on_the_same_batches(tmp_path):
@@ -42,11 +54,22 @@ def test_sides_train_on_the_same_batches(tmp_path):
     assert all(found[0] == pytest.approx(losses["bfloat16"][0], abs=0.02) for found in losses.values())
 
 
-def test_layers_of_all_sides_have_the_same_weight():
+def test_layers_of_all_sides_compute_the_same():
     pytest.importorskip("torchao")
-    layers = sides(32, 16, torch.device("cpu"))
-    weights = [next(iter(layer.parameters())) for layer in layers.values()]
-    assert all(torch.equal(weight, weights[0]) for weight in weights) and len(weights) == 5
+    layers = sides(32, 64, torch.device("cpu"))
+    x = torch.randn(1, 16, 32, dtype=torch.bfloat16)
+    outputs = {side: layer(x) for side, layer in layers.items()}
+    plain = outputs.pop("bfloat16")
+    assert outputs.keys() == SIDES.keys() and all(torch.equal(y, outputs["delayed"]) for y in outputs.values())
+    assert 0 < (outputs["delayed"] - plain).norm() <= 0.1 * plain.norm()
+
+
+def test_all_sides_are_timed(tmp_path, monkeypatch):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", lambda layer: layer)
+    task = LayerTask(tmp_path / "result.json", rounds=2, steps=1)
+    times = time_sides(32, 32, 64, device=torch.device("cpu"), task=task)
+    assert times.keys() == {"bfloat16", *SIDES} and all(len(found) == 2 for found in times.values())
 
 
 @pytest.mark.gpu

@@ -163,8 +163,8 @@ def test_float8_layers_are_listed(here):
         """
 linear layers in float8
   block × 1 · none
-  block.2 × 3 · delayed scaling · amax over 16 steps · ffn.gate · ffn.up
-    ffn.down
+  block.2 × 3 · delayed scaling · amax over 16 steps
+    casts not fused without train.compile · ffn.gate · ffn.up · ffn.down
 """
         in done.stdout
     )

@@ -99,7 +99,7 @@ def precision(d: Drawing) -> None:
     """Draw the dtype, float8 layers, and what is recomputed."""
     d.put(train__precision=d.rng.choices(("float32", "bfloat16", "float64"), (13, 6, 1))[0])
     if d.chance(0.12):
-        d.put(train__precision="bfloat16", float8__recipe=d.choose("current", "delayed", "torchao"))
+        d.put(train__precision="bfloat16", float8__recipe=d.choose("current", "delayed"))
         for key in ("float8.cache_weights", "float8.keep_first", "float8.keep_last", "float8.amax_history"):
             if d.chance(0.4):
                 d.put_from_schema(key)

@@ -90,7 +90,7 @@ with rank_environment(1):
 SETTINGS = [
     *([preset] for preset in ("llama-tiny", "moe-tiny", "dit-digits", "hf-tiny", "module-tiny")),
     *(["llama-tiny", f"train.optimizer={name}"] for name in BUILT_IN),
-    *(["llama-tiny", f"float8.recipe={name}"] for name in ("current", "delayed", "torchao")),
+    *(["llama-tiny", f"float8.recipe={name}"] for name in ("current", "delayed")),
     *(["llama-tiny", f"train.trackers={name}"] for name in SINKS),
     ["hf-tiny", "lora.rank=4"],
 ]

@@ -19,8 +19,11 @@ LAST = 20
 """Last steps of a training, over whose losses the median is taken."""
 WITHIN = 0.01
 """Target for the relative increase of the loss over that of bfloat16."""
-LAYERS = {"square": (8192, 4096, 4096), "wide": (8192, 4096, 14336)}
-"""Tokens, input and output features of the linear layers that are timed on a GPU."""
+SIDES = {"current.torchao": "torchao", "current.own": "current", "delayed": "delayed", "cached": "current"}
+"""Plan's recipe of each side that is timed on a GPU beside bfloat16: current scaling by torchao's layer and by ours,
+delayed scaling, and current scaling with cached weights."""
+LAYERS = {"2048": (16384, 2048, 8192), "4096": (8192, 4096, 14336)}
+"""Tokens, width and inner width of the feed-forward layers that are timed on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class LossTask:
 
 @dataclass(frozen=True)
 class LayerTask:
-    """Times of linear layers on a GPU."""
+    """Times of feed-forward layers on a GPU."""
 
     result: Path
     rounds: int = 7

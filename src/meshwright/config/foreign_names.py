@@ -183,7 +183,9 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "loopedbfs": "interleaved", "zbvzerobubble": "zb-v", "interleavedzerobubble": "zb-v", "zerobubble": "zb-h1",
         "zb1p": "zb-h1", "dualpipe": "dualpipe-v",
     },
-    "float8.recipe": {"tensorwise": "current", "true": "current", "hybrid": "current", "e4m3": "current"},
+    "float8.recipe": {
+        "tensorwise": "current", "true": "current", "hybrid": "current", "e4m3": "current", "torchao": "current",
+    },
     "comm.gradients": {"true": "int4", "false": "exact", "bfloat16": "bf16", "fp32": "exact", "float32": "exact"},
     "comm.weights": {"true": "int8", "false": "exact"},
     "data.packing": {"true": "documents", "false": "none"},

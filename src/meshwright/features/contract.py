@@ -53,10 +53,6 @@ class PlanFeature(Generic[P]):
         """Yield violations of the feature's rules."""
         return iter(())
 
-    def split_backward_rules(self, config: RunConfig, schedule: str, others: list[Fix]) -> Iterator[Violation]:
-        """Yield violations under a schedule that splits the backward; `others` are fixes with another schedule."""
-        return iter(())
-
     def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> P | None:
         """Return what it adds to the kind of a block, or of an end, where `layer` is None."""
         return None
@@ -104,9 +100,6 @@ class RunFeature:
 
     def before_styles(self, part: nn.Module, kind: LayerSpec) -> None:
         """Change a plain block or, of an end, its stage, on the meta device, before tensor parallelism shards it."""
-
-    def after_styles(self, block: nn.Module, kind: LayerSpec) -> None:
-        """Change a block whose parameters are tensor-parallel shards; not called without tp."""
 
     def start(self, job: Job) -> OnRank:
         """Return its state on this rank, once model and optimizer are built."""

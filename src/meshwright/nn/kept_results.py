@@ -40,8 +40,6 @@ MATRIX_PRODUCTS = frozenset(
     )
 )  # fmt: skip
 """Matrix products and attention of ATen."""
-FLOAT8_PRODUCTS = frozenset({"meshwright::float8_mm"})
-"""Float8 products, in the dtype of their layer's output."""
 ATTENTION = frozenset({"meshwright::block_attention", "torch_attn::_varlen_attn"})
 """Attention that is an operator of its own. Compiled FlexAttention is none, and is computed again."""
 CHOICES = frozenset({"aten::topk"})
@@ -65,7 +63,7 @@ def is_kept(operator: Any) -> bool:
     namespace, _, base = name.partition(".")[0].partition("::")
     if namespace == FUNCTIONAL_COLLECTIVES:
         return not base.endswith("_") and not base.startswith("wait_")
-    kept = MATRIX_PRODUCTS | FLOAT8_PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
+    kept = MATRIX_PRODUCTS | ATTENTION | CHOICES | COLLECTIVES
     return not name.endswith((".out", "_out")) and f"{namespace}::{base}" in kept
 
 

@@ -63,9 +63,6 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
 
         apply_styles(module, submesh(mesh, ["tp"]), plan, stage)
         tie_parameters(module, facts)
-        for kind, block in blocks:
-            for feature in features:
-                feature.after_styles(block, kind)
         if not blocks or any(kind.compiled for kind, _ in blocks):
             wait_for_embeddings(module, plan, stage)
     for kind, block in blocks:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
@@ -44,7 +45,7 @@ def compute_on_local_shards(
         try:
             for name, parameter in original.items():
                 if isinstance(parameter, DTensor):
-                    parameters[name] = _local(parameter, partial.get(name))
+                    parameters[name] = local_shard(parameter, partial.get(name))
             return forward(*args, **kwargs)
         finally:
             parameters.update(original)
@@ -52,7 +53,13 @@ def compute_on_local_shards(
     module.forward = forward_on_local
 
 
-def _local(parameter: Any, factor: float | None) -> Tensor:
+def local_shard(parameter: Any, factor: float | None = None) -> Tensor:
+    """Return the local shard of a DTensor to compute with, whose gradient belongs to the parameter.
+
+    Args:
+        factor: what each rank multiplies the shard by, if its local gradient is partial; None if the gradient is placed
+            like the parameter.
+    """
     mesh, placements = parameter.device_mesh, list(parameter.placements)
     if factor is not None:
         placements = [Partial() for _ in placements]
@@ -62,5 +69,6 @@ def _local(parameter: Any, factor: float | None) -> Tensor:
         shape, stride = parameter.shape, parameter.stride()
         return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    setattr(local, OWNER, LocalShardOwner(parameter, wrap))
+    if not torch.compiler.is_compiling():  # compiled blocks defer no gradients
+        setattr(local, OWNER, LocalShardOwner(parameter, wrap))
     return local if factor in (None, 1.0) else local * factor

@@ -14,7 +14,6 @@ from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.config.translate import value_named
 from meshwright.errors import ConfigError, InputError, LayoutError, ScheduleError
-from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.generate import schedule_kind
 from meshwright.pipeline.schedule_table import Schedule
@@ -134,8 +133,6 @@ def _split_backward(config: RunConfig, table: Schedule) -> Iterator[Violation]:
         fixes = [{"train.compile": False}, *others]
         what = f"train.compile with {name}, which splits the backward"
         yield Violation(ConfigError, what, "train.compile", rule, fixes)
-    for feature in plan_features(config=config):
-        yield from feature.split_backward_rules(config, name, others)
 
 
 def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:

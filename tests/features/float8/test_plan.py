@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 
@@ -21,7 +20,7 @@ PIPELINE = ["mesh.pp=2", "train.num_microbatches=4"]
 RECIPES = (
     ["float8.recipe=current", "mesh.dp_shard=2", "mesh.cp=2"],
     ["float8.recipe=delayed", "float8.cache_weights=true", "float8.keep_first=1", *PIPELINE],
-    ["float8.recipe=torchao", "train.precision=bfloat16"],
+    ["float8.recipe=current", "train.compile=true", "train.precision=bfloat16"],
 )
 
 
@@ -29,7 +28,6 @@ def plan_of(words=("float8.recipe=delayed", "mesh.dp_shard=2")):
     return make_plan(load("llama-tiny", list(words)))
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 @pytest.mark.parametrize("words", RECIPES)
 def test_right_plans(words):
     plan = plan_of(words)
@@ -39,6 +37,10 @@ def test_right_plans(words):
 
 def with_float8(plan, name="block", **changes):
     return with_kind(plan, name, parts=(replace(plan.kind(name).part(Float8Layers), **changes),))
+
+
+def compiled(plan):
+    return with_kind(plan, "block", compiled=True)
 
 
 FAULTS = {
@@ -57,22 +59,18 @@ FAULTS = {
         "is sharded along dim 0 over dp_shard in use",
     ),
     "odd tokens": (lambda p: replace(p, batch=replace(p.batch, samples=1, tokens=8)), "has 8 tokens"),
-    "split backwards": (
-        lambda p: replace(
-            with_float8(p, recipe=Float8Recipe.TORCHAO, history=0),
-            stages=tuple(replace(stage, splits_backward=True) for stage in p.stages),
-        ),
-        "torchao's layers in block, and a backward that is split",
+    "torchao's, eager": (
+        lambda p: with_float8(p, recipe=Float8Recipe.TORCHAO, history=0),
+        "eager layers of torchao's in block",
     ),
     "torchao's, cached": (
-        lambda p: with_float8(p, recipe=Float8Recipe.TORCHAO, history=0, cached=True),
-        "cached weights of torchao's layers",
+        lambda p: with_float8(compiled(p), recipe=Float8Recipe.TORCHAO, history=0, cached=True),
+        "cached weights of layers of torchao's in block",
     ),
 }  # fmt: skip
 
 
 TP_FAULTS = {
-    "compiled": (lambda p: with_kind(p, "block", compiled=True), "compiled layers in block, in float8 with tp"),
     "torchao's": (
         lambda p: with_float8(p, recipe=Float8Recipe.TORCHAO, history=0),
         "torchao's layers in block, in float8 with tp",

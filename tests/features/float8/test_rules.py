@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.features.float8 import rules as float8_layers
-from meshwright.features.float8.rules import Float8Layers
+from meshwright.features.float8 import rules
+from meshwright.features.float8.rules import Float8Layers, Float8Recipe
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from tests.helpers import assert_every_fix_works, outcome
-
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 CURRENT = "float8.recipe=current"
 ATTENTION = {"attention.wq", "attention.wk", "attention.wv", "attention.wo"}
 SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ("words", "kind", "what"),
     [
-        (["float8.recipe=torchao", "mesh.tp=2"], LayoutError, "float8.recipe = torchao with mesh.tp = 2"),
-        ([CURRENT, "mesh.tp=2", "train.compile=true"], LayoutError, "with mesh.tp = 2 and train.compile"),
         ([CURRENT, "mesh.tp=2", "model.ffn_dim=368"], ConfigError, "128 input and 368 output features"),
         ([CURRENT, "float8.modules=['head','*']"], ConfigError, "float8.modules has head"),
         ([CURRENT, "float8.modules=embed"], ConfigError, "float8.modules has embed"),
@@ -36,8 +29,7 @@ SPLIT = ("mesh.pp=2", "train.num_microbatches=4", "pipeline.schedule=zb-h1")
         ([CURRENT, "train.precision=float64"], ConfigError, "with train.precision = float64"),
         ([CURRENT, "float8.cache_weights=true", "mesh.dp_shard=2"], LayoutError, "with mesh.dp_shard = 2"),
         ([CURRENT, "float8.cache_weights=true", "mesh.cp=2"], LayoutError, "with mesh.cp = 2"),
-        (["float8.recipe=torchao", "float8.cache_weights=true"], ConfigError, "float8.cache_weights with"),
-        (["float8.recipe=torchao", *SPLIT], ConfigError, "which splits the backward"),
+        (["float8.recipe=torchao"], ConfigError, "float8.recipe = 'torchao' is not allowed here"),
         ([CURRENT, "model.ffn_dim=200"], ConfigError, "128 input and 200 output features"),
         ([CURRENT, "train.seq_len=4", "train.global_batch=6", "mesh.dp_shard=2"], LayoutError, "3 × 4 tokens"),
     ],
@@ -56,6 +48,7 @@ def test_a_violation_is_explained_and_every_fix_works(words, kind, what):
         [CURRENT, "model.ffn_dim=200", "float8.modules=*.attention.*"],
         [CURRENT, "mesh.cp=2", "recompute.policy=selective"],
         [CURRENT, "mesh.tp=2", "float8.cache_weights=true"],
+        [CURRENT, "mesh.tp=2", "train.compile=true"],
         ["float8.modules=nonsense", "mesh.tp=2", "train.precision=float64"],
     ],
 )
@@ -70,10 +63,24 @@ def test_biases_and_tensor_parallelism_are_refused():
     assert load("dit-digits", [*words, "float8.modules=*.wk"])
 
 
-def test_torchao_must_be_installed(monkeypatch):
-    monkeypatch.setattr(float8_layers.importlib.util, "find_spec", lambda name: None)
-    error = outcome(["float8.recipe=torchao"])
-    assert "torchao isn't installed" in error.what and "pip install torchao" in error.fix
+COMPILED = "train.compile=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "installed", "recipe"),
+    [
+        ([COMPILED], True, Float8Recipe.TORCHAO),
+        ([COMPILED, "mesh.pp=2", "train.num_microbatches=2"], True, Float8Recipe.TORCHAO),
+        ([COMPILED], False, Float8Recipe.CURRENT),
+        ([], True, Float8Recipe.CURRENT),
+        ([COMPILED, "mesh.tp=2"], True, Float8Recipe.CURRENT),
+        ([COMPILED, "float8.cache_weights=true"], True, Float8Recipe.CURRENT),
+        ([COMPILED, "float8.recipe=delayed"], True, Float8Recipe.DELAYED),
+    ],
+)
+def test_torchao_computes_current_scales_of_compiled_blocks(monkeypatch, words, installed, recipe):
+    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda name: installed or None)
+    assert rules.recipe_of(load("llama-tiny", [CURRENT, *words])) is recipe
 
 
 @pytest.mark.parametrize(

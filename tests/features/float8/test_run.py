@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch import distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate
 
 from meshwright.features.float8 import run as float8_run
 from meshwright.features.float8 import run as parallel_float8
 from meshwright.features.float8.linear import Float8Linear
+from meshwright.features.float8.run import ParallelFloat8Linear
 from meshwright.mesh.process_groups import process_group
 from meshwright.nn.linear import Linear
 from meshwright.parallel.data_parallel import fsdp_modules
@@ -137,6 +140,15 @@ def test_recomputation_is_bitwise_none(corpus, policy, recipe):
     assert_same([state_of(0, 1, [*words, f"recompute.policy={policy}"])], [state_of(0, 1, words)])
 
 
+@pytest.mark.parametrize("policy", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_compiled_recomputation_is_bitwise_an_eager_run(corpus, policy):
+    """Delayed scales, whose magnitudes a graph takes in place, also where it is recomputed."""
+    words = [*corpus, DELAYED, "train.num_microbatches=2"]
+    found, *graphs = traced(0, 1, state_of, [*words, COMPILED, f"recompute.policy={policy}"])
+    assert_same([found], [state_of(0, 1, words)])
+    assert graphs == [1, 0]
+
+
 def test_cached_weights_are_bitwise_weights_cast_each_time(corpus):
     words = [*corpus, CURRENT, "train.num_microbatches=2"]
     assert_same([state_of(0, 1, [*words, CACHED])], [state_of(0, 1, words)])
@@ -158,7 +170,7 @@ def test_blocks_that_are_kept_have_plain_layers(corpus):
     module = job.parts()[0].module
     blocks = [module.blocks[str(layer)] for layer in range(4)]
     kinds = [(type(block.ffn.up), type(block.attention.wq)) for block in blocks]
-    assert kinds == [(Linear, Linear), (Float8Linear, Linear), (Float8Linear, Linear), (Linear, Linear)]
+    assert kinds == [(Linear, Linear), *[(ParallelFloat8Linear, Linear)] * 2, (Linear, Linear)]
     assert type(module.head) is not Float8Linear and torch.isfinite(torch.tensor(step(1).loss))
     names = [kind.name for kind in job.plan.kinds if kind.is_block]
     assert len(names) == 2 and job.plan.stages[0].kinds == (names[0], names[1], names[1], names[0])
@@ -212,22 +224,28 @@ def alone(body, *args):
         return [body(0, 1, *args)]
 
 
+COMPILED = "train.compile=true"
+TRACED = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+"""Blocks are traced as ever, and the graphs then run without Inductor, which takes half a minute to compile them."""
+
+
+def traced(rank, world_size, body, *args):
+    """What a body returns, and the number of graphs that dynamo traced."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(torch.nn.Module, "compile", TRACED):
+        return body(rank, world_size, *args), counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("float8.recipe=torchao", "mesh.dp_shard=2", "recompute.policy=full"),
-    ],
-    ids=lambda words: words[0],
-)
-def test_fsdp_in_bfloat16_trains_close_to_bfloat16(gang, corpus, words):
+def test_fsdp_in_bfloat16_trains_close_to_bfloat16(gang, corpus):
     def losses(words):
-        traces = gang(2).run(trace, words, 8, timeout_s=120)
+        traces = [one for one, *_ in gang(2).run(traced, trace, words, 8, timeout_s=120)]
         assert all(one.results == traces[0].results for one in traces)
         return traces[0].losses
 
-    layout = [word for word in words if not word.startswith("float8.")]
-    found, expected = losses([*corpus, BF16, *words]), losses([*corpus, BF16, *layout])
+    layout = [*corpus, BF16, "mesh.dp_shard=2", "recompute.policy=full", COMPILED]
+    found, expected = losses([*layout, CURRENT]), losses(layout)
     torch.testing.assert_close(found, expected, rtol=0, atol=0.05)
     assert not torch.equal(found, expected) and found[-1] < found[0] - 0.5
 
@@ -255,8 +273,9 @@ def test_cached_weights_follow_the_masters_of_fsdp(corpus):
 
 def test_torchao_trains_close_to_ours(corpus):
     pytest.importorskip("torchao")
-    found, ours = (trace(0, 1, [*corpus, f"float8.recipe={one}"], 4).losses for one in ("torchao", "current"))
-    torch.testing.assert_close(found, ours, rtol=0, atol=0.01)
+    theirs, *graphs = traced(0, 1, trace, [*corpus, CURRENT, COMPILED], 4)
+    torch.testing.assert_close(theirs.losses, trace(0, 1, [*corpus, CURRENT], 4).losses, rtol=0, atol=0.01)
+    assert graphs == [1, 0]
 
 
 @pytest.mark.slow
@@ -267,6 +286,15 @@ def test_compiled_it_trains_the_same(corpus):
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], abs=1e-3)
     assert all((state[name] > 0).any() for name in state)
     assert all(torch.allclose(state[name], eager[name], rtol=0.05) for name in state)
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED])
+def test_shards_are_traced_into_one_graph_for_all_blocks(gang, corpus, recipe):
+    words = [*corpus, FOUR_LAYERS, TP, recipe]
+    expected = gang(2).run(state_of, words)
+    found = gang(2).run(traced, state_of, [*words, COMPILED], timeout_s=120)
+    assert_same([one for one, *_ in found], expected)
+    assert all(graphs == [1, 0] for _, *graphs in found)
 
 
 @pytest.mark.slow

@@ -132,12 +132,20 @@ def test_other_precisions_pass_more_tightly(gang: GangPool, precision: str) -> N
         ("llama-tiny", "mesh.dp_shard=2 train.optimizer=sgd train.parameter_groups=embedding:lr=0.001"),
         ("llama-tiny", "mesh.dp_shard=2 mesh.tp=2 train.optimizer=muon train.lr_schedule=wsd"),
         ("llama-tiny", "mesh.dp_shard=2 train.compile=true model.num_layers=1"),
-        ("llama-tiny", "mesh.dp_shard=2 float8.recipe=torchao"),
+        ("llama-tiny", "mesh.dp_shard=2 float8.recipe=current train.compile=true"),
         ("llama-tiny", "mesh.cp=2 float8.recipe=current float8.keep_first=1"),
         ("llama-tiny", "mesh.tp=2 float8.recipe=delayed model.dim=64 model.ffn_dim=96 train.num_microbatches=2"),
         ("llama-tiny", "mesh.pp=2 float8.recipe=current pipeline.schedule=zb-h1 train.num_microbatches=4"),
         ("moe-tiny", "mesh.dp_shard=2 mesh.ep=2 float8.recipe=delayed train.precision=float32"),
         ("llama-tiny", "mesh.tp=2 train.compile=true model.num_layers=1"),
+        (
+            "llama-tiny",
+            "mesh.tp=2 train.compile=true model.num_layers=1 float8.recipe=delayed model.dim=64 model.ffn_dim=96",
+        ),
+        (
+            "llama-tiny",
+            "mesh.tp=2 mesh.pp=2 pipeline.schedule=zb-h1 float8.recipe=current float8.modules=*.wq model.dim=64",
+        ),
     ],
 )
 def test_sharded_experts_optimizers_and_compiled_runs_pass(gang: GangPool, preset: str, words: str) -> None:

@@ -19,15 +19,14 @@ Shapes: d input features, e output features, … any leading dims.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.features.float8.private import has_scaled_mm, scaled_mm
-from meshwright.nn.linear import Linear, WeightGradStore
+from meshwright.features.float8.private import scaled_mm
+from meshwright.nn.linear import Linear, WeightGradStore, computed_or_deferred
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 """Formats of inputs and weights, and of gradients, which need more range than precision."""
@@ -190,11 +189,15 @@ class Float8Linear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map […, d] to […, e]."""
+        return self.multiply(x, self.weight)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Map […, d] to […, e] with a given weight, the layer's or its local shard."""
         records = self.training and torch.is_grad_enabled()
         # Between steps, weights have changed: validation casts them, and leaves the cached ones alone.
         casts = _Casts(self.slots, self.cached if self.training else None, records)
         out: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, casts, self.weight_gradients
+            x, weight, self.bias, casts, self.weight_gradients
         )
         return out
 
@@ -244,11 +247,8 @@ class _Float8Linear(torch.autograd.Function):
             w8 = cast(weight, scale, E4M3) if casts.weight is None else casts.weight
             grad_x = product(g8, w8, gradient.dtype).view(ctx.shape)
         if needs_weight:
-            compute: Callable[..., Tensor] = partial(_weight_gradient, dtype=weight.dtype)
-            if ctx.store is not None and ctx.store.defers:
-                ctx.store.put(weight, compute, *x8, *g8)
-            else:
-                grad_weight = compute(*x8, *g8)
+            compute = partial(_weight_gradient, dtype=weight.dtype)
+            grad_weight = computed_or_deferred(ctx.store, weight, compute, *x8, *g8)
         return grad_x, grad_weight, gradient.sum(0) if needs_bias else None, None, None
 
 
@@ -266,18 +266,4 @@ def product(a: Float8Values, b: Float8Values, dtype: torch.dtype, *, fast: bool 
         dtype: dtype of the result.
         fast: on GPUs, accumulate less precisely and faster, as is usual in forwards.
     """
-    out: Tensor = float8_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast)
-    return out
-
-
-@torch.library.custom_op("meshwright::float8_mm", mutates_args=())
-def float8_mm(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return `(a @ b) · inverse_a · inverse_b`, by float8 products where the device has them, else in float32."""
-    if has_scaled_mm(a.device):
-        return scaled_mm(a, b, inverse_a, inverse_b, dtype, fast=fast)
-    return (a.to(torch.float32) @ b.to(torch.float32) * (inverse_a * inverse_b)).to(dtype)
-
-
-@float8_mm.register_fake
-def _(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+    return scaled_mm(a.data, b.data, a.inverse, b.inverse, dtype, fast=fast)

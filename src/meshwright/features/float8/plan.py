@@ -8,16 +8,15 @@ from dataclasses import replace
 from math import prod
 
 from meshwright.config.schema import RunConfig
-from meshwright.errors import ConfigError
 from meshwright.features.contract import PlanFeature
 from meshwright.features.float8.rules import (
-    CURRENT,
     OFF,
     SIZE_UNIT,
     Float8Layers,
     Float8Recipe,
     float8_violations,
     layers_in_float8,
+    recipe_of,
 )
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
@@ -37,22 +36,12 @@ class Float8InPlans(PlanFeature[Float8Layers]):
     def rules(self, config: RunConfig) -> Iterator[Violation]:
         return float8_violations(config)
 
-    def split_backward_rules(self, config: RunConfig, schedule: str, others: list[Fix]) -> Iterator[Violation]:
-        if config.float8.recipe == "torchao":
-            yield Violation(
-                ConfigError,
-                f"float8.recipe = torchao with {schedule}, which splits the backward",
-                "float8.recipe",
-                "torchao's float8 layer can't defer the gradients of its weights",
-                [CURRENT, *others],
-            )
-
     def make(self, config: RunConfig, model: ModelFacts, kind: KindFacts, layer: int | None) -> Float8Layers | None:
         float8 = config.float8
         layers = layers_in_float8(float8, kind, layer, num_layers=model.num_layers)
         if not layers:
             return None
-        recipe = Float8Recipe(float8.recipe)
+        recipe = recipe_of(config)
         history = float8.amax_history if recipe is Float8Recipe.DELAYED else 0
         return Float8Layers(recipe, layers, history, float8.cache_weights)
 
@@ -109,9 +98,11 @@ class Float8InPlans(PlanFeature[Float8Layers]):
             if part is None:
                 yield name, "none"
                 continue
+            scales = "current scaling by torchao" if part.recipe is Float8Recipe.TORCHAO else f"{part.recipe} scaling"
+            eager = "" if kind.compiled else "casts not fused without train.compile"
             back = f"amax over {counted(part.history, 'step')}" if part.history else ""
             cached = "weights cast once per step" if part.cached else ""
-            yield tuple(word for word in (name, f"{part.recipe} scaling", back, cached, *part.layers) if word)
+            yield tuple(word for word in (name, scales, back, cached, eager, *part.layers) if word)
 
     def in_proof(self, config: RunConfig) -> Fix:
         return OFF
@@ -145,14 +136,10 @@ def _recipe(plan: RunPlan, kind: LayerSpec, float8: Float8Layers) -> Iterator[Pl
         yield PlanError(
             what, "delayed scaling looks back on at least one step, other scaling on none", f"{field}.history"
         )
-    if recipe is Float8Recipe.TORCHAO and float8.cached:
-        what = f"cached weights of torchao's layers in {kind.name}"
-        yield PlanError(what, "torchao's layer casts its weight in every forward and backward", f"{field}.cached")
-    for number, stage in enumerate(plan.stages):
-        if recipe is Float8Recipe.TORCHAO and stage.splits_backward and kind.name in stage.kinds:
-            what = f"torchao's layers in {kind.name}, and a backward that is split"
-            rule = "torchao's layers can't defer the gradients of their weights"
-            yield PlanError(what, rule, f"{field}.recipe", stages=(number,))
+    if recipe is Float8Recipe.TORCHAO and (float8.cached or not kind.compiled):
+        what = f"{'cached weights of' if float8.cached else 'eager'} layers of torchao's in {kind.name}"
+        rule = "torchao's layers are for compiled blocks, and cast their weights in every forward and backward"
+        yield PlanError(what, rule, f"{field}.recipe")
     if plan.edge.dtype == "float64":
         yield PlanError(
             f"float8 layers in {kind.name}, which runs in float64", "float8 is for float32 and bfloat16", field
@@ -164,9 +151,8 @@ def _shards(plan: RunPlan, kind: LayerSpec, float8: Float8Layers) -> Iterator[Pl
     field, biases = f"kinds[{kind.name}].float8", [f"{path}.bias" for path in float8.layers]
     found = [f"the bias {p.name}" for p in kind.parameters if p.name in biases]
     found += ["torchao's layers"] if float8.recipe is Float8Recipe.TORCHAO else []
-    found += ["compiled layers"] if kind.compiled else []
     for what in found if plan.mesh.view("tp") else ():
-        rule = "float8 layers with tensor-parallel shards are not torchao's, run eagerly, and have no bias"
+        rule = "float8 layers with tensor-parallel shards are not torchao's, and have no bias"
         yield PlanError(f"{what} in {kind.name}, in float8 with tp", rule, field, axis="tp")
 
 

@@ -19,7 +19,15 @@ from meshwright.settings.violation import Fix, Violation, format_value, round_up
 from meshwright.units import counted
 
 OFF: Fix = {"float8.recipe": "none"}
-CURRENT: Fix = {"float8.recipe": "current"}
+
+
+def recipe_of(config: RunConfig) -> Float8Recipe:
+    """Return the recipe of a run's float8 layers: torchao's layer, where it is installed, computes the current scales
+    of compiled blocks that it can compute."""
+    needs_ours = not config.train.compile or config.mesh.tp > 1 or config.float8.cache_weights
+    if config.float8.recipe == "current" and not needs_ours and importlib.util.find_spec("torchao") is not None:
+        return Float8Recipe.TORCHAO
+    return Float8Recipe(config.float8.recipe)
 
 
 def layers_in_float8(config: Float8Config, kind: KindFacts, layer: int | None, *, num_layers: int) -> tuple[str, ...]:
@@ -39,8 +47,11 @@ def _matches(globs: tuple[str, ...], name: str) -> bool:
 def float8_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield violations of the rules for `float8`."""
     facts = model_facts(config)
+    if config.train.precision == "float64":
+        what = f"float8.recipe = {config.float8.recipe} with train.precision = float64"
+        rule = "float8 is for training in float32 and bfloat16"
+        yield Violation(ConfigError, what, "float8.recipe", rule, [OFF, {"train.precision": "bfloat16"}])
     yield from _layers(config, facts)
-    yield from _recipe(config)
     yield from _layout(config, facts)
     yield from _sizes(config, facts)
 
@@ -76,44 +87,18 @@ def _layers(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
         yield Violation(ConfigError, what, "float8.modules", rule, [{"float8.modules": ("*",)}, OFF])
 
 
-def _recipe(config: RunConfig) -> Iterator[Violation]:
-    float8, train = config.float8, config.train
-    what = f"float8.recipe = {float8.recipe}"
-    is_torchao = float8.recipe == "torchao"
-    if train.precision == "float64":
-        rule = "float8 is for training in float32 and bfloat16"
-        fixes: list[Fix] = [OFF, {"train.precision": "bfloat16"}]
-        yield Violation(ConfigError, f"{what} with train.precision = float64", "float8.recipe", rule, fixes)
-    if is_torchao and importlib.util.find_spec("torchao") is None:
-        rule, install = "this recipe uses the package torchao", "pip install torchao"
-        yield Violation(ConfigError, f"{what}, but torchao isn't installed", "float8.recipe", rule, [CURRENT], install)
-    if is_torchao and float8.cache_weights:
-        rule = "torchao's layer casts its weight in every forward and backward"
-        fixes = [CURRENT, {"float8.cache_weights": False}]
-        yield Violation(ConfigError, f"float8.cache_weights with {what}", "float8.cache_weights", rule, fixes)
-
-
 def _layout(config: RunConfig, facts: ModelFacts) -> Iterator[Violation]:
-    mesh, float8 = config.mesh, config.float8
-    what = f"float8.recipe = {float8.recipe}"
-    one_rank: Fix = {"mesh.tp": 1}
-    if mesh.tp > 1 and float8.recipe == "torchao":
-        rule = "torchao's layers have no tensor-parallel shards here; those of the other recipes have"
-        yield Violation(LayoutError, f"{what} with mesh.tp = {mesh.tp}", "mesh.tp", rule, [CURRENT, one_rank])
-    if mesh.tp > 1 and config.train.compile:
-        rule = "float8 layers with tensor-parallel shards run eagerly"
-        fixes: list[Fix] = [{"train.compile": False}, one_rank, OFF]
-        yield Violation(LayoutError, f"{what} with mesh.tp = {mesh.tp} and train.compile", "mesh.tp", rule, fixes)
+    mesh = config.mesh
     for kind, layer, path in _chosen(config, facts) if mesh.tp > 1 else ():
         if any(p.name == f"{path}.bias" for p in kind.parameters):
             what = f"{kind.full_name(path, layer)} has a bias and runs in float8, with mesh.tp = {mesh.tp}"
             rule = "float8 layers with tensor-parallel shards have no bias"
-            yield Violation(LayoutError, what, "mesh.tp", rule, [one_rank, OFF])
+            yield Violation(LayoutError, what, "mesh.tp", rule, [{"mesh.tp": 1}, OFF])
             break
-    if float8.cache_weights and mesh.dp_shard * mesh.cp > 1:
+    if config.float8.cache_weights and mesh.dp_shard * mesh.cp > 1:
         axis = "mesh.dp_shard" if mesh.dp_shard > 1 else "mesh.cp"
         rule = "a cached weight is whole on every rank, so dp_shard and cp can't shard parameters; tp can"
-        fixes = [{"float8.cache_weights": False}, {axis: 1}]
+        fixes: list[Fix] = [{"float8.cache_weights": False}, {axis: 1}]
         where = f"{axis} = {getattr(mesh, axis.removeprefix('mesh.'))}"
         yield Violation(LayoutError, f"float8.cache_weights with {where}", "float8.cache_weights", rule, fixes)
 
@@ -158,7 +143,7 @@ class Float8Recipe(StrEnum):
     DELAYED = "delayed"
     """From the largest magnitudes of earlier steps, over all ranks."""
     TORCHAO = "torchao"
-    """Current scaling by torchao's layer, which can't defer weight gradients."""
+    """Current scaling by torchao's layer, for compiled blocks."""
 
 
 SIZE_UNIT = 16

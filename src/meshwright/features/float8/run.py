@@ -10,6 +10,7 @@ layout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from meshwright.comm.collectives import all_reduce_max
 from meshwright.errors import LayoutError
 from meshwright.features.contract import OnRank, RunFeature
 from meshwright.features.float8.linear import AmaxHistory, Float8Linear
-from meshwright.features.float8.private import has_scaled_mm
+from meshwright.features.float8.private import check_device
 from meshwright.features.float8.rules import Float8Layers, Float8Recipe
 from meshwright.mesh.local_shards import to_local
 from meshwright.nn.linear import Linear
-from meshwright.parallel.local_shards import compute_on_local_shards
+from meshwright.parallel.local_shards import local_shard
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
 from meshwright.train.build_job import Job
 
@@ -43,10 +44,6 @@ class Float8InRuns(RunFeature):
     def before_styles(self, part: nn.Module, kind: LayerSpec) -> None:
         if (float8 := kind.part(Float8Layers)) is not None:
             apply_float8(part, float8)
-
-    def after_styles(self, block: nn.Module, kind: LayerSpec) -> None:
-        if (part := kind.part(Float8Layers)) is not None:
-            multiply_shards(block, part)
 
     def start(self, job: Job) -> OnRank:
         return Float8OnRank(job)
@@ -74,49 +71,45 @@ def apply_float8(block: nn.Module, float8: Float8Layers) -> None:
         owner, _, name = path.rpartition(".")
         layer = block.get_submodule(path)
         assert isinstance(layer, Linear)
-        setattr(block.get_submodule(owner), name, Float8Linear.from_linear(layer))
+        setattr(block.get_submodule(owner), name, ParallelFloat8Linear.from_linear(layer))
 
 
-def multiply_shards(block: nn.Module, float8: Float8Layers) -> None:
-    """Let float8 layers whose parameters are tensor-parallel shards compute with local tensors; call after styles."""
-    for path in float8.layers:
-        layer = block.get_submodule(path)
-        assert isinstance(layer, Float8Linear) and isinstance(layer.weight, DTensor)
-        (placement,) = layer.weight.placements
-        compute_on_local_shards(layer)
-        layer.forward = _on_shards(layer.forward, placement)  # type: ignore[method-assign]
+class ParallelFloat8Linear(Float8Linear):
+    """Float8 layer that multiplies its local shard where tensor parallelism shards its weight."""
 
-
-def _on_shards(forward: Any, weight: Placement) -> Any:
-    """Return a forward from and to DTensors; inside a region, inputs and outputs are local already."""
-
-    def on_shards(x: Any) -> Any:
+    # A method of the class: compiled blocks share a graph only if nothing differs from instance to instance.
+    def forward(self, x: Any) -> Any:
+        """Map […, d] to […, e], a DTensor to another; inside a region, inputs and outputs are local already."""
+        if not isinstance(self.weight, DTensor):
+            return self.multiply(x, self.weight)
+        (placement,), weight = self.weight.placements, local_shard(self.weight)
         if not isinstance(x, DTensor):
-            return forward(x)
+            return self.multiply(x, weight)
         features = Shard(x.dim() - 1)
         gradient: Placement = Replicate()
         output: Placement = Replicate()
-        if weight.is_shard(0):
+        if placement.is_shard(0):
             gradient, output = Partial(), features
-        elif weight.is_shard(1):
+        elif placement.is_shard(1):
             gradient, output = features, Partial()
-        local = forward(x.to_local(grad_placements=[gradient]))
+        local = self.multiply(x.to_local(grad_placements=[gradient]), weight)
         return DTensor.from_local(local, x.device_mesh, [output], run_check=False)
-
-    return on_shards
 
 
 def convert_to_torchao(module: nn.Module, paths: Collection[str]) -> None:
-    """Replace the linear layers at these paths by torchao's, with the same parameters; on a CPU they emulate."""
-    # Imported late: torchao is optional, and takes seconds to import.
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    emulates = not torch.cuda.is_available() or not has_scaled_mm(torch.device("cuda"))
-    convert_to_float8_training(
-        module,
-        config=Float8LinearConfig(emulate=emulates),
-        module_filter_fn=lambda _, path: path in paths,
-    )
+    """Replace the linear layers at these paths by torchao's, with the same parameters."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # it warns of kernels that it can't load and nothing here uses
+    try:
+        # Imported late: torchao is optional, and takes seconds to import.
+        from torchao.float8 import convert_to_float8_training
+    except ImportError:
+        raise LayoutError(
+            "torchao isn't installed, but the plan's float8 layers are torchao's",
+            where="kinds.float8.recipe",
+            rule="every machine of a run has the packages that its plan uses",
+            fix="pip install torchao, or make the plan where torchao isn't installed",
+        ) from None
+    convert_to_float8_training(module, module_filter_fn=lambda _, path: path in paths)
 
 
 class Float8OnRank(OnRank):
@@ -126,6 +119,7 @@ class Float8OnRank(OnRank):
 
     def __init__(self, job: Job) -> None:
         """Give delayed layers their slots, and layers with cached weights their place, on the model's final device."""
+        check_device(job.device)
         plan = job.plan
         self._cached: list[Float8Linear] = []
         self._compute = getattr(torch, plan.edge.dtype)

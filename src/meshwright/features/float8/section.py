@@ -12,10 +12,10 @@ from meshwright.settings.section import Names, Section
 class Float8Config(Section):
     """Float8 products of the blocks' linear layers."""
 
-    recipe: Literal["none", "current", "delayed", "torchao"] = Field(
+    recipe: Literal["none", "current", "delayed"] = Field(
         "none",
         description="scales of float8 layers: current, from the tensor itself; delayed, from the largest magnitudes of "
-        "earlier steps; torchao, current scaling by torchao's layer; none uses no float8",
+        "earlier steps; none uses no float8",
     )
     modules: Names = Field(
         ("*",),
