@@ -113,7 +113,7 @@ def _block_sizes(shape: Sequence[int]) -> tuple[int, ...]:
     row = math.prod(shape[1:])
     if shape[0] * row < LARGE_ELEMENTS:
         return (max(1, BLOCK_ELEMENTS // max(1, row)), *shape[1:])
-    sizes, left = [], LARGE_BLOCK_ELEMENTS
+    sizes, left = list[int](), LARGE_BLOCK_ELEMENTS
     for size in reversed(shape[1:]):
         sizes.append(min(size, left if sizes else LARGE_BLOCK_COLUMNS))
         left //= sizes[-1]

@@ -85,7 +85,7 @@ def compile_block(block: nn.Module) -> None:
     """Compile a block in place, but for modules in it that run eagerly."""
     for inner in block.modules():
         if getattr(inner, "runs_eagerly", False):  # not a decorator of theirs, which would import Dynamo in every run
-            inner.forward = torch.compiler.disable(inner.forward)
+            inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[no-untyped-call]
     block.compile()
 
 

@@ -34,7 +34,7 @@ from meshwright.parallel.data_parallel import reduce_unused, secondary_shards
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
-from meshwright.train.launch.rank_context import RankContext
+from meshwright.train.launch.rank_context import MODEL, VALUES, RankContext, StartTimes
 from meshwright.train.optimizer import RunOptimizer
 from meshwright.units import counted
 
@@ -53,6 +53,7 @@ class Job:
     optimizer: RunOptimizer
     features: dict[str, OnRank] = field(default_factory=dict)
     """Features that are on, by name, in the order of their work in a step."""
+    start: StartTimes = field(default_factory=StartTimes)
 
     @cached_property
     def axes(self) -> Axes:
@@ -137,8 +138,11 @@ def rank_group(config: RunConfig, plan: RunPlan, context: RankContext, device: t
         yield
 
 
-def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
-    """Build this rank's job; a process group must already exist if the plan needs one."""
+def build_job(
+    config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device, start: StartTimes | None = None
+) -> Job:
+    """Build this rank's job, with the times of its start; a process group must already exist if the plan needs one."""
+    start = start or StartTimes()
     mesh = build_mesh(plan.mesh.atoms, device) if needs_mesh(plan) else None
     f, facts = run_facts(config), model_facts(config)
     parts = {}
@@ -154,7 +158,9 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
             check_placements(part)
             module.to_empty(device=device)
             tie_parameters(module, facts)
+            start.end(MODEL)
             initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
+            start.end(VALUES)
             parts[number] = part
     model = RankModel(parts)
     job = Job(
@@ -165,6 +171,7 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         mesh=mesh,
         model=model,
         optimizer=RunOptimizer(model, plan, config.train, rank=context.rank),
+        start=start,
     )
     job.features |= start_features(job)
     return job
