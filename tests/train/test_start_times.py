@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshwright.parallel.private import compile_seconds
+from meshwright.parallel.apply_plan import compile_seconds
 from meshwright.plan.rules import load
 from meshwright.train.launch.rank_context import (
     FIRST_STEP,

@@ -30,6 +30,7 @@ from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.data_parallel import apply_units, fsdp_modules
 from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
+from meshwright.parallel.private import compile_seconds as compile_seconds
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.run_plan import GradientPlacement, RunPlan, Stage, Unit
 from meshwright.plan.serialize import REGENERATE_FIX

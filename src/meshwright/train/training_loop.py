@@ -18,7 +18,7 @@ from meshwright.config.source import to_toml
 from meshwright.errors import RunError, StoppedError, continue_command
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
-from meshwright.parallel.private import compile_seconds
+from meshwright.parallel.apply_plan import compile_seconds
 from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes
 from meshwright.plan.serialize import to_json
