@@ -86,8 +86,8 @@ def _shard(
     if pool is None:
         fill(blocks)
     else:  # drawing holds no GIL
-        threads = torch.get_num_threads()
-        list(pool.map(fill, (blocks[first::threads] for first in range(threads))))
+        each = max(1, math.ceil(len(blocks) / torch.get_num_threads()))  # neighbours, which may share pages of memory
+        list(pool.map(fill, (blocks[first : first + each] for first in range(0, len(blocks), each))))
     return found
 
 
