@@ -49,7 +49,7 @@ from meshwright.prove.spec import (
 from meshwright.train.choose_folder import choose_folder
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import BusyCores, advice, check_machine
-from meshwright.train.launch.rank_context import RunSpec
+from meshwright.train.launch.rank_context import DATA, PLAN, RunSpec, StartTimes
 from meshwright.train.launch.rank_start import run_body
 from meshwright.train.record.record_files import loss_key, read_metrics
 from meshwright.train.record.reporter import Reporter, reporting
@@ -134,7 +134,7 @@ def run(
         MeshwrightError: the input is invalid (raised before any process starts), or a rank failed; a failure names
             the rank and step.
     """
-    say, others = say or _ignore, BusyCores()
+    say, others, times = say or _ignore, BusyCores(), StartTimes()
     _check(config)
     made = make_plan(config) if plan is None else _load_plan(plan, config)
     is_other = plan is not None and made != make_plan(config, nodes=made.mesh.nodes)
@@ -142,6 +142,7 @@ def run(
     process_bytes = check_machine(config, made)
     check_trackers(config.train.trackers)
     _try_optimizer(made)
+    times.end(PLAN)
     say("reading the data")
     corpus = config.family.open_data(run_facts(config))
     num_ranks = config.mesh.axes().num_ranks()
@@ -149,12 +150,14 @@ def run(
         path = None if out is None else Path(out)
         start = None if resume is None else str(resume)
         folder = choose_folder(config, out=path, resume=start, corpus=corpus.fingerprint, hold=hold)
+        times.end(DATA)
         say(f"starting {num_ranks} process{'es' if num_ranks > 1 else ''}")
         warning = advice(config.train.threads, num_ranks=num_ranks, others=others)
+        notes = (warning,) if warning else ()
         with reporting(folder.path):
             launch(
                 run_body,
-                RunSpec(config, reporter, made, is_other, process_bytes, folder, (warning,) if warning else ()),
+                RunSpec(config, reporter, made, is_other, process_bytes, folder, notes, start=times),
                 num_ranks=num_ranks,
                 threads=config.train.threads,
                 on_interrupt=on_interrupt,

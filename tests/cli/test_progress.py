@@ -126,6 +126,14 @@ def test_the_time_is_that_of_the_steps_of_this_command(capsys, here, words):
     assert f" · {words} · run folder" in shown and ("repeat:" in shown) is (here == 30)
 
 
+def test_the_start_of_the_slowest_rank_is_told_at_the_end(capsys):
+    reporter = TerminalReporter()
+    reporter.under_way([{"data": 0.01, "model": 3.0}, {"data": 1.25, "model": 0.5, "first step": 12.0}])
+    assert capsys.readouterr().out == ""
+    reporter.finished(SUMMARY)
+    assert "  first step after 14 s: data 1.2 s · model 0.5 s · first step 12 s\n" in capsys.readouterr().out
+
+
 def test_figures_are_named_at_the_end(capsys):
     for figures in (("loss.png",), ("loss.png", "expert-load.png")):
         TerminalReporter().finished(replace(SUMMARY, figures=figures))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import LayoutError
-from meshwright.parallel.apply_plan import FirstGradientCheck, check_placements
+from meshwright.nn.experts.layer import MixtureOfExperts
+from meshwright.parallel.apply_plan import FirstGradientCheck, check_placements, compile_block
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.make_plan import make_plan
@@ -217,3 +221,24 @@ def test_other_partial_gradients_are_named_in_the_first_step(gang, corpus, layou
 def test_the_plan_of_a_run_is_what_is_checked(corpus):
     plan = make_plan(load_words([*WORDS, *BOTH]))
     assert edited(plan, NORM, work=()) != plan and moved(plan) != plan and freed(plan, False) != plan
+
+
+class Inner(nn.Module):
+    def __init__(self, runs_eagerly):
+        super().__init__()
+        self.runs_eagerly, self.was_compiled = runs_eagerly, None
+
+    def forward(self, x):
+        self.was_compiled = torch.compiler.is_compiling()
+        return x * 2
+
+
+@pytest.mark.parametrize("runs_eagerly", [True, False])
+def test_a_compiled_block_leaves_out_modules_that_run_eagerly(runs_eagerly):
+    inner, x = Inner(runs_eagerly), torch.ones(3)
+    block = nn.Sequential(nn.Linear(3, 3), inner)
+    expected = block(x)
+    with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+        compile_block(block)
+    assert torch.equal(block(x), expected) and inner.was_compiled is not runs_eagerly
+    assert MixtureOfExperts.runs_eagerly

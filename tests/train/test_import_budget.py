@@ -75,3 +75,19 @@ def test_a_command(words: str, num_modules: int, num_lines: int) -> None:
     )
     modules, lines = map(int, done.stdout.splitlines()[-1].split())
     assert (modules <= num_modules) and (lines <= num_lines), (modules, lines)
+
+
+def test_a_model_is_built_without_dynamo() -> None:
+    """Which takes half a second to import; DTensor imports it, too."""
+    code = """
+import sys, torch
+from meshwright.config.facts_for_family import run_facts
+from meshwright.models.contract.build_module import build_part
+from meshwright.plan.rules import load
+for name in ("llama-tiny", "moe-tiny", "dit-digits"):
+    config = load(name)
+    build_part(config.family, run_facts(config), dtype=torch.float32)
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping, Sequence
 
 from meshwright.cli.wrapping import CLEAR_LINE, is_terminal, paint, show, tolerate
 from meshwright.lasting_output import lasting
@@ -36,6 +37,7 @@ class TerminalReporter(Reporter):
         self._out = lasting(sys.stdout, warns=True)
         self._steps = 0
         self._unit = LossUnit("nats/token")
+        self._start: Mapping[str, float] = {}
 
     def started(self, start: Start) -> None:
         """Print a summary of the plan: the model, its layout and its traffic."""
@@ -63,6 +65,10 @@ class TerminalReporter(Reporter):
         if self._is_terminal and not self._quiet:
             self._show(f"{text} …")
             self._last_shown = -math.inf  # let the next progress line replace it immediately
+
+    def under_way(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Keep the times of the slowest rank's start."""
+        self._start = max(ranks, key=lambda one: sum(one.values()))
 
     def progress(self, progress: Progress) -> None:
         """Print a line every `log_every` steps; on a terminal, show the steps between them on a live line."""
@@ -100,6 +106,9 @@ class TerminalReporter(Reporter):
             again += f" --plan {shlex.quote(str(summary.folder / 'plan.json'))}"
         repeat = [f"repeat: {again}"] if summary.steps_here == summary.steps else []  # steps before may have had others
         self._print("  " + " · ".join(("report.html", "metrics.jsonl", *summary.figures, *saved, *repeat)))
+        if self._start:
+            phases = (f"{phase} {format_duration(s)}" for phase, s in self._start.items() if round(s, 1))
+            self._print(f"  first step after {format_duration(sum(self._start.values()))}: {' · '.join(phases)}")
         if summary.traffic.entries and summary.steps_here:
             sent = summary.traffic.over(summary.steps_here)
             where = f" · {_links(sent)}" if sent.sent().between_nodes else ""

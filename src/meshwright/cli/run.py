@@ -53,7 +53,7 @@ def run(
 
     # The configuration is valid, so the cost of importing numpy is acceptable from here on.
     from meshwright.cli.progress import TerminalReporter
-    from meshwright.train.launch.rank_context import RunSpec
+    from meshwright.train.launch.rank_context import DATA, RunSpec, StartTimes
     from meshwright.train.launch.rank_start import run_body
 
     reporter = partial(TerminalReporter, quiet=quiet, log_every=config.train.log_every)
@@ -65,8 +65,10 @@ def run(
     plan = None if plan_path is None else load_plan(plan_path, config)
     is_other = plan is not None and plan != make_plan(config, nodes=plan.mesh.nodes)
     say("reading the data")
+    times = StartTimes()
     config.family.open_data(run_facts(config))
-    spec = RunSpec(config, reporter, plan=plan, plan_given=is_other, out=start.out, resume=start.resume)
+    times.end(DATA)
+    spec = RunSpec(config, reporter, plan=plan, plan_given=is_other, out=start.out, resume=start.resume, start=times)
     run_as_rank(run_body, context, spec)
 
 

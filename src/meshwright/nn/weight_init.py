@@ -1,64 +1,120 @@
 """Weight initialisation that depends only on the seed and the parameter's name.
 
-A parameter is divided into blocks of rows, each drawn from its own generator seeded by (seed, name, block). A rank
-draws only the blocks that overlap its shard, and the full tensor is the same on every layout, device and world size.
+A parameter is divided into blocks, each drawn from its own generator seeded by (seed, name, block). A rank draws only
+the blocks that overlap its shard, and the full tensor is the same on every layout, device and world size. Blocks are
+drawn in full: PyTorch's generator on the CPU is sequential, and passing over values takes as long as drawing them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 BLOCK_ELEMENTS = 1 << 18
+"""Elements of a block, which has full rows."""
+LARGE_ELEMENTS = 1 << 22
+"""Elements from which on a parameter is divided along all dims, so that a shard along any dim draws little else."""
+LARGE_BLOCK_ELEMENTS, LARGE_BLOCK_COLUMNS = 1 << 15, 128
+"""Elements of a large parameter's block, and the most of them along the last dim."""
+
+Box = Sequence[tuple[int, int]]
+"""First and last index, exclusive, along each dim."""
 
 
-def normal_shard(
-    seed: int, name: str, shape: Sequence[int], *, std: float, index: Sequence[slice] | None = None
-) -> Tensor:
+def normal_shard(seed: int, name: str, shape: Sequence[int], *, std: float, index: Sequence[slice] | None = None,
+                 out: Tensor | None = None, pool: ThreadPoolExecutor | None = None) -> Tensor:  # fmt: skip
     """Draw a shard of a parameter's initial values N(0, std²), by its name and full shape, in float32 on the CPU.
 
-    The index is one slice with start and stop per dim; None for the full tensor.
+    Args:
+        seed: the run's seed.
+        name: name of the parameter in the full model.
+        shape: its full shape.
+        std: standard deviation.
+        index: one slice with start and stop per dim; None for the full tensor.
+        out: where the values go, float32 on the CPU; None for a new tensor.
+        pool: threads that draw, as many as PyTorch's; None for this one.
     """
-    return _shard(torch.randn, seed, name, shape, index).mul_(std)
+
+    def draw(size: Sequence[int], generator: torch.Generator) -> Any:
+        values = torch.randn(size, generator=generator).numpy()
+        return np.multiply(values, np.float32(std), out=values)
+
+    return _shard(draw, seed, name, shape, index, out, pool)
 
 
-def uniform_shard(
-    seed: int, name: str, shape: Sequence[int], *, bound: float, index: Sequence[slice] | None = None
-) -> Tensor:
+def uniform_shard(seed: int, name: str, shape: Sequence[int], *, bound: float, index: Sequence[slice] | None = None,
+                  out: Tensor | None = None, pool: ThreadPoolExecutor | None = None) -> Tensor:  # fmt: skip
     """Draw a shard as `normal_shard` does, of values uniform in [-bound, bound)."""
-    return _shard(torch.rand, seed, name, shape, index).mul_(2 * bound).sub_(bound)
+
+    def draw(size: Sequence[int], generator: torch.Generator) -> Any:
+        values = torch.rand(size, generator=generator).numpy()
+        return np.subtract(np.multiply(values, np.float32(2 * bound), out=values), np.float32(bound), out=values)
+
+    return _shard(draw, seed, name, shape, index, out, pool)
 
 
 def _shard(
-    draw: Callable[..., Tensor], seed: int, name: str, shape: Sequence[int], index: Sequence[slice] | None
+    draw: Callable[[Sequence[int], torch.Generator], Any],
+    seed: int,
+    name: str,
+    shape: Sequence[int],
+    index: Sequence[slice] | None,
+    out: Tensor | None,
+    pool: ThreadPoolExecutor | None,
 ) -> Tensor:
-    index = tuple(index) if index is not None else tuple(slice(0, size) for size in shape)
-    row = math.prod(shape[1:])
-    rows = max(1, BLOCK_ELEMENTS // max(1, row))
-    start, stop = index[0].start, index[0].stop
-    found = torch.empty([dim.stop - dim.start for dim in index])
+    wanted = [(0, size) for size in shape] if index is None else [(one.start, one.stop) for one in index]
+    found = torch.empty([stop - start for start, stop in wanted]) if out is None else out
+    values, blocks = found.detach().numpy(), list(_blocks(shape, wanted)) if found.numel() else []
 
-    def fill(block: int) -> None:
-        first, last = block * rows, min((block + 1) * rows, shape[0])
-        digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        values = draw((last - first, *shape[1:]), generator=generator)
-        kept = slice(max(start, first), min(stop, last))
-        found[kept.start - start : kept.stop - start] = values[
-            (slice(kept.start - first, kept.stop - first), *index[1:])
-        ]
+    def fill(some: Iterable[tuple[int, Box]]) -> None:
+        # NumPy computes in this thread: PyTorch would start OpenMP's threads for each of the pool's.
+        for number, box in some:
+            digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            drawn = draw([stop - start for start, stop in box], generator)
+            kept = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True)]
+            values[_within(kept, wanted)] = drawn[_within(kept, box)]
 
-    blocks = range(start // rows, math.ceil(stop / rows) if stop > start else 0)
-    threads = min(torch.get_num_threads(), len(blocks))
-    if threads < 2:
-        for block in blocks:
-            fill(block)
+    if pool is None:
+        fill(blocks)
     else:  # drawing holds no GIL
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, blocks))
+        each = max(1, math.ceil(len(blocks) / torch.get_num_threads()))  # neighbours, which may share pages of memory
+        list(pool.map(fill, (blocks[first : first + each] for first in range(0, len(blocks), each))))
     return found
+
+
+def _within(box: Box, other: Box) -> tuple[slice, ...]:
+    """Return where a box is in one around it."""
+    return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(box, other, strict=True))
+
+
+def _blocks(shape: Sequence[int], wanted: Box) -> Iterable[tuple[int, Box]]:
+    """Yield number and box of the blocks that overlap the wanted box."""
+    sizes = _block_sizes(shape)
+    counts = [math.ceil(size / step) for size, step in zip(shape, sizes, strict=True)]
+    overlap = (range(a // step, math.ceil(b / step)) for (a, b), step in zip(wanted, sizes, strict=True))
+    for position in itertools.product(*overlap):
+        number = 0
+        for at, count in zip(position, counts, strict=True):
+            number = number * count + at
+        yield number, [(at * by, min((at + 1) * by, end)) for at, by, end in zip(position, sizes, shape, strict=True)]
+
+
+def _block_sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of a block along each dim; the last one along a dim may be smaller."""
+    row = math.prod(shape[1:])
+    if shape[0] * row < LARGE_ELEMENTS:
+        return (max(1, BLOCK_ELEMENTS // max(1, row)), *shape[1:])
+    sizes, left = list[int](), LARGE_BLOCK_ELEMENTS
+    for size in reversed(shape[1:]):
+        sizes.append(min(size, left if sizes else LARGE_BLOCK_COLUMNS))
+        left //= sizes[-1]
+    return (left, *reversed(sizes))

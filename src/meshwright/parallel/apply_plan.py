@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -29,6 +30,7 @@ from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.data_parallel import apply_units, fsdp_modules
 from meshwright.parallel.private import JOINED, unit_info, unsharded_parameters
+from meshwright.parallel.private import compile_seconds as compile_seconds
 from meshwright.parallel.rank_model import StagePart
 from meshwright.plan.run_plan import GradientPlacement, RunPlan, Stage, Unit
 from meshwright.plan.serialize import REGENERATE_FIX
@@ -72,9 +74,17 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
 
             recompute(block, policy)
         if kind.compiled:
-            block.compile()
+            compile_block(block)
     if mesh is not None and plan.has_units:
         apply_units(module, mesh, plan, stage)
+
+
+def compile_block(block: nn.Module) -> None:
+    """Compile a block in place, but for modules in it that run eagerly."""
+    for inner in block.modules():
+        if getattr(inner, "runs_eagerly", False):  # not a decorator of theirs, which would import Dynamo in every run
+            inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[no-untyped-call]
+    block.compile()
 
 
 RULE = "a run follows its plan"

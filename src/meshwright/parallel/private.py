@@ -6,11 +6,13 @@ This is the only file of `meshwright.parallel` that uses private PyTorch names: 
 methods that add to the last, all checked on 2.11 and 2.13 (the first two are also called
 by `torch.distributed.pipelining` of 2.11); `DeviceMesh._flatten`, which caches meshes by name, and
 `DeviceMesh._concatenate`, to join axes, checked on 2.13; `Module._parameters`; FSDP2's `_get_post_forward_mesh_info`,
-called for every unit, and `HSDPMeshInfo`, checked on 2.13; `ColwiseParallel._prepare_output_fn`, checked on 2.13.
+called for every unit, and `HSDPMeshInfo`, checked on 2.13; `ColwiseParallel._prepare_output_fn`, checked on 2.13;
+`torch._dynamo.utils.calculate_time_spent`, checked on 2.13.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +28,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from meshwright.mesh.process_groups import inherit_timeout, submesh
 from meshwright.nn.linear import ACCUMULATE
+
+
+def compile_seconds() -> float:
+    """Return the time that this process has spent on compiling."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if dynamo is None else float(dynamo.calculate_time_spent()["total_wall_time"])
 
 
 class HeadParallel(ColwiseParallel):

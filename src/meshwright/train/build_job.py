@@ -6,7 +6,8 @@ The model is sharded on the meta device before storage is allocated, so no rank 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -26,14 +27,14 @@ from meshwright.mesh.local_shards import local_box, to_local
 from meshwright.mesh.process_groups import build_mesh, process_group
 from meshwright.models.contract.build_module import build_part, tie_parameters
 from meshwright.models.contract.family import Family, RunFacts
-from meshwright.models.contract.model_facts import Computed, Constant, Fill, Normal, Stored
-from meshwright.nn.weight_init import normal_shard, uniform_shard
+from meshwright.models.contract.model_facts import Computed, Constant, Normal, Stored, Uniform
+from meshwright.nn.weight_init import LARGE_ELEMENTS, normal_shard, uniform_shard
 from meshwright.parallel.apply_plan import apply_plan, check_placements, needs_mesh
 from meshwright.parallel.data_parallel import reduce_unused, secondary_shards
 from meshwright.parallel.rank_model import RankModel, StagePart, part_of
 from meshwright.pipeline.schedule_table import Schedule
 from meshwright.plan.run_plan import RunPlan
-from meshwright.train.launch.rank_context import RankContext
+from meshwright.train.launch.rank_context import MODEL, VALUES, RankContext, StartTimes
 from meshwright.train.optimizer import RunOptimizer
 from meshwright.units import counted
 
@@ -52,6 +53,7 @@ class Job:
     optimizer: RunOptimizer
     features: dict[str, OnRank] = field(default_factory=dict)
     """Features that are on, by name, in the order of their work in a step."""
+    start: StartTimes = field(default_factory=StartTimes)
 
     @cached_property
     def axes(self) -> Axes:
@@ -136,8 +138,11 @@ def rank_group(config: RunConfig, plan: RunPlan, context: RankContext, device: t
         yield
 
 
-def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device) -> Job:
-    """Build this rank's job; a process group must already exist if the plan needs one."""
+def build_job(
+    config: RunConfig, plan: RunPlan, context: RankContext, device: torch.device, start: StartTimes | None = None
+) -> Job:
+    """Build this rank's job, with the times of its start; a process group must already exist if the plan needs one."""
+    start = start or StartTimes()
     mesh = build_mesh(plan.mesh.atoms, device) if needs_mesh(plan) else None
     f, facts = run_facts(config), model_facts(config)
     parts = {}
@@ -153,7 +158,9 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
             check_placements(part)
             module.to_empty(device=device)
             tie_parameters(module, facts)
+            start.end(MODEL)
             initialize(chain(part.named_parameters(), module.named_buffers()), config.family, f)
+            start.end(VALUES)
             parts[number] = part
     model = RankModel(parts)
     job = Job(
@@ -164,6 +171,7 @@ def build_job(config: RunConfig, plan: RunPlan, context: RankContext, device: to
         mesh=mesh,
         model=model,
         optimizer=RunOptimizer(model, plan, config.train, rank=context.rank),
+        start=start,
     )
     job.features |= start_features(job)
     return job
@@ -178,35 +186,59 @@ def freeze(part: StagePart) -> None:
 
 def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: RunFacts) -> None:
     """Initialize local shards of parameters and buffers from their names, with the same values on every layout."""
-    for name, tensor in tensors:
-        _fill(tensor, name, family.initial(f, name), f.seed)
+    threads, buffer = torch.get_num_threads(), torch.empty(0)
+    with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
+        drawn = []
+        for name, tensor in tensors:
+            fill = family.initial(f, name)
+            if not isinstance(fill, Normal | Uniform):
+                _fill(tensor, fill)
+            elif pool is not None and tensor.numel() < LARGE_ELEMENTS:  # of too few blocks for all threads
+                drawn.append(pool.submit(_draw, tensor, name, fill, f.seed, torch.empty(0), None))
+            else:
+                _draw(tensor, name, fill, f.seed, buffer, pool)
+        for one in drawn:
+            one.result()
 
 
 @torch.no_grad()
-def _fill(tensor: torch.Tensor, name: str, fill: Fill, seed: int) -> None:
+def _fill(tensor: torch.Tensor, fill: Constant | Computed | Stored) -> None:
     local, box = to_local(tensor), local_box(tensor)
     if not box.numel():
         return
     if isinstance(fill, Constant):
         local.fill_(fill.value)
-    elif isinstance(fill, Computed):
-        local.copy_(fill.compute()[box.slices()])
-    elif isinstance(fill, Stored):
-        local.copy_(fill.read(box.slices()))
     else:
-        if not local.is_floating_point():
-            dtype = str(local.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{name} has dtype {dtype}, but its initial values are random",
-                where="Family.initial",
-                rule="random values are for floating-point parameters and buffers",
-                fix=f"Constant or Computed for {name}",
-            )
-        index = box.slices()
-        if isinstance(fill, Normal):
-            local.copy_(normal_shard(seed, name, tensor.shape, std=fill.std, index=index))
-        else:
-            local.copy_(uniform_shard(seed, name, tensor.shape, bound=fill.bound, index=index))
+        local.copy_(fill.compute()[box.slices()] if isinstance(fill, Computed) else fill.read(box.slices()))
+
+
+@torch.no_grad()
+def _draw(
+    tensor: torch.Tensor,
+    name: str,
+    fill: Normal | Uniform,
+    seed: int,
+    buffer: torch.Tensor,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    """Draw the local shard: in place if it is float32 on the CPU, else in `buffer`, which grows as needed."""
+    local = to_local(tensor)
+    if not local.is_floating_point():
+        dtype = str(local.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{name} has dtype {dtype}, but its initial values are random",
+            where="Family.initial",
+            rule="random values are for floating-point parameters and buffers",
+            fix=f"Constant or Computed for {name}",
+        )
+    is_float32_on_cpu = local.device.type == "cpu" and local.dtype is torch.float32
+    out, index = local if is_float32_on_cpu else buffer.resize_(local.shape), local_box(tensor).slices()
+    if isinstance(fill, Normal):
+        normal_shard(seed, name, tensor.shape, std=fill.std, index=index, out=out, pool=pool)
+    else:
+        uniform_shard(seed, name, tensor.shape, bound=fill.bound, index=index, out=out, pool=pool)
+    if out is not local:
+        local.copy_(out)
 
 
 @torch.no_grad()

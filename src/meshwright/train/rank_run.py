@@ -19,7 +19,7 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.serialize import from_json, to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import build_job, choose_device, rank_group
-from meshwright.train.launch.rank_context import RankContext, RunSpec
+from meshwright.train.launch.rank_context import DATA, GROUP, PROCESSES, RankContext, RunSpec
 from meshwright.train.record.record_files import EventLog
 from meshwright.train.record.reporter import RecordingReporter, Reporter, Start
 from meshwright.train.record.run_measurement import memory_bytes
@@ -35,7 +35,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
     Raises:
         MeshwrightError: the run failed for a reason that the user can fix; any other exception is a bug.
     """
-    config = spec.config
+    config, start = spec.config, spec.start
+    start.end(PROCESSES)
     if spec.folder is not None:
         open_log_file(spec.folder.log(context.rank))
     if config.train.threads:
@@ -49,6 +50,7 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         plan = plan_before_group(spec, context, device)
     context.board.describe(plan.describe_action)  # for errors under another launcher, which doesn't have the table
     with rank_group(config, plan, context, device), ExitStack() as hold:
+        start.end(GROUP)
         f = run_facts(config)
         corpus = config.family.open_data(f)
         check_agreement(config, corpus)
@@ -71,7 +73,8 @@ def run_rank(context: RankContext, spec: RunSpec) -> None:
         for note in (*context.notes, *spec.notes):
             reporter.note(note)
         base_bytes = memory_bytes(device)
-        job = build_job(config, plan, context, device)
+        start.end(DATA)
+        job = build_job(config, plan, context, device, start)
         Trainer(
             job, task, corpus.fingerprint, folder, reporter, base_bytes=base_bytes, plan_given=spec.plan_given
         ).run()

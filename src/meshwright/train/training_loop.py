@@ -11,20 +11,21 @@ from typing import NoReturn
 
 from meshwright.checkpoint import save_load
 from meshwright.checkpoint.manifest import read_manifest
-from meshwright.comm.collectives import barrier
+from meshwright.comm.collectives import all_gather_object, barrier
 from meshwright.config.facts_for_family import model_facts
 from meshwright.config.resolve import notes_of, profiled_steps
 from meshwright.config.source import to_toml
 from meshwright.errors import RunError, StoppedError, continue_command
 from meshwright.models.contract.task import Task
 from meshwright.output_files import writing
+from meshwright.parallel.apply_plan import compile_seconds
 from meshwright.pipeline.timeline import to_values
 from meshwright.plan.compare import hashes
 from meshwright.plan.serialize import to_json
 from meshwright.plan.traffic import predict_traffic
 from meshwright.train.build_job import Job, refresh_shared_parameters
 from meshwright.train.forward_only import PipelineForward, validate
-from meshwright.train.launch.rank_context import StopSignal
+from meshwright.train.launch.rank_context import CHECKPOINT, COMPILING, FIRST_STEP, MODEL, StopSignal
 from meshwright.train.optimizer import named_state
 from meshwright.train.record.metrics import Recorder, draw_metrics
 from meshwright.train.record.reporter import Reporter, Summary, Validation
@@ -94,7 +95,10 @@ class Trainer:
         """
         started = time.perf_counter()
         train = self._job.config.train
+        self._job.start.end(MODEL)
         done = self._restore()
+        if self._folder.checkpoint is not None:
+            self._job.start.end(CHECKPOINT)
         with self._recording(done) as recorder:
             validation = self._run_steps(done, recorder)
             last = max(done, train.steps)
@@ -118,6 +122,8 @@ class Trainer:
                         result = self._step(step)
                     seconds = time.perf_counter() - begin  # without starting a profile, or writing it
                     self._seconds += seconds
+                if step == steps[0]:
+                    self._report_start()
                 validation = self._validate(step) if self._is_due(step, train.validate_every) else None
                 for note in (note for feature in self._features for note in feature.notes()):
                     self._reporter.note(note)
@@ -131,6 +137,14 @@ class Trainer:
             self._reporter.note(f"step {done} is complete and train.steps = {train.steps}: nothing left to train")
             validation = self._validate(done)
         return validation
+
+    def _report_start(self) -> None:
+        """Exchange and report the times of the start, after the first step."""
+        start = self._job.start
+        start.end(FIRST_STEP)
+        if seconds := compile_seconds():
+            start.move(seconds, out_of=FIRST_STEP, to=COMPILING)
+        self._reporter.under_way(all_gather_object(start.seconds))
 
     @contextmanager
     def _recording(self, done: int) -> Iterator[Recorder | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -221,3 +222,21 @@ def test_names_are_those_of_the_whole_model(model):
     module = build_part(config.family, run_facts(config), dtype=torch.float32)
     assert model_facts(config).parameter_names() == [name for name, _ in module.named_parameters()]
     assert model_facts(config).num_params() == sum(p.numel() for p in module.parameters())
+
+
+def test_functions_of_torch_nn_init_are_left_out_on_the_meta_device_only():
+    drawn, on_cpu = [], torch.zeros(2)
+
+    class Filling(type(CONFIG.family)):
+        def build(self, f, part):
+            torch.nn.init.normal_(on_cpu)
+            return super().build(f, part)
+
+    def normal(x, mean=0.0, std=1.0, *, generator=None):
+        drawn.append(x.is_meta)
+        return x.fill_(7.0)
+
+    with mock.patch.object(torch.Tensor, "normal_", normal):
+        build_part(Filling(), run_facts(CONFIG), dtype=torch.float32)
+        torch.nn.init.normal_(torch.empty(2, device="meta"))
+    assert drawn == [False, True] and on_cpu.tolist() == [7.0, 7.0]

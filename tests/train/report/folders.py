@@ -62,6 +62,9 @@ def _started(config, plan):
         "num_ranks": axes.num_ranks(), "device": "cpu", "backend": "gloo", "global_batch": plan.batch.global_batch,
         "seq_len": plan.batch.tokens, "steps": config.train.steps, "predicted_bytes": 0,
     }  # fmt: skip
+    seconds = {"data": 0.5, "processes and imports": 2.0, "initial values": 0.25, "first step": 0.75}
+    ranks = [seconds | {"initial values": 0.25 + rank} for rank in range(axes.num_ranks())]
+    yield {"event": "under way", "ranks": [*ranks[:-1], ranks[-1] | {"compiling": 4.0}]}
     yield {"event": "note", "text": "a <b>warning</b> & more"}
 
 

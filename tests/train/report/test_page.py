@@ -73,7 +73,9 @@ def test_a_run_is_told_from_its_outcome_to_its_configuration(tmp_path):
     for words in (
         "llama-tiny", "complete", "40 of 40", "2.2000 bits/byte", "29.2 MB of text", "pp 2 × dp_shard 2, 4 ranks",
         "torch 2.13.0", "fingerprint", "Mean over 2 measured steps: 20, 40. Measuring took 2 ms in all, 0.05% of",
-        "pipeline bubble 30 30 30", "predicted 150 ms from the measured times", "Python and its libraries",
+        "The first step had ended after 10.5 s; a later one takes 0.157 s.", "initial values 1.75 0.25 3.25",
+        "compiling 1 0 4", "all 6 3.5 10.5", "pipeline bubble 30 30 30", "predicted 150 ms from the measured times",
+        "Python and its libraries",
         "weights, inside a node", "stage 0", "def f(x):\n    return <x> & y", "step 20 00000020 removed since",
         "1 step not finite and skipped: 7.", "a <b>warning</b> & more", "rank-0.log (the last 200 of 300 lines)",
         "All-to-alls of experts on rank 0, in 40 steps: 1.00 MiB, predicted 1.00 MiB, from the load 1.00 MiB.",

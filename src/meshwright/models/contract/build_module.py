@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.family import Family, RunFacts
@@ -22,7 +24,7 @@ def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | 
     """
     facts = family.describe(f)
     part = part or Part(range(facts.num_layers))
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutValues():
         module = family.build(f, part)
     for what in _mismatches(module, facts, part):
         raise ConfigError(
@@ -34,6 +36,17 @@ def build_part(family: Family, f: RunFacts, *, dtype: torch.dtype, part: Part | 
     _cast_floats(module, dtype)
     tie_parameters(module, facts)
     return module
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Leaves out functions of `torch.nn.init` on the meta device, where random ones import Dynamo in half a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = {**kwargs} if kwargs else {}
+        tensor = found.get("tensor", args[0] if args else None)
+        if getattr(func, "__module__", "") == "torch.nn.init" and tensor is not None and tensor.is_meta:
+            return tensor
+        return func(*args, **found)
 
 
 def _cast_floats(module: nn.Module, dtype: torch.dtype) -> None:

@@ -37,6 +37,9 @@ class MixtureOfExperts(nn.Module):
     experts, and `down` while they return.
     """
 
+    runs_eagerly = True
+    """The number of rows changes with every batch, so a graph would be compiled again for each."""
+
     def __init__(self, dim: int, config: RouterConfig, *, expert_dim: int, shared_dim: int = 0) -> None:
         super().__init__()
         self.router = Router(dim, config)
@@ -50,8 +53,6 @@ class MixtureOfExperts(nn.Module):
         """Whether another task may compute while this layer's rows travel (`comm/overlap.py`)."""
         return self.dispatcher.switches_tasks
 
-    # The number of rows changes with every batch, so a graph would be compiled again for each.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_btd: Tensor) -> Tensor:
         """Map [b, t, d] to [b, t, d]."""
         routing = self.router(x_btd)

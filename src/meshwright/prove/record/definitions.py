@@ -146,7 +146,7 @@ def use_definitions(model: nn.Module) -> None:
             module.core = PlainAttention(module.core)
             module.forward = partial(_attention, module)  # type: ignore[method-assign]
         elif type(module) is MixtureOfExperts:
-            module.forward = partial(_experts, module)
+            module.forward = partial(_experts, module)  # type: ignore[method-assign]
             if type(module.router) is Router:
                 module.router.best = partial(best_experts, module.router)  # type: ignore[method-assign]
         elif type(module) is DropoutAdd:

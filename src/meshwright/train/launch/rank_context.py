@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -156,6 +157,41 @@ class StopSignal:
         self._heard = True
 
 
+PLAN, DATA, PROCESSES, GROUP, MODEL, VALUES, CHECKPOINT, COMPILING, FIRST_STEP = (
+    "plan",
+    "data",
+    "processes and imports",
+    "process group",
+    "model",
+    "initial values",
+    "checkpoint",
+    "compiling",
+    "first step",
+)
+
+
+class StartTimes:
+    """Seconds of each phase of a start on one rank, from its configuration to the end of its first step.
+
+    A phase begins where the last one ended, on a clock that is common to all processes of a machine.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def end(self, phase: str) -> None:
+        """End a phase now; the times of phases with one name add up."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def move(self, seconds: float, *, out_of: str, to: str) -> None:
+        """Count a part of a phase as another one."""
+        self.seconds[out_of] -= seconds
+        self.seconds[to] = self.seconds.get(to, 0.0) + seconds
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """Configuration, plan and folder of a run, passed by the launcher to every rank."""
@@ -176,3 +212,4 @@ class RunSpec:
     """Lines for the reporter, such as warnings of this machine."""
     out: Path | None = None
     resume: str | None = None
+    start: StartTimes = field(default_factory=StartTimes)

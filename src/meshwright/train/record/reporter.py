@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -124,6 +124,9 @@ class Reporter:
     def waiting(self, text: str) -> None:
         """Show the reason for a long wait."""
 
+    def under_way(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Handle the end of the first step, with the seconds of each phase of the start on each rank."""
+
     def progress(self, progress: Progress) -> None:
         """Handle the completion of a step."""
 
@@ -155,6 +158,12 @@ class RecordingReporter(Reporter):
     def waiting(self, text: str) -> None:
         """Pass on the reason for a wait."""
         self._reporter.waiting(text)
+
+    def under_way(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Record the times of the start."""
+        rounded = [{phase: round(seconds, 4) for phase, seconds in rank.items()} for rank in ranks]
+        self._log.write("under way", ranks=rounded)
+        self._reporter.under_way(ranks)
 
     def progress(self, progress: Progress) -> None:
         """Pass on the progress."""

@@ -24,6 +24,7 @@ from meshwright.units import counted, format_bytes
 
 SECTIONS: tuple[Callable[[RunData, str], Section | None], ...] = (
     sections.what_ran,
+    sections.start,
     sections.curves,
     sections.time_of_step,
     sections.timelines,

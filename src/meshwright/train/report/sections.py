@@ -289,6 +289,25 @@ def _image(folder: Path, path: Path) -> str | None:
     return None
 
 
+def start(run: RunData, prefix: str) -> Section | None:
+    """Return the section on the time until the first step had ended, in the last attempt that got there."""
+    event = run.last_event("under way")
+    if event is None:
+        return None
+    ranks = event["ranks"]
+    section, totals = Section("Start", prefix=prefix), [sum(rank.values()) for rank in ranks]
+    later = ""
+    if run.measured is not None:
+        later = f"; a later one takes {statistics.fmean(sum(parts.values()) for parts in run.measured['parts']):.3g} s"
+    section.paragraph(f"The first step had ended after {max(totals):.3g} s{later}.")
+    times = {phase: [rank.get(phase, 0.0) for rank in ranks] for rank in ranks for phase in rank}
+    table = [
+        (phase, *(f"{value(seconds):.3g}" for value in (statistics.fmean, min, max)))
+        for phase, seconds in {**times, "all": totals}.items()
+    ]
+    return section.table(("phase", "mean, s", "fastest rank, s", "slowest rank, s"), table)
+
+
 def time_of_step(run: RunData, prefix: str) -> Section:
     """Return the section on where a step's time went, and its timeline."""
     section = Section("Where a step's time went", prefix=prefix)
