@@ -186,7 +186,7 @@ def freeze(part: StagePart) -> None:
 
 def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: RunFacts) -> None:
     """Initialize local shards of parameters and buffers from their names, with the same values on every layout."""
-    threads, buffer = torch.get_num_threads(), torch.empty(0)
+    threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
         drawn = []
         for name, tensor in tensors:
@@ -194,9 +194,9 @@ def initialize(tensors: Iterable[tuple[str, torch.Tensor]], family: Family, f: R
             if not isinstance(fill, Normal | Uniform):
                 _fill(tensor, fill)
             elif pool is not None and tensor.numel() < LARGE_ELEMENTS:  # of too few blocks for all threads
-                drawn.append(pool.submit(_draw, tensor, name, fill, f.seed, torch.empty(0), None))
+                drawn.append(pool.submit(_draw, tensor, name, fill, f.seed, None))
             else:
-                _draw(tensor, name, fill, f.seed, buffer, pool)
+                _draw(tensor, name, fill, f.seed, pool)
         for one in drawn:
             one.result()
 
@@ -218,10 +218,9 @@ def _draw(
     name: str,
     fill: Normal | Uniform,
     seed: int,
-    buffer: torch.Tensor,
     pool: ThreadPoolExecutor | None,
 ) -> None:
-    """Draw the local shard: in place if it is float32 on the CPU, else in `buffer`, which grows as needed."""
+    """Draw the local shard: in place if it is float32 on the CPU."""
     local = to_local(tensor)
     if not local.is_floating_point():
         dtype = str(local.dtype).removeprefix("torch.")
@@ -231,14 +230,16 @@ def _draw(
             rule="random values are for floating-point parameters and buffers",
             fix=f"Constant or Computed for {name}",
         )
-    is_float32_on_cpu = local.device.type == "cpu" and local.dtype is torch.float32
-    out, index = local if is_float32_on_cpu else buffer.resize_(local.shape), local_box(tensor).slices()
+    out, index = (
+        local if local.device.type == "cpu" and local.dtype is torch.float32 else None,
+        local_box(tensor).slices(),
+    )
     if isinstance(fill, Normal):
-        normal_shard(seed, name, tensor.shape, std=fill.std, index=index, out=out, pool=pool)
+        found = normal_shard(seed, name, tensor.shape, std=fill.std, index=index, out=out, pool=pool)
     else:
-        uniform_shard(seed, name, tensor.shape, bound=fill.bound, index=index, out=out, pool=pool)
-    if out is not local:
-        local.copy_(out)
+        found = uniform_shard(seed, name, tensor.shape, bound=fill.bound, index=index, out=out, pool=pool)
+    if out is None:
+        local.copy_(found)
 
 
 @torch.no_grad()
