@@ -13,6 +13,7 @@ from meshwright_bench.capture.cases import ON_CPU, ON_CUDA, CaptureCase, Capture
 from meshwright_bench.comm.benchmark import cuda_body, cuda_figures
 from meshwright_bench.comm.cases import CudaTask
 from meshwright_bench.expert_layers.benchmark import (
+    combine_figures,
     grouped_body,
     grouped_figures,
     move_figures,
@@ -66,7 +67,7 @@ def _losses(setting: Setting) -> Figures:
 def kernel_cases(setting: Setting) -> list[Case]:
     """Return compressed collectives' kernels, moves of experts' rows, and grouped products."""
     found = [Case("comm", partial(_comm, setting)), Case("moves", partial(_moves, setting))]
-    return found if setting.is_dry else [*found, Case("grouped", partial(_grouped, setting))]
+    return found if setting.is_dry else [*found, Case("combine", _combine), Case("grouped", partial(_grouped, setting))]
 
 
 def _comm(setting: Setting) -> Figures:
@@ -81,6 +82,11 @@ def _moves(setting: Setting) -> Figures:
     if setting.is_dry:
         task = partial(task, num_tokens=64, dim=32, num_experts=4, top_k=2, rounds=1, steps=1)
     return _values(move_figures(run_measurement(moves_body, task, num_ranks=1)))
+
+
+def _combine() -> Figures:
+    task = partial(MovesTask, device="cuda", num_tokens=32_768, steps=20, only_combine=True, rounds=ROUNDS)
+    return _values(combine_figures(run_measurement(moves_body, task, num_ranks=1)), drop="cuda.")
 
 
 def _grouped(setting: Setting) -> Figures:
