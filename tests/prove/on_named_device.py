@@ -47,7 +47,7 @@ def proof(device: torch.device, configured: Any, words: tuple[str, ...], seed: S
             trace = trace_rank(config, context, data, step=step, plan=plan, tamper=tamper)
         plain = PlainModel(config, data)
         sides = sides_of(config, gather_evidence(config, plan, [record]), plain, as_run=as_run)
-        result = with_place(result, find_place(config, plan, [trace], data, plain, sides, step=step))
+        result = with_place(result, find_place(config, plan, [trace], data, plain, sides, step=step), plan)
     return {"passed": result.passed, "text": " ".join(" ".join(render(result)).split())}
 
 

@@ -142,7 +142,7 @@ class Trainer:
         """Exchange and report the times of the start, after the first step."""
         start = self._job.start
         start.end(FIRST_STEP)
-        if seconds := compile_seconds():
+        if any(kind.compiled for kind in self._job.plan.kinds) and (seconds := compile_seconds()):
             start.move(seconds, out_of=FIRST_STEP, to=COMPILING)
         self._reporter.under_way(all_gather_object(start.seconds))
 
