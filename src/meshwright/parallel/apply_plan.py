@@ -79,12 +79,12 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh | None, plan: RunPlan, stage:
         apply_units(module, mesh, plan, stage)
 
 
-def compile_block(block: nn.Module) -> None:
-    """Compile a block in place, but for modules in it that run eagerly."""
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """Compile a block in place, but for modules in it that run eagerly; options are those of `torch.compile`."""
     for inner in block.modules():
         if getattr(inner, "runs_eagerly", False):  # not a decorator of theirs, which would import Dynamo in every run
             inner.forward = torch.compiler.disable(inner.forward)  # type: ignore[no-untyped-call]
-    block.compile()
+    block.compile(**options)
 
 
 RULE = "a run follows its plan"
