@@ -11,10 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.capture.predict import predict_capture
-from meshwright.features.float8 import rules
 from meshwright.nn.attention.attention import attention
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.plan import make_plan as make_module
 from meshwright.plan.cuda_memory import WORKSPACES, predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import attention_weights, predict_memory
@@ -41,14 +39,12 @@ class Measured(NamedTuple):
     words: tuple[str, ...]
 
 
-OWN = "1.5 B, compiled, float8 with our own layers"
 LARGE = ("model.vocab_size=128256", "train.global_batch=4", "train.seq_len=4096", "train.loss_chunk=0")
 MEASURED = {
     # bench/results/train-cuda.json
     "1.1 B, eager": Measured(46.153e9, ("train.compile=false", "train.loss_chunk=0")),
     "1.1 B, compiled": Measured(41.857e9, ("train.loss_chunk=0",)),
     "1.5 B, compiled": Measured(61.8 * GIB, LARGE),
-    OWN: Measured(60.2 * GIB, (*LARGE, "float8.recipe=current")),
     "1.5 B, compiled, float8 with torchao's layers": Measured(56.8 * GIB, (*LARGE, "float8.recipe=current")),
 }
 
@@ -72,22 +68,15 @@ def plan_of_large(words):
     return make_plan(load(None, joined(*(word.lower() for word in base), *words)))
 
 
-@pytest.fixture
-def measured(name, monkeypatch):
-    """What was measured; without torchao, our own layers compute the recipe."""
-    monkeypatch.setattr(rules.importlib.util, "find_spec", lambda package: None if name == OWN else True)
-    make_module._make_plan.cache_clear()
-    yield MEASURED[name]
-    make_module._make_plan.cache_clear()
-
-
 @pytest.mark.parametrize("name", MEASURED)
-def test_what_was_measured_on_a_gpu_is_predicted_within_a_twentieth(name, measured):
+def test_what_was_measured_on_a_gpu_is_predicted_within_a_twentieth(name):
+    measured = MEASURED[name]
     assert predict_cuda_memory(plan_of_large(measured.words)).total() == pytest.approx(measured.num_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_the_sum_of_all_types_as_on_a_cpu_is_not_what_was_measured(name, measured):
+def test_the_sum_of_all_types_as_on_a_cpu_is_not_what_was_measured(name):
+    measured = MEASURED[name]
     assert predict_memory(plan_of_large(measured.words)).total() > 1.06 * measured.num_bytes
 
 

@@ -94,6 +94,8 @@ def saved_by_compiled_block(words):
         ("model.num_kv_heads=1", "model.ffn_dim=512"),
         pytest.param(("float8.recipe=current",), marks=pytest.mark.slow),
         pytest.param(("float8.recipe=delayed",), marks=pytest.mark.slow),
+        pytest.param(("float8.recipe=delayed", "float8.modules=['*.w[qk]','*.wo','*.gate']"), marks=pytest.mark.slow),
+        pytest.param((*DIT, "float8.recipe=delayed"), marks=pytest.mark.slow),
         pytest.param((*MOE, "model.num_shared_experts=1"), marks=pytest.mark.slow),
         pytest.param(DIT, marks=pytest.mark.slow),
     ],
@@ -107,8 +109,4 @@ def test_compiled_blocks_save_what_is_predicted(corpus, words):
         plan = make_plan(load_words((*words, BF16, *more)))
         of_block.append(4 * plan.kind(plan.stages[0].kinds[-1]).saved.none)
     eager, compiled = of_block
-    if any(word.startswith("float8") for word in words):
-        # Which casts the partitioner keeps isn't modelled: those of delayed scales are fewer than what is predicted.
-        assert compiled > 0.95 * found and eager > 1.1 * found
-        return
     assert compiled == pytest.approx(found, rel=0.01) and eager > 1.1 * found

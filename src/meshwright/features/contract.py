@@ -61,8 +61,8 @@ class PlanFeature(Generic[P]):
         """Yield faults of what it added to a plan, which may have been edited by hand."""
         return iter(())
 
-    def saved(self, facts: KindFacts, part: P, *, tp: int, tokens: int, compiled: bool) -> Iterator[Saved]:
-        """Yield changes of the tensors that a kind saves for the backward of a micro-batch of `tokens` on a rank."""
+    def saved(self, facts: KindFacts, part: P, *, tp: int, compiled: bool) -> Iterator[Saved]:
+        """Yield changes of the tensors that a kind saves for its backward."""
         return iter(())
 
     def weight_bytes(self, plan: RunPlan, stage: Stage) -> int:

@@ -68,8 +68,6 @@ class KindMaker:
         self._roles = {name: one.role for name, one in facts.named_parameters()}
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
-        samples = config.train.global_batch // (config.mesh.axes().data_parallel() * config.train.num_microbatches)
-        self._batch_tokens = samples * self._tokens
         self._dtype, self._features = config.train.precision, plan_features(config=config)
         self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
@@ -107,7 +105,7 @@ class KindMaker:
                 saved
                 for feature, part in made
                 if part is not None
-                for saved in feature.saved(facts, part, tp=self._tp_size, tokens=self._batch_tokens, compiled=compiled)
+                for saved in feature.saved(facts, part, tp=self._tp_size, compiled=compiled)
             ]
             self._kinds[identity] = LayerSpec(
                 name=f"{facts.name}.{taken + 1}" if taken else facts.name,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
 
 from meshwright.config.schema import RunConfig
 from meshwright.features.contract import PlanFeature
@@ -63,22 +62,21 @@ class Float8InPlans(PlanFeature[Float8Layers]):
             what = f"a micro-batch of a rank has {counted(tokens, 'token')}"
             yield PlanError(what, f"float8 layers take a multiple of {SIZE_UNIT} tokens", "batch")
 
-    def saved(self, facts: KindFacts, part: Float8Layers, *, tp: int, tokens: int, compiled: bool) -> Iterator[Saved]:
-        """Yield what float8 layers change: each saves its input in float8, and none the original; torchao's layer
-        saves the original. Compiled, layers with the same scale of an input share the copy, and the graph saves the
-        weights' copies too; torchao's layers cast again what is computed again."""
-        is_torchao = part.recipe is Float8Recipe.TORCHAO
-        if is_torchao and not compiled:
-            return
+    def saved(self, facts: KindFacts, part: Float8Layers, *, tp: int, compiled: bool) -> Iterator[Saved]:
+        """Yield what float8 layers change: they save casts of their inputs, and none the original.
+
+        Compiled, layers with the same scale of an input share a cast, and PyTorch's partitioner computes one of an
+        input again with what makes it, such as a norm. An attention's output is made by no such operator.
+        """
         for one in facts.linear_inputs:
-            found = sum(layer in part.layers for layer in one.layers)
-            copies = 0 if is_torchao else min(found, 1) if compiled and part.recipe is Float8Recipe.CURRENT else found
+            found = copies = sum(layer in part.layers for layer in one.layers)
+            if compiled and not part.history:
+                copies = min(copies, 1)
+            if compiled and any(vars(one.freed).values()):
+                copies = max(copies - 1, 0)
             yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
             if found == len(one.layers):
                 yield Saved(**{name: -value for name, value in vars(one.freed).items()})
-        if compiled and not is_torchao and not part.cached:
-            sizes = (prod(p.shape) for p in facts.parameters if p.name.removesuffix(".weight") in part.layers)
-            yield Saved(fixed_bytes=sum(sizes) / tokens)
 
     def weight_bytes(self, plan: RunPlan, stage: Stage) -> int:
         """Return the bytes of weights kept in float8, whole."""

@@ -87,7 +87,7 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
             tokens = _worthwhile(kind, samples * model.tokens // axes.cp, axes.tp, model.edge.shape[-1])
         return LossChunks(kind.head.path, tokens, kind.head.after) if tokens else None
 
-    def saved(self, facts: KindFacts, part: LossChunks, *, tp: int, tokens: int, compiled: bool) -> Iterator[Saved]:
+    def saved(self, facts: KindFacts, part: LossChunks, *, tp: int, compiled: bool) -> Iterator[Saved]:
         yield Saved(*(-value for value in vars(facts.head.saved).values()))
 
     def faults(self, plan: RunPlan) -> Iterator[PlanError]:
