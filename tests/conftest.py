@@ -14,7 +14,8 @@ from subprocess import CompletedProcess
 import hypothesis
 import pytest
 
-from tests.gangs.gang import PRELOAD, GangPool, start_server
+from tests.gangs.gang import PRELOAD, Gang, GangPool, start_server
+from tests.triton_interpreter import needs_triton
 
 # Wall-clock deadlines fail at random on a loaded machine. In CI every run draws the same examples.
 for name, max_examples in (("default", 20), ("slow", 100)):
@@ -79,6 +80,14 @@ def gang() -> Iterator[GangPool]:
     pool = GangPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Gang]:
+    """A process of its own: Triton decides when it is imported whether it interprets, for good."""
+    needs_triton()
+    with Gang(1) as gang:
+        yield gang
 
 
 @pytest.fixture(scope="session")

@@ -26,13 +26,13 @@ class Code:
         return re.split(r"\tEXIT;", self.sass)[0]
 
     def instructions(self, *, trips: int = 1) -> int:
-        """What a thread executes, with `trips` of the one loop that there may be."""
+        """Count what a thread executes, with `trips` of the one loop that there may be."""
         body = re.search(r"^(LBB\d+):\n(.*\tBRA \1;)", self.straight, re.MULTILINE | re.DOTALL)
         once = len(_counted(self.straight))
         return once if body is None else once + (trips - 1) * len(_counted(body[2]))
 
     def spills(self) -> bool:
-        """Whether registers are kept in memory."""
+        """Return whether registers are kept in memory."""
         return bool({"LDL", "STL"} & set(_counted(self.sass)))
 
     def changed_layouts(self) -> list[str]:

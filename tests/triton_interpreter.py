@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,16 @@ def needs_triton() -> None:
     """Skip without Triton; it is not imported here, where it would not be the interpreter."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton: pip install triton")
+
+
+def interpreted(module: str) -> Any:
+    """Return a module of Triton programs, which this process interprets from now on, for good."""
+    import torch
+
+    if module not in sys.modules:
+        interpret_triton()
+    torch.set_num_threads(1)
+    return importlib.import_module(module)
 
 
 def interpret_triton() -> None:

@@ -31,31 +31,21 @@ from tests.comm.data import assorted
 from tests.gangs.gang import Gang
 from tests.helpers import covering_pairs, quick_and_slow
 from tests.triton_compiler import compile_without_gpu
-from tests.triton_interpreter import interpret_triton, needs_triton
+from tests.triton_interpreter import interpreted, needs_triton
 
 LENGTHS = (1, 127, 128, 129, 1000, 4227)
 CASES = covering_pairs(itertools.product(LENGTHS, QUANTISED, QUANTISED_DTYPES, (False, True)))
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Gang]:
-    """A process of its own: Triton decides when it is imported whether it interprets, for good."""
-    needs_triton()
-    with Gang(1) as gang:
-        yield gang
-
-
-def interpreted(rank, world_size, check, *args, **tiling):
+def on_a_cpu(rank, world_size, check, *args, **tiling):
     """`check(kernels, *args)`, with kernels that a CPU interprets, in programs of these sizes."""
-    if "meshwright.comm.kernels.triton_kernels" not in sys.modules:
+    name = "meshwright.comm.kernels.triton_kernels"
+    if name not in sys.modules:
         import meshwright.comm.compression.fsdp_compress  # noqa: F401
 
-        assert "meshwright.comm.kernels.triton_kernels" not in sys.modules, "only tensors of a GPU need Triton"
-        interpret_triton()
-    from meshwright.comm.kernels.triton_kernels import Tiling, TritonKernels
-
-    torch.set_num_threads(1)
-    return check(TritonKernels(Tiling(**tiling)), *args)
+        assert name not in sys.modules, "only tensors of a GPU need Triton"
+    kernels = interpreted(name)
+    return check(kernels.TritonKernels(kernels.Tiling(**tiling)), *args)
 
 
 def test_one_file_imports_triton():
@@ -84,26 +74,26 @@ def check_requantising(kernels, length, inner, codec, rotate, device="cpu"):
 
 @pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[::4]))
 def test_interpreted_codecs_agree_with_the_reference(interpreter, length, codec, dtype, rotate):
-    interpreter.run(interpreted, check_codecs, length, codec, dtype, rotate)
+    interpreter.run(on_a_cpu, check_codecs, length, codec, dtype, rotate)
 
 
 @pytest.mark.parametrize(("length", "codec", "dtype", "rotate"), quick_and_slow(CASES, CASES[2::4]))
 def test_interpreted_feedback_agrees_with_the_reference(interpreter, length, codec, dtype, rotate):
-    interpreter.run(interpreted, check_feedback, length, codec, dtype, rotate)
+    interpreter.run(on_a_cpu, check_feedback, length, codec, dtype, rotate)
 
 
 @pytest.mark.parametrize("tiling", [{"num_warps": 8, "elements": 16, "ranks": 1}, {"num_warps": 2, "ranks": 2}])
 def test_interpreted_sizes_of_programs_change_no_bit(interpreter, tiling):
     """Sums of three ranks in more than one go, some with a rest."""
-    interpreter.run(interpreted, check_feedback, 4227, Codec.INT4, torch.bfloat16, False, **tiling)
-    interpreter.run(interpreted, check_requantising, 1000, Codec.INT4, Codec.INT8, True, **tiling)
+    interpreter.run(on_a_cpu, check_feedback, 4227, Codec.INT4, torch.bfloat16, False, **tiling)
+    interpreter.run(on_a_cpu, check_requantising, 1000, Codec.INT4, Codec.INT8, True, **tiling)
 
 
 @pytest.mark.parametrize(
     ("length", "inner", "codec", "rotate"), [(129, Codec.INT8, Codec.INT4, False), (1000, Codec.INT2, Codec.INT8, True)]
 )
 def test_interpreted_requantising_agrees_with_the_reference(interpreter, length, inner, codec, rotate):
-    interpreter.run(interpreted, check_requantising, length, inner, codec, rotate)
+    interpreter.run(on_a_cpu, check_requantising, length, inner, codec, rotate)
 
 
 BUDGET = 0.85 * 132 * 4 * 32 * 1.98e9 / 4.17e12
@@ -185,7 +175,7 @@ def test_compiled_programs_move_16_bytes_at_a_time_and_take_less_time_than_their
 
 @pytest.mark.parametrize("check", [assert_smallest_scale_agrees, assert_any_layout_is_taken])
 def test_interpreted_the_smallest_scale_and_any_layout_agree(interpreter, check):
-    interpreter.run(interpreted, check)
+    interpreter.run(on_a_cpu, check)
 
 
 def check_refusals(kernels):
@@ -202,7 +192,7 @@ def check_refusals(kernels):
 
 
 def test_interpreted_what_does_not_fit_is_refused(interpreter):
-    interpreter.run(interpreted, check_refusals)
+    interpreter.run(on_a_cpu, check_refusals)
 
 
 def test_without_triton_a_gpu_has_the_reference_and_the_log_says_so_once(monkeypatch, caplog):

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...], Seed]] = {
 
 
 def proof(device: torch.device, configured: Any, words: tuple[str, ...], seed: Seed) -> dict[str, Any]:
-    """What a proof finds on a device."""
+    """Prove a layout on a device, and return what the proof says."""
     config, as_run = configured(*words), configured is as_run_config
     plan, data, context = make_plan(config), data_of(config), rank_context(0, 1)
     with seed.planted(as_run=as_run) as tamper:

@@ -24,7 +24,7 @@ Figures = Mapping[str, float | None]
 
 
 class State(StrEnum):
-    """How a case or a part ended."""
+    """End of a case or a part."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -42,7 +42,7 @@ class CaseError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how the cases of a part run."""
+    """Device and folder of the cases of a part."""
 
     device: str
     """`train.device` of the cases: cuda, or cpu in a dry run."""
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def is_dry(self) -> bool:
-        """Whether only the smallest case of each part runs, on the CPU."""
+        """Return whether only the smallest case of each part runs, on the CPU."""
         return self.device == "cpu"
 
 
@@ -72,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Record:
-    """What a case left."""
+    """Result of a case."""
 
     case: str
     state: State

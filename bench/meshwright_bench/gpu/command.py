@@ -33,7 +33,7 @@ NAMES = tuple(part.name for part in PARTS)
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the command."""
+    """Arguments and folders of a call."""
 
     out: Path
     """Folder of the results."""

@@ -35,7 +35,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run left that its figures need."""
+    """Values that a run left, from which figures are made."""
 
     config: RunConfig
     folder: Path

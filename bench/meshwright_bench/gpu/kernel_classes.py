@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class KernelClass(StrEnum):
-    """What a kernel computes or moves."""
+    """Class of kernels, by what they compute or move."""
 
     ATTENTION = "attention"
     PRODUCTS = "products"

@@ -28,7 +28,7 @@ class Proof:
 PROOFS = {
     "dense": Proof("llama-tiny"),
     "dense_as_run": Proof("llama-tiny", BFLOAT16, as_run=True),
-    # In float32 `attention=auto` takes flex for documents, in bfloat16 varlen.
+    # Attention on documents takes `flex_attention` in float32, in bfloat16 `varlen_attn`.
     "packed_flex": Proof("llama-tiny", PACKED, as_run=True),
     "packed_varlen": Proof("llama-tiny", (*PACKED, *BFLOAT16), as_run=True),
     "experts_grouped": Proof("moe-tiny", BFLOAT16, as_run=True),

@@ -28,7 +28,7 @@ DIGITS = 5
 
 @dataclass(frozen=True)
 class Machine:
-    """What results say of where they come from."""
+    """Origin of results: device, versions and date."""
 
     gpu: str | None
     """Name of the GPU; None in a dry run, on the CPU."""
@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """What results call the device."""
+        """Return the device's name in results."""
         return self.gpu or "CPU, dry run"
 
     def to_json(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ DEATH_S = 5.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended, and what it left."""
+    """Result of a part: how it ended, and the records of its cases."""
 
     part: str
     state: State
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the part, or a case of it, failed or was cut off."""
+        """Return whether the part, or a case of it, failed or was cut off."""
         return self.state in (State.FAILED, State.TIMED_OUT)
 
 
@@ -86,7 +86,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def is_running(group: int) -> bool:
-    """Whether a process of the group runs, as Linux says; not one that only waits to be collected."""
+    """Return whether a process of the group runs, as Linux says; one that only waits to be collected doesn't."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has just ended
             state, _, of_group = path.read_text("utf-8", errors="replace").rpartition(")")[2].split()[:3]

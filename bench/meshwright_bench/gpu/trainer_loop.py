@@ -25,7 +25,7 @@ OUT_OF_MEMORY = "out_of_memory"
 
 @dataclass(frozen=True)
 class Loop:
-    """What to run, and where its result goes."""
+    """Arguments of an arm: the run, and the file of its result."""
 
     size: Size
     steps: int

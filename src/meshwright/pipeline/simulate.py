@@ -215,7 +215,7 @@ Facts = dict[int, float]
 
 @dataclass(slots=True)
 class _Rule:
-    """What an action of one kind and stage waits for, and what follows from it."""
+    """Dependencies of the actions of one kind and stage, and what follows from them."""
 
     needs: tuple[Facts, ...] = ()
     duration: float | None = None

@@ -127,7 +127,7 @@ def test_a_head_that_computes_a_loss_of_its_own_is_proved(gang: GangPool, axes: 
 
 
 class Largest(LiveBytes):
-    """What operators allocate, of local tensors."""
+    """Records what operators allocate, of local tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,27 +14,14 @@ from meshwright.nn.dropout_add.eager import DropoutKey, drop_threshold, keep_mas
 from tests.gangs.gang import Gang
 from tests.nn.dropout_add.cases import DTYPES, drop, inputs, python_mask, python_philox
 from tests.triton_compiler import compile_without_gpu
-from tests.triton_interpreter import interpret_triton, needs_triton
+from tests.triton_interpreter import interpreted, needs_triton
 
 SHAPES = ((1, 1), (5, 7), (3, 513), (33, 64))
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Gang]:
-    """A process of its own: Triton decides when it is imported whether it interprets, for good."""
-    needs_triton()
-    with Gang(1) as gang:
-        yield gang
-
-
-def interpreted(rank, world_size, check, *args):
+def on_a_cpu(rank, world_size, check, *args):
     """`check(launch, *args)`, with a program that a CPU interprets."""
-    if "meshwright.nn.dropout_add.triton_program" not in sys.modules:
-        interpret_triton()
-    from meshwright.nn.dropout_add.triton_launch import launch
-
-    torch.set_num_threads(1)
-    return check(launch, *args)
+    return check(interpreted("meshwright.nn.dropout_add.triton_launch").launch, *args)
 
 
 def same(found, expected):
@@ -68,7 +54,7 @@ def check_agrees(launch, shape, device="cpu"):
 
 @pytest.mark.parametrize("shape", SHAPES[1:3])
 def test_interpreted_results_are_the_torch_operations(interpreter, shape):
-    interpreter.run(interpreted, check_agrees, shape)
+    interpreter.run(on_a_cpu, check_agrees, shape)
 
 
 def check_mask(launch):
@@ -86,7 +72,7 @@ def check_mask(launch):
 
 
 def test_interpreted_masks_are_the_papers(interpreter):
-    interpreter.run(interpreted, check_mask)
+    interpreter.run(on_a_cpu, check_mask)
 
 
 def check_layouts(launch):
@@ -102,7 +88,7 @@ def check_layouts(launch):
 
 
 def test_interpreted_any_strides_are_taken(interpreter):
-    interpreter.run(interpreted, check_layouts)
+    interpreter.run(on_a_cpu, check_layouts)
 
 
 def compiled(rank, world_size, cache):

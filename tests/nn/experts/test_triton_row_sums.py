@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -14,29 +13,16 @@ from meshwright.nn.experts import grouped_linear
 from meshwright.nn.experts.grouped_linear import RowMap, sum_bags
 from tests.gangs.gang import Gang
 from tests.triton_compiler import compile_without_gpu
-from tests.triton_interpreter import interpret_triton, needs_triton
+from tests.triton_interpreter import interpreted, needs_triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CASES = ((1, 1, 1), (7, 3, 5), (40, 9, 64), (33, 8, 1100), (12, 30, 513))
 """Rows, source rows, width."""
 
 
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Gang]:
-    """A process of its own: Triton decides when it is imported whether it interprets, for good."""
-    needs_triton()
-    with Gang(1) as gang:
-        yield gang
-
-
-def interpreted(rank, world_size, check, *args):
+def on_a_cpu(rank, world_size, check, *args):
     """`check(sum_rows, *args)`, with a program that a CPU interprets."""
-    if "meshwright.nn.experts.triton_row_sums" not in sys.modules:
-        interpret_triton()
-    from meshwright.nn.experts.triton_row_sums import sum_rows
-
-    torch.set_num_threads(1)
-    return check(sum_rows, *args)
+    return check(interpreted("meshwright.nn.experts.triton_row_sums").sum_rows, *args)
 
 
 def random_rows(num_rows, num_sources, width, dtype):
@@ -77,7 +63,7 @@ def check_bits(sum_rows, case, device="cpu"):
 
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_sums_have_the_bits_of_sums_in_order(interpreter, case):
-    interpreter.run(interpreted, check_bits, case)
+    interpreter.run(on_a_cpu, check_bits, case)
 
 
 def check_layouts(sum_rows):
@@ -90,7 +76,7 @@ def check_layouts(sum_rows):
 
 
 def test_interpreted_any_strides_are_taken_and_nothing_gives_nothing(interpreter):
-    interpreter.run(interpreted, check_layouts)
+    interpreter.run(on_a_cpu, check_layouts)
 
 
 def compiled(rank, world_size, cache, width):
