@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from meshwright import api
 from meshwright.errors import InputError
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
+from meshwright.prove import conclude
 from meshwright.prove.report import render
-from meshwright.prove.spec import as_configured, as_proof, set_aside, set_aside_as_run
+from meshwright.prove.spec import ProofSpec, as_configured, as_proof, set_aside, set_aside_as_run
 from tests.gangs.gang import GangPool
+from tests.helpers import rank_context
 from tests.prove import proofs
 from tests.prove.as_run.proofs import SIZES
 from tests.prove.kernel_faults import COMPILED, FAULTS, PACKED
@@ -59,6 +62,29 @@ def test_gpus_are_used_where_they_are_named(asked: str, kept: str) -> None:
 def test_ranks_without_a_gpu_are_an_error() -> None:
     with pytest.raises(InputError, match="0 CUDA devices"):
         api.prove(load("llama-tiny", [*proofs.SMALL, CUDA]))
+
+
+class FirstDeviceError(Exception):
+    """Ends a process of a proof where it uses its device."""
+
+
+@pytest.mark.parametrize("body", [conclude.record_layout, conclude.compare_with_reference, conclude.trace_on_ranks])
+def test_every_process_uses_the_device_that_it_is_given(monkeypatch, tmp_path, body) -> None:
+    """Not the second pass's reference, which compares on the CPU."""
+    device, used = torch.device("meta"), []
+
+    def use(*args: Any, **named: Any) -> None:
+        used.extend(one for one in (*args, *named.values()) if isinstance(one, torch.device))
+        raise FirstDeviceError
+
+    monkeypatch.setattr(conclude, "choose_device", lambda config, context: device)
+    for name in ("rank_group", "conclude"):
+        monkeypatch.setattr(conclude, name, use)
+    monkeypatch.setattr(conclude, "load_records", lambda spec: [])
+    config = proofs.small_config()
+    with pytest.raises(FirstDeviceError):
+        body(rank_context(0, 1), ProofSpec(config, make_plan(config), 1, tmp_path))
+    assert used == [device]
 
 
 def test_ranks_and_reference_are_on_one_device() -> None:
