@@ -11,6 +11,7 @@ import torch
 
 from meshwright.parallel.apply_plan import compile_seconds
 from meshwright.plan.rules import load
+from meshwright.train import training_loop
 from meshwright.train.launch.rank_context import (
     FIRST_STEP,
     MODEL,
@@ -61,6 +62,7 @@ def test_every_attempt_records_its_start(tmp_path, monkeypatch):
         return call(self, step)
 
     monkeypatch.setattr(TrainStep, "__call__", noted)
+    monkeypatch.setattr(training_loop, "compile_seconds", lambda: 1.0)  # of other tests in this process
     words = [*small_corpus(tmp_path), "checkpoint.every=2", "train.steps=2", "train.warmup_steps=0"]
     [[first]], seconds = begin(tmp_path / "run", words)
     assert list(first) == ["processes and imports", "process group", "data", "model", "initial values", "first step"]
