@@ -91,7 +91,7 @@ def saved_by_compiled_block(words):
 @pytest.mark.parametrize(
     "words",
     [
-        ("model.num_kv_heads=1", "model.ffn_dim=512"),
+        pytest.param(("model.num_kv_heads=1", "model.ffn_dim=512"), marks=pytest.mark.slow),
         pytest.param(("float8.recipe=current",), marks=pytest.mark.slow),
         pytest.param(("float8.recipe=delayed",), marks=pytest.mark.slow),
         pytest.param(("float8.recipe=delayed", "float8.modules=['*.w[qk]','*.wo','*.gate']"), marks=pytest.mark.slow),

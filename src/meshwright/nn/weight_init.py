@@ -43,8 +43,8 @@ def normal_shard(seed: int, name: str, shape: Sequence[int], *, std: float, inde
         pool: threads that draw, as many as PyTorch's; None for this one.
     """
 
-    def draw(size: Sequence[int], generator: torch.Generator) -> Any:
-        values = torch.randn(size, generator=generator).numpy()
+    def draw(block: Tensor, generator: torch.Generator) -> Any:
+        values = block.normal_(generator=generator).numpy()
         return np.multiply(values, np.float32(std), out=values)
 
     return _shard(draw, seed, name, shape, index, out, pool)
@@ -54,15 +54,15 @@ def uniform_shard(seed: int, name: str, shape: Sequence[int], *, bound: float, i
                   out: Tensor | None = None, pool: ThreadPoolExecutor | None = None) -> Tensor:  # fmt: skip
     """Draw a shard as `normal_shard` does, of values uniform in [-bound, bound)."""
 
-    def draw(size: Sequence[int], generator: torch.Generator) -> Any:
-        values = torch.rand(size, generator=generator).numpy()
+    def draw(block: Tensor, generator: torch.Generator) -> Any:
+        values = block.uniform_(generator=generator).numpy()
         return np.subtract(np.multiply(values, np.float32(2 * bound), out=values), np.float32(bound), out=values)
 
     return _shard(draw, seed, name, shape, index, out, pool)
 
 
 def _shard(
-    draw: Callable[[Sequence[int], torch.Generator], Any],
+    draw: Callable[[Tensor, torch.Generator], Any],
     seed: int,
     name: str,
     shape: Sequence[int],
@@ -75,11 +75,16 @@ def _shard(
     values, blocks = found.detach().numpy(), list(_blocks(shape, wanted)) if found.numel() else []
 
     def fill(some: Iterable[tuple[int, Box]]) -> None:
-        # NumPy computes in this thread: PyTorch would start OpenMP's threads for each of the pool's.
+        # NumPy computes in this thread: PyTorch would start OpenMP's threads for each of the pool's. All blocks are
+        # drawn in the same memory: for each the system would map and clear new pages, while other threads wait.
+        memory = torch.empty(0)
         for number, box in some:
             digest = hashlib.sha256(f"{seed}/{name}/{number}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            drawn = draw([stop - start for start, stop in box], generator)
+            size = [stop - start for start, stop in box]
+            if len(memory) < math.prod(size):
+                memory = torch.empty(math.prod(size))
+            drawn = draw(memory[: math.prod(size)].view(size), generator)
             kept = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, box, strict=True)]
             values[_within(kept, wanted)] = drawn[_within(kept, box)]
 
