@@ -20,6 +20,7 @@ from functools import cached_property
 
 from meshwright.features.contract import KindPart, P
 from meshwright.mesh.axes import Axes
+from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.models.contract.tp_styles import Style
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.nn.recompute_policy import RecomputePolicy
@@ -190,6 +191,8 @@ class LayerSpec:
     """Elements of the output on which a loss is computed, per rank and sample; 0 if there is none."""
     experts: ExpertLayer | None = None
     attention: AttentionLayer | None = None
+    operators: tuple[PlannedOperator, ...] = ()
+    """What a rank computes in the kind; empty if the family doesn't describe it."""
     parts: tuple[KindPart, ...] = ()
     """What features add to the kind, by which kinds differ; in JSON each is a field of the feature's name."""
     tied: tuple[str, ...] = ()
@@ -519,6 +522,47 @@ class ExpertLayer:
     """Whether tokens go to experts in turn, so that the dispatch is known."""
     sample_counted: Atoms = ()
     """Atoms over which each forward sums the experts' counts of each sample."""
+
+
+@dataclass(frozen=True)
+class PlannedKernels:
+    """Kernels of one pass of an operator that are bound by memory, on a rank."""
+
+    launches: int = 0
+    """Kernels launched per micro-batch."""
+    num_bytes: int = 0
+    """Bytes that they read and write per sample."""
+
+
+@dataclass(frozen=True)
+class PlannedOperator:
+    """An operator of a kind as a rank runs it: `models/contract/operators.py`, after parallelism shards it."""
+
+    name: str
+    kind: OperatorKind
+    rows: int = 0
+    """Rows of a product per sample, of all groups."""
+    inner: int = 0
+    columns: int = 0
+    groups: int = 1
+    """Experts on the rank among whose products the rows are divided."""
+    weights: int = 1
+    """1 if the weight is trained, so that the backward computes its gradient; 0 if it is frozen or there is none."""
+    attention_flops: int = 0
+    """Operations of attention's forward per sample, if each sample is one document."""
+    rate: str = "float32"
+    """Dtype of a product's operands: that of the compute, or `float8`."""
+    forward: PlannedKernels = PlannedKernels()
+    backward: PlannedKernels = PlannedKernels()
+    fused_forward: PlannedKernels | None = None
+    """As `forward` in a compiled block; None if there it is a part of other operators' kernels."""
+    fused_backward: PlannedKernels | None = None
+    rerun: Rerun = Rerun.ALWAYS
+
+    @property
+    def flops(self) -> int:
+        """Operations of the forward per sample."""
+        return 2 * self.rows * self.inner * self.columns + self.attention_flops
 
 
 @dataclass(frozen=True)

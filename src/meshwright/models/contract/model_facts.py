@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from meshwright.models.contract.operators import Operator
+from meshwright.models.contract.saved import Saved as Saved
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.optim.role import Role as Role
 
@@ -62,33 +64,6 @@ class BufferFacts:
     """Whether a `nn.step_handles.StepBuffer` updates it: summed once per step over micro-batches and ranks."""
     load: bool = False
     """Whether the step buffer is a `LoadCounter`, whose counts are part of the run's metrics."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Elements per token saved for a block's backward, by dtype and by how tensor parallelism shards them."""
-
-    full: float = 0.0
-    """Replicated on all tp ranks, in the compute dtype."""
-    stream: float = 0.0
-    """Sharded like the stream between blocks: over tp with sequence parallelism, otherwise replicated."""
-    divided: float = 0.0
-    """Sharded over tp, like attention heads and feed-forward columns."""
-    wide_full: float = 0.0
-    """As `full`, in at least float32: what norms, softmax and routers compute in."""
-    wide_stream: float = 0.0
-    wide_divided: float = 0.0
-    fixed_bytes: float = 0.0
-    """Bytes per token that do not depend on the compute dtype, such as indices and masks; replicated."""
-
-    def num_bytes(self, *, element_bytes: int, tp: int, stream: float) -> float:
-        """Return the bytes per token on one rank, which holds the fraction `stream` of the stream."""
-        narrow = self.full + self.stream * stream + self.divided / tp
-        wide = self.wide_full + self.wide_stream * stream + self.wide_divided / tp
-        return narrow * element_bytes + wide * max(4, element_bytes) + self.fixed_bytes
-
-    def __add__(self, other: Saved) -> Saved:
-        return Saved(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -208,6 +183,8 @@ class KindFacts:
     unit: tuple[str, ...] = ()
     """Modules of an end, such as an embedding or head, that form a separate FSDP unit if their largest matrix has more
     elements than a block and is therefore worth a separate collective."""
+    operators: tuple[Operator, ...] = ()
+    """What the kind computes, in the order of the forward; empty if unknown, and then a plan has no times."""
     linear_inputs: tuple[LinearInput, ...] = ()
     """Inputs of the linear layers that can run in float8; empty if none can."""
     auxiliary: tuple[AuxiliaryLoss, ...] = ()

@@ -1,0 +1,104 @@
+"""Performance of a device and its links: what they achieve of their peak rates, with residuals, as measured by
+`meshwright calibrate` or, for presets, fitted to published runs. Doesn't import torch.
+
+The time of a product is the larger of its operations over the rate that products of its shape achieve and its bytes
+over the memory's bandwidth. A rate falls with each dim that is small beside the dim at which half of the rate is
+reached. A collective of n ranks takes a latency per step and its bytes over the bandwidth that its links achieve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ProductCurve:
+    """Rate of matrix products of a dtype: `peak · r/(r + half_rows) · k/(k + half_inner) · c/(c + half_columns)`."""
+
+    flops_per_s: float
+    """Rate of products that are large along all dims."""
+    half_rows: float = 0.0
+    half_inner: float = 0.0
+    half_columns: float = 0.0
+    residual: float = 0.1
+    """Standard deviation of the logarithm of measured over predicted time."""
+
+    def seconds(self, rows: float, inner: int, columns: int) -> float:
+        """Return the time of the operations of a product."""
+        if rows <= 0:
+            return 0.0
+        shares = ((rows, self.half_rows), (inner, self.half_inner), (columns, self.half_columns))
+        slower = 1.0
+        for size, half in shares:
+            slower *= (size + half) / size
+        return 2.0 * rows * inner * columns * slower / self.flops_per_s
+
+
+@dataclass(frozen=True)
+class AttentionCurve:
+    """Rate of attention's operations, which grows with the length that a query sees."""
+
+    flops_per_s: float
+    half_length: float = 0.0
+    backward_slower: float = 1.0
+    """Time of the backward over that of 2.5 forwards."""
+    residual: float = 0.15
+
+
+@dataclass(frozen=True)
+class LinkCurve:
+    """What collectives achieve on a link."""
+
+    latency_us: float
+    """Time of a step of a collective that moves nothing."""
+    efficiency: float = 1.0
+    """Share of the link's bandwidth that large messages achieve."""
+    half_bytes: float = 0.0
+    """Bytes per step at which half of it is reached."""
+    residual: float = 0.2
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Time of the process that launches kernels, in µs. It overlaps the device's unless the device is the host's CPU.
+    """
+
+    launch_us: float = 5.0
+    """Per kernel run eagerly, with its share of Python, autograd and dispatch."""
+    compiled_launch_us: float = 3.0
+    """Per kernel of a compiled block."""
+    block_us: float = 0.0
+    """Per forward, and per backward, of a block: hooks and modules' calls."""
+    unit_us: float = 0.0
+    """Per gather, and per reduction, of an FSDP unit: hooks and copies into flat buffers."""
+    styled_us: float = 0.0
+    """Per collective of an operator under tp."""
+    action_us: float = 0.0
+    """Per action of a pipeline's schedule."""
+    step_us: float = 0.0
+    """Per step: data, the loss's scalars, clipping, logs."""
+    parameter_us: float = 0.0
+    """Per parameter and step: the optimizer's and the norm's kernels."""
+    residual: float = 0.2
+
+
+@dataclass(frozen=True)
+class Performance:
+    """What a device, its host and its links achieve."""
+
+    source: str
+    """Where the figures come from: a calibration with device, date and versions, or the runs that they were fitted to."""
+    products: Mapping[str, ProductCurve] = field(hash=False)
+    """By dtype: float32, bfloat16, float16, float64, float8."""
+    attention: Mapping[str, AttentionCurve] = field(hash=False)
+    memory_efficiency: float
+    """Share of the memory's bandwidth that kernels bound by it achieve."""
+    memory_residual: float
+    host: HostCosts
+    links: Mapping[str, LinkCurve] = field(hash=False)
+    """By level: `inside_node`, `between_nodes`, `between_pods`."""
+    is_async: bool = True
+    """Whether the device runs beside the host that launches its kernels, as a GPU does."""
+    cores: int = 0
+    """Cores that a machine's processes share, if the device is a CPU; 0 otherwise."""

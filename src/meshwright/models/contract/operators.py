@@ -1,0 +1,76 @@
+"""Operators of a kind: its matrix products, attention, and kernels bound by memory, with what each of them computes,
+moves and launches in the forward and in the backward.
+
+Counts are per token of a sample, before tensor parallelism shards anything; `Plan` resolves them per rank. A product
+with a weight costs 2 · rows · inner · columns operations in the forward, as many for the gradient of its input and as
+many for that of its weight. Doesn't import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.models.contract.saved import Saved
+
+
+class OperatorKind(StrEnum):
+    """Kind of an operator, by what bounds its time."""
+
+    PRODUCT = "product"
+    """A matrix product with a weight; the style of its module says which dim tp shards."""
+    GROUPED = "grouped"
+    """Products of rows with the weights of the experts that they were sent to."""
+    ATTENTION = "attention"
+    """Both products of attention and its softmax."""
+    MEMORY = "memory"
+    """Kernels that move more than they compute: norms, activations, sums, casts, lookups."""
+
+
+class Rerun(StrEnum):
+    """Policies under which recomputation runs an operator's forward again."""
+
+    ALWAYS = "always"
+    FULL = "full"
+    """Under full recomputation only: selective keeps the result."""
+    NEVER = "never"
+    """The backward needs no result of it, such as of a block's last product and sum."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of one pass of an operator."""
+
+    launches: float = 0.0
+    """Kernels launched per micro-batch, run eagerly."""
+    moved: Saved = Saved()
+    """Elements that they read and write, per token."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of a kind, or several kernels of one module that are bound by memory."""
+
+    name: str
+    """Path of the module inside the kind, of which there may be several operators."""
+    kind: OperatorKind
+    rows: float = 1.0
+    """Rows of a product per token: experts per token, or 1 / tokens for what is computed once per sample."""
+    inner: int = 0
+    """Columns of a product's input."""
+    columns: int = 0
+    """Columns of a product's output."""
+    attention_flops: float = 0.0
+    """Operations of attention's forward per token; its backward takes 2.5 times as many (Dao 2023)."""
+    forward: Kernels = Kernels()
+    """Kernels bound by memory; of a product those besides it, such as of a bias."""
+    backward: Kernels = Kernels()
+    fused_forward: Kernels | None = None
+    """As `forward` in a compiled block; None if the kernels become a part of other operators' kernels."""
+    fused_backward: Kernels | None = None
+    rerun: Rerun = Rerun.ALWAYS
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward per token that `FlopCounterMode` counts: those of products and attention."""
+        return 2.0 * self.rows * self.inner * self.columns + self.attention_flops
