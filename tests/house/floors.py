@@ -45,7 +45,7 @@ LATE = {("lazy_package", "api"), ("cli", "meshwright_bench")} | {
 TORCH_FREE = (
     "__init__.py", "__main__.py", "api.py", "errors.py", "units.py", "log.py", "output_files.py", "lasting_output.py",
     "figure.py", "lazy_package.py",
-    "cluster/presets.py", "cluster/performance.py",
+    "cluster/*",
     "mesh/axes.py", "mesh/layout*.py", "mesh/layout.py", "mesh/shard_intervals.py",
     "comm/__init__.py", "comm/compression/__init__.py", "comm/compression/catalogue.py",
     "settings/*",
@@ -53,7 +53,8 @@ TORCH_FREE = (
     "nn/recompute_policy.py", "features/__init__.py", "features/contract.py", "features/registry.py",
     "features/*/__init__.py", "features/*/section.py", "features/*/rules.py",
     "features/*/plan.py",
-    "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py", "models/contract/operators.py", "models/contract/saved.py",
+    "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py", "models/contract/operators.py",
+    "models/contract/saved.py",
     "models/contract/family.py", "models/contract/tp_styles.py",
     "models/*/__init__.py", "models/*/family.py", "models/*/config.py", "models/*/description.py", "models/*/rules.py",
     "models/tasks/text_data.py",
