@@ -106,7 +106,9 @@ class StagePricer:
         others = iter(one for one in units if one.unit is not stage.root)
         found = []
         for index, (kind, _) in enumerate(self._plan.held(stage)):
-            own = ([] if index else root) + [next(others) for _ in kind.units]
+            own = [] if index else list(root)
+            if units:
+                own += [next(others) for unit in kind.units if unit.parameters]
             work, sent, calls = self._of_kind(kind)
             reduced = [self._sent.reduce(one) for one in own if one.has_backward]
             found.append(
