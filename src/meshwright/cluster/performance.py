@@ -61,7 +61,7 @@ class LinkCurve:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Time of the process that launches kernels, in µs. It overlaps the device's unless the device is the host's CPU."""
+    """Time of the process that launches kernels, in µs. It overlaps the device's unless that is the CPU."""
 
     launch_us: float = 5.0
     """Per kernel run eagerly, with its share of Python, autograd and dispatch."""
