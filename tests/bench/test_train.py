@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from meshwright.cluster.presets import Rate, device_for
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import device_for
 from meshwright.config.facts_for_family import model_facts
 from meshwright_bench import devices
 from meshwright_bench.alternate import Alternation

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cluster.presets import RESERVE, Rate, cluster_preset, device_for, gpus_by_memory, preset_names
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import RESERVE, cluster_preset, device_for, gpus_by_memory, preset_names
 from meshwright.errors import ConfigError
 from meshwright.units import GIB
 
@@ -78,6 +79,7 @@ def test_an_unknown_preset_names_the_nearest(name, fix):
         ("A100-SXM4-40GB", "A100-40"),
         ("NVIDIA A100-SXM4-80GB", "A100-80"),
         ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
@@ -89,7 +91,7 @@ def test_devices_are_found_by_their_cuda_name(cuda_name, preset):
 
 @pytest.mark.parametrize(
     "cuda_name",
-    ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 4090", ""],
+    ["NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 4090", ""],
 )
 def test_other_devices_are_not_mistaken_for_these(cuda_name):
     assert device_for(cuda_name) is None

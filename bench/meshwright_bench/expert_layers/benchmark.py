@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from datetime import date
 from functools import partial
 
-from meshwright.cluster.presets import Rate, device_for
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import device_for
 from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Alternation
 from meshwright_bench.benchmarks import Benchmark, Options, Say

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright.cluster.presets import Rate, device_for
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import device_for
 from meshwright_bench.gpu.cases import Case, CaseError, Figures, Setting
 from meshwright_bench.gpu.commands import measured_run
 from meshwright_bench.gpu.kernel_classes import Busy, KernelClass, below_peak, classify, own_times, times_by_class

@@ -13,7 +13,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from meshwright.cluster.presets import Rate, device_for
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import device_for
 from meshwright.config.facts_for_family import model_facts
 from meshwright_bench.gpu.cases import Case, CaseError, Figures, NotRunError, Setting
 from meshwright_bench.gpu.commands import WARMUP_STEPS, config_of, measured_run, run_command, run_words

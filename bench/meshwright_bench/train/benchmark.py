@@ -13,7 +13,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from meshwright.cluster.presets import Rate, device_for
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import device_for
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext

@@ -181,13 +181,13 @@ def _numbers(option: str, text: str, example: str, *, least: int) -> tuple[int, 
 
 
 def _topology(name: str | None, axis_sizes: tuple[int, ...]) -> Topology | None:
-    from meshwright.cluster.presets import cluster_preset
+    from meshwright.cluster.presets import find_cluster
     from meshwright.reshard import Topology
 
     if name is None:
         return None
     try:
-        return Topology.of(cluster_preset(name), axis_sizes)
+        return Topology.of(find_cluster(name), axis_sizes)
     except MeshwrightError as error:
         raise _located(error, f"{COMMAND_LINE}, --topology", {r"^(\S+).*": r"--topology \1"}) from None
 

@@ -1,31 +1,33 @@
-"""Specification of clusters (devices, links, devices per node) and presets by name, read from `presets.toml`, which
-cites a source for each figure.
-
-Peak rates are the vendor's figures for dense operands; the fraction that kernels achieve is determined by calibration,
-not here. All quantities are per device: a link's bandwidth is that of one device in one direction.
-"""
+"""Cluster presets by name, read from `presets.toml`, which cites a source for each figure, and clusters by the name of
+a preset or the path of a file. Doesn't import torch."""
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
+from meshwright.cluster import cluster_file
+from meshwright.cluster.hardware import Cluster, Device, Level
 from meshwright.errors import ConfigError
-from meshwright.units import GIB
 
 RESERVE = 0.06
 """Share of a GPU's memory that is left to CUDA's context, NCCL's buffers and fragmentation."""
+OWN_KEYS = ("cuda_names", "listed", "host")
+"""Keys of a preset that a cluster file doesn't have."""
 
 
 def preset_names() -> list[str]:
     """Return the names accepted by `cluster_preset`, in file order."""
     return list(_read()["clusters"])
+
+
+def link_names() -> list[str]:
+    """Return the names of links that a cluster file may use."""
+    return list(_read()["links"])
 
 
 def cluster_preset(name: str) -> Cluster:
@@ -34,28 +36,44 @@ def cluster_preset(name: str) -> Cluster:
     Raises:
         ConfigError: the preset is unknown.
     """
-    tables = _read()
     key = name.upper()
-    if key not in tables["clusters"]:
+    if key not in _read()["clusters"]:
         names = preset_names()
         longer = [full for full in names if key and full.startswith(key)]
         near = longer or difflib.get_close_matches(key, names, n=1, cutoff=0.0)
         raise ConfigError(
             f"{name} is not a cluster preset", rule=f"presets are {', '.join(names)}", fix=" or ".join(near)
         )
-    table = tables["clusters"][key]
-    return Cluster(
-        name=key,
-        device=_device(table),
-        devices_per_node=table["devices_per_node"],
-        inside_node=_link(tables["links"][table["inside_node"]]),
-        between_nodes=_link(tables["links"][table["between_nodes"]]),
-    )
+    return _preset(key)
+
+
+def find_cluster(name_or_path: str) -> Cluster:
+    """Return the preset of this name, or the cluster of a file, as `meshwright calibrate` writes one.
+
+    Raises:
+        ConfigError: neither exists, or the file isn't valid.
+    """
+    if name_or_path.upper() in _read()["clusters"]:
+        return _preset(name_or_path.upper())
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or path.exists():
+        return read_cluster(path)
+    return cluster_preset(name_or_path)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises:
+        ConfigError: the file can't be read, or a key is unknown, missing, of a wrong type or out of range.
+    """
+    presets = {name: _as_file(name) for name in preset_names()}
+    return cluster_file.read_cluster(path, presets, _read()["links"])
 
 
 def gpus_by_memory(num_bytes: int) -> tuple[list[Cluster], list[Cluster]]:
-    """Return the presets of GPUs that have less memory beside `RESERVE`, and the others; the smallest first."""
-    gpus = [cluster_preset(name) for name in preset_names() if name != "CPU"]
+    """Return the listed presets of GPUs that have less memory beside `RESERVE`, and the others; the smallest first."""
+    gpus = [cluster_preset(name) for name, table in _read()["clusters"].items() if table.get("listed")]
     gpus.sort(key=lambda cluster: cluster.device.memory_bytes)
     first = sum(cluster.device.memory_bytes * (1 - RESERVE) < num_bytes for cluster in gpus)
     return gpus[:first], gpus[first:]
@@ -66,114 +84,39 @@ def device_for(cuda_name: str) -> Device | None:
 
     Names must match exactly, because variants (PCIe, NVL, MIG slices) share a prefix but have different rates.
     """
+    found = preset_for(cuda_name)
+    return None if found is None else found.device
+
+
+def preset_for(cuda_name: str) -> Cluster | None:
+    """Return the preset of the device with this `torch.cuda.get_device_name`, as `device_for` finds it."""
     short = cuda_name.removeprefix("NVIDIA ")
-    for table in _read()["clusters"].values():
-        if short in table["cuda_names"]:
-            return _device(table)
+    for name, table in _read()["clusters"].items():
+        if short in table.get("cuda_names", ()):
+            return _preset(name)
     return None
+
+
+@cache
+def _preset(name: str) -> Cluster:
+    return cluster_file.cluster_of(_as_file(name), _read()["links"], f"presets.toml, {name}")
+
+
+def _as_file(name: str) -> dict[str, Any]:
+    """Return a preset as the table of a cluster file: what the device, the host and the links achieve is joined."""
+    tables = _read()
+    table = {key: value for key, value in tables["clusters"][name].items() if key not in OWN_KEYS}
+    device = tables["devices"][table["device"]]
+    curves = {level: tables["links"][table[level]].get("curve") for level in Level if level in table}
+    performance = {
+        **device["performance"],
+        "host": tables["hosts"][tables["clusters"][name]["host"]],
+        "links": {level: curve for level, curve in curves.items() if curve},
+    }
+    facts = {key: value for key, value in device.items() if key != "performance"}
+    return {"name": name, **table, "device": facts, "performance": performance}
 
 
 @cache
 def _read() -> dict[str, Any]:
     return tomllib.loads(resources.files("meshwright.cluster").joinpath("presets.toml").read_text("utf-8"))
-
-
-def _device(table: dict[str, Any]) -> Device:
-    return Device(
-        name=table["device_name"],
-        peak_flops={Rate(rate): tflops * 1e12 for rate, tflops in table["peak_tflops"].items()},
-        memory_bytes=table["memory_gib"] * GIB,
-        memory_bandwidth_bytes_per_s=table["memory_bandwidth_gb_per_s"] * 1e9,
-        launch_overhead_us=float(table["launch_overhead_us"]),
-        source=table["source"],
-    )
-
-
-def _link(table: dict[str, Any]) -> Link:
-    return Link(
-        name=table["name"],
-        latency_us=float(table["latency_us"]),
-        bandwidth_bytes_per_s=table["bandwidth_gb_per_s"] * 1e9,
-        ports=table["ports"],
-        source=table["source"],
-    )
-
-
-class Rate(StrEnum):
-    """Number formats with separate peak rates. TF32 means float32 operands on tensor cores."""
-
-    FP64 = "fp64"
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"
-    FP4 = "fp4"
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator, or a CPU process.
-
-    Attributes:
-        peak_flops: dense floating-point operations per second, by number format.
-        memory_bytes: memory capacity as rounded in the data sheet; CUDA reports one or two percent less.
-        memory_bandwidth_bytes_per_s: total of reads and writes.
-        launch_overhead_us: time between kernel launches if the host is the bottleneck.
-        source: source of the figures.
-    """
-
-    name: str
-    peak_flops: Mapping[Rate, float] = field(hash=False)
-    memory_bytes: int
-    memory_bandwidth_bytes_per_s: float
-    launch_overhead_us: float
-    source: str
-
-    def peak(self, rate: Rate) -> float:
-        """Return the peak rate for a number format.
-
-        Raises:
-            ConfigError: the device does not support the format.
-        """
-        if rate not in self.peak_flops:
-            rule = f"it supports {', '.join(self.peak_flops)}"
-            raise ConfigError(f"{self.name} has no {rate} rate", rule=rule, fix="use one of these, or another device")
-        return self.peak_flops[rate]
-
-
-@dataclass(frozen=True)
-class Link:
-    """A link between devices; a message takes `latency_us + bytes / bandwidth`.
-
-    Attributes:
-        bandwidth_bytes_per_s: bandwidth of one port in one direction.
-        ports: number of concurrent transfers to different devices at full bandwidth each. A switch that spreads each
-            transfer over all of a device's lanes counts as one port.
-        source: source of the figures.
-    """
-
-    name: str
-    latency_us: float
-    bandwidth_bytes_per_s: float
-    ports: int
-    source: str
-
-    def time_us(self, num_bytes: float) -> float:
-        """Return the transfer time of one message through one port."""
-        return self.latency_us + num_bytes / self.bandwidth_bytes_per_s * 1e6
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster of identical nodes. A node is the domain of the fast link, such as a server or an entire rack."""
-
-    name: str
-    device: Device
-    devices_per_node: int
-    inside_node: Link
-    between_nodes: Link
-
-    def link(self, num_devices: int) -> Link:
-        """Return the slowest link within `num_devices` consecutive devices, starting at a node boundary."""
-        return self.inside_node if num_devices <= self.devices_per_node else self.between_nodes

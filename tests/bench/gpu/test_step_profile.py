@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.cluster.presets import Rate, device_for
+from meshwright.cluster.hardware import Rate
+from meshwright.cluster.presets import device_for
 from meshwright_bench.gpu.cases import CaseError
 from meshwright_bench.gpu.kernel_classes import Busy
 from meshwright_bench.gpu.step_profile import longest, step_figures

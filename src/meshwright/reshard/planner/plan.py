@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cluster.presets import Cluster, cluster_preset
+from meshwright.cluster.hardware import Cluster
+from meshwright.cluster.presets import cluster_preset
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.reshard.planner.intermediate_layouts import (

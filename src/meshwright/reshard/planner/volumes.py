@@ -20,7 +20,8 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
-from meshwright.cluster.presets import Cluster, Link, cluster_preset
+from meshwright.cluster.hardware import Cluster, Link
+from meshwright.cluster.presets import cluster_preset
 from meshwright.errors import LayoutError
 from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Ints, Reduction, Split, shard_intervals
