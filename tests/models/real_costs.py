@@ -92,8 +92,9 @@ def _computes(name: str) -> bool | None:
     if packet is None or base in ALLOCATIONS:
         return None if packet is None else False
     found = [getattr(packet, one) for one in packet.overloads()]
-    found = [one for one in found if not one._overloadname.startswith(("prim", "out")) and "_out" not in one.name()]
-    if all(torch._C._dispatch_has_kernel_for_dispatch_key(one.name(), "CompositeImplicitAutograd") for one in found):
+    found = [one for one in found if torch._C._dispatch_has_kernel(one.name()) and "out" not in one._overloadname]
+    composite = "CompositeImplicitAutograd"
+    if all(torch._C._dispatch_has_kernel_for_dispatch_key(one.name(), composite) for one in found):
         return None
     returned = [result.alias_info for one in found for result in one._schema.returns]
     return not any(alias is not None and not alias.is_write for alias in returned)
