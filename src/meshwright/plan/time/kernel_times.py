@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from meshwright.cluster.hardware import Device
-from meshwright.cluster.performance import Performance
+from meshwright.cluster.performance import Performance, ProductCurve
 from meshwright.cluster.stacks import Stack
 from meshwright.errors import ConfigError
 from meshwright.models.contract.operators import OperatorKind, Rerun
@@ -102,7 +102,7 @@ class KernelTimes:
 
     def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
         m, k, n = shape
-        curve, size = _curve(self._performance.products, one.rate, "products"), RATE_BYTES[one.rate]
+        curve, size = product_curve(self._performance, one.rate), RATE_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
         each = max(curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
@@ -124,6 +124,15 @@ class KernelTimes:
     def _launches(self, number: float, compiled: bool) -> float:
         host = self._performance.host
         return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def product_curve(performance: Performance, rate: str) -> ProductCurve:
+    """Return the curve of products of a dtype.
+
+    Raises:
+        ConfigError: the cluster has none.
+    """
+    return _curve(performance.products, rate, "products")
 
 
 def _curve(curves: Mapping[str, C], rate: str, what: str) -> C:
