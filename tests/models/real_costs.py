@@ -44,15 +44,15 @@ class Measured:
         return self.kernels.total()
 
 
-def measure(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> tuple[Measured, Measured]:
-    """Costs of a forward and its backward, which `make` returns anew for each way of measuring."""
-    forward, backward = make()
-    flops = _flops(forward), _flops(backward)
-    forward, backward = make()
-    kernels = _kernels(forward), _kernels(backward)
-    forward, backward = make()
-    moved = _moved(forward), _moved(backward)
-    return tuple(Measured(*one) for one in zip(flops, moved, kernels, strict=True))
+Pass = Callable[[], Any]
+Passes = Callable[[], tuple[Pass, Pass]]
+"""Makes a forward and its backward, anew for each way of measuring."""
+
+
+def measure(make: Passes) -> tuple[Measured, Measured]:
+    """Costs of a forward and its backward."""
+    found = [[one(run) for run in make()] for one in (count_flops, _moved, _kernels)]
+    return Measured(*(one[0] for one in found)), Measured(*(one[1] for one in found))
 
 
 COUNTED_TOO = {
@@ -66,7 +66,8 @@ COUNTED_TOO = {
 """Formulas by the shapes of operands, of kernels that `FlopCounterMode` doesn't know by itself."""
 
 
-def _flops(run: Callable[[], Any]) -> int:
+def count_flops(run: Pass) -> int:
+    """Operations of products and attention, of all pairs of queries and keys."""
     with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:
         run()
     return counter.get_total_flops()
@@ -74,7 +75,8 @@ def _flops(run: Callable[[], Any]) -> int:
 
 ALLOCATIONS = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "set_data", "item",
-    "_local_scalar_dense", "is_nonzero", "result_type", "promote_types", "_unsafe_view", "_reshape_alias", "lift_fresh", "detach_",
+    "_local_scalar_dense", "is_nonzero", "result_type", "promote_types", "_unsafe_view", "_reshape_alias", "lift_fresh",
+    "detach_",
 }  # fmt: skip
 LOOKUPS = {
     "embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss_backward", "_embedding_bag",
@@ -116,7 +118,7 @@ def _counting_recalled() -> Iterator[Counter[str]]:
         RecallingMode.run_kept = run_kept
 
 
-def _kernels(run: Callable[[], Any]) -> Counter[str]:
+def _kernels(run: Pass) -> Counter[str]:
     with _counting_recalled() as recalled, profile(activities=[ProfilerActivity.CPU]) as profiler:
         run()
     found = Counter[str]()
@@ -135,7 +137,7 @@ def _kernels(run: Callable[[], Any]) -> Counter[str]:
     return found - recalled
 
 
-def _moved(run: Callable[[], Any]) -> int:
+def _moved(run: Pass) -> int:
     with _Moved() as moved:
         run()
     return moved.num_bytes

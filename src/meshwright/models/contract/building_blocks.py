@@ -164,9 +164,11 @@ def activation(name: str, size: float, sharding: Sharding = DIVIDED) -> Operator
     )
 
 
-def masks_and_positions(name: str, num_masks: int, *, rotary: bool) -> Operator:
-    """Return what makes the masks and rotary tables of a micro-batch, once for all layers of a stage."""
-    return Operator(name, OperatorKind.MEMORY, forward=Kernels(17 * rotary + 18 * num_masks), input_gradient=False)
+def masks_and_positions(name: str, num_masks: int, *, windows: int = 0, rotary: bool) -> Operator:
+    """Return what makes the masks, of which some have windows, and rotary tables of a micro-batch, once for all layers
+    of a stage."""
+    launches = 17 * rotary + 18 * num_masks + 9 * windows
+    return Operator(name, OperatorKind.MEMORY, forward=Kernels(launches), input_gradient=False)
 
 
 def grouped_product(name: str, inner: int, columns: int, *, rows: float, rerun: Rerun = Rerun.FULL) -> Operator:

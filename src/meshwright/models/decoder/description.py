@@ -90,14 +90,19 @@ class DecoderSpec:
 
 def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
     """Describe a decoder trained on samples of `seq_len` tokens."""
-    blocks = {name: _block(name, spec, window, seq_len) for name, window in _windows(spec).items()}
+    windows = _windows(spec)
+    blocks = {name: _block(name, spec, window, seq_len) for name, window in windows.items()}
     layers = tuple(block_name(spec, layer) for layer in range(spec.num_layers))
     table = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
     tied_to = table[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
     norm = vectors(spec.dim, "norm.weight")
     ids = Saved(fixed_bytes=8.0)
-    lookup = (embedding("embed", spec.vocab_size, spec.dim), masks_and_positions("masks", len(blocks), rotary=True))
+    num_windows = sum(one is not None and one < seq_len for one in windows.values())
+    lookup = (
+        embedding("embed", spec.vocab_size, spec.dim),
+        masks_and_positions("masks", len(blocks), windows=num_windows, rotary=True),
+    )
     first = KindFacts("embed", "", table, saved=ids, unit=("embed",), operators=lookup)
     last = KindFacts(
         "head",
