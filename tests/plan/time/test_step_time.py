@@ -125,8 +125,8 @@ def test_processes_that_share_cores_take_their_work_over_the_cores():
     own, shared = (predict_step(plan, constant_rates(is_async=False, cores=cores)) for cores in (4, 2))
     names = ("products", "attention", "memory")
     work = sum(own.parts[name] for name in names)
-    assert own.parts.get("bubble", 0.0) == 0.0
-    assert shared.parts["bubble"] == pytest.approx(work)
+    assert "cores" not in own.parts
+    assert shared.parts["cores"] == pytest.approx(work)
     assert is_a_sum(shared)
 
 
