@@ -18,8 +18,12 @@ from tests.plan.time.constant_rates import SENT, constant_rates
 WAITS = constant_rates(is_async=False)
 MUON = "llama-tiny mesh.dp_shard=2 mesh.tp=2 train.optimizer=muon"
 DIVERGING = "llama-tiny mesh.dp_replicate=2 mesh.tp=2 comm.gradients=int4"
-EXPERTS = ("moe-tiny mesh.cp=2", "moe-tiny mesh.dp_shard=2 mesh.ep=2", "moe-tiny mesh.dp_shard=4 mesh.ep=2 mesh.tp=2 model.balance_bias=true",
-           "moe-tiny mesh.dp_shard=4 mesh.ep=4 mesh.pp=2 train.num_microbatches=2")  # fmt: skip
+EXPERTS = (
+    "moe-tiny mesh.cp=2",
+    "moe-tiny mesh.dp_shard=2 mesh.ep=2",
+    "moe-tiny mesh.dp_shard=4 mesh.ep=2 mesh.tp=2 model.balance_bias=true",
+    "moe-tiny mesh.dp_shard=4 mesh.ep=4 mesh.pp=2 train.num_microbatches=2",
+)
 MORE = (
     *EXPERTS,
     MUON,
