@@ -81,7 +81,7 @@ class KernelTimes:
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
         forward, backward = one.forward, one.backward
-        if compiled:
+        if compiled or (one.fused_on_cuda and self._performance.is_async):
             forward, backward = one.fused_forward or NOTHING, one.fused_backward or NOTHING
         to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
         if one.kind is OperatorKind.ATTENTION:
@@ -94,7 +94,8 @@ class KernelTimes:
         forward_product, input_product, weight_product = (
             self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
         )
-        return to_forward + forward_product, to_input + input_product, weight_product if one.weights else Work()
+        to_input = to_input + input_product if one.inputs else to_input
+        return to_forward + forward_product, to_input, weight_product if one.weights else Work()
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
         seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory

@@ -35,8 +35,8 @@ class StepTime:
     """Lower end of the interval of one standard deviation, from the residuals of the cluster's performance."""
     high: float
     parts: Mapping[str, float] = field(hash=False)
-    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, and `bubble`,
-    `optimizer` and `step`, the host's work per step."""
+    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, `bubble`, `cores`, in
+    which processes wait for those that they share, `optimizer`, and `step`, the host's work per step."""
     place: int
     """Place of that rank in the pipeline."""
     stages: tuple[StageTimes, ...] = field(hash=False)
@@ -77,7 +77,8 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
     microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
     each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
     actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
-    parts = added(ends[slowest], *each, {"host": actions, "bubble": span - busy})
+    waits = {"bubble": found.makespan - busy, "cores": span - found.makespan}
+    parts = added(ends[slowest], *each, {"host": actions}, waits)
     total = span + sum(ends[slowest].values())
     deviation = _deviation(plan, performance, parts)
     return StepTime(
@@ -170,6 +171,6 @@ def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, floa
     known |= {"optimizer": performance.memory_residual, "step": performance.host.residual}
     known["recompute"] = known["products"]
     links = max((one.residual for one in performance.links.values()), default=0.0)
-    work = {name: us for name, us in parts.items() if name != "bubble"}
+    work = {name: us for name, us in parts.items() if name not in ("bubble", "cores")}
     variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
     return math.sqrt(variance) / max(sum(work.values()), TINY_US)
