@@ -75,6 +75,7 @@ COUNTED_TOO = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     # Rows, or columns, are divided among groups, of which either the second operand or the result has a matrix each.
+    aten.addmm_: lambda total, a, b, **named: 2 * a[0] * a[1] * b[1],
     aten._grouped_mm: lambda a, b, *_, **named: 2 * a[-2] * a[-1] * b[-1],
 }
 """Formulas by the shapes of operands, of kernels that `FlopCounterMode` doesn't know by itself."""

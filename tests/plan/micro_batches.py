@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.features.head_loss.apply import LossHead
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.costs import Costs
 from meshwright.plan.make_plan import make_plan
@@ -40,10 +42,13 @@ class MicroBatch:
         """Passes of the model and its loss."""
         self.module.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
-        return (
-            lambda: losses.append(self._task.loss_sum(self.module(*self._inputs), self._targets)),
-            lambda: losses[0].backward(),
-        )
+
+        def forward() -> None:
+            heads = [one.computing_loss_of(self._targets) for one in self.module.modules() if isinstance(one, LossHead)]
+            with heads[0] if heads else nullcontext():
+                losses.append(self._task.loss_sum(self.module(*self._inputs), self._targets))
+
+        return forward, lambda: losses[0].backward()
 
     def of_block(self, *, trained: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Passes of the last block."""

@@ -90,7 +90,7 @@ class CostModel:
         result = max(operand, BYTES[self.dtype])
         weights = one.groups * one.inner * one.columns
         num_bytes = operand * (rows * one.inner + weights) + result * rows * one.columns
-        return Costs(self.samples * one.flops, num_bytes, 1)
+        return Costs(self.samples * one.flops, num_bytes, 1 if one.kind is OperatorKind.GROUPED else one.groups)
 
     def _kernels(self, eager: PlannedKernels, fused: PlannedKernels | None, fuses: bool) -> Costs:
         found = (fused or PlannedKernels()) if fuses else eager

@@ -145,10 +145,14 @@ def embedding(name: str, num_rows: int, dim: int, *, tokens: float = 1.0) -> Ope
     )
 
 
-def cross_entropy(name: str, vocab_size: int, sharding: Sharding = DIVIDED) -> Operator:
+LOSS = "loss"
+"""Name of the loss, which features may compute otherwise."""
+
+
+def cross_entropy(vocab_size: int, sharding: Sharding = DIVIDED) -> Operator:
     """Return the cross-entropy of logits, computed in at least float32."""
     return Operator(
-        name,
+        LOSS,
         OperatorKind.MEMORY,
         forward=Kernels(2, sharding.wide(2.0 * vocab_size), casts=1, cast=sharding.narrow(vocab_size)),
         backward=Kernels(2, sharding.wide(4.0 * vocab_size), casts=1, cast=sharding.narrow(vocab_size)),
