@@ -76,6 +76,17 @@ def rms_norm(name: str, dim: int, sharding: Sharding = STREAM) -> Operator:
     )
 
 
+def layer_norm(name: str, dim: int, sharding: Sharding = STREAM) -> Operator:
+    """Return a layer norm with weight and bias (Ba et al. 2016)."""
+    forward = Kernels(1, sharding.narrow(2.0 * dim) + sharding.wide(2))
+    backward = Kernels(1, sharding.narrow(3.0 * dim) + sharding.wide(2))
+    return Operator(
+        name, OperatorKind.MEMORY, forward=forward, backward=backward, fused_forward=forward,
+        # The gradient of the input, then those of weight and bias.
+        fused_backward=Kernels(2, sharding.narrow(5.0 * dim)),
+    )  # fmt: skip
+
+
 def rotary_embedding(name: str, *sizes: int) -> Operator:
     """Return the rotation of queries and keys of these elements per token (Su et al. 2021)."""
     number, size = len(sizes), float(sum(sizes))
