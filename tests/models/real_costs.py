@@ -88,6 +88,28 @@ def count_flops(run: Pass) -> int:
     return counter.get_total_flops()
 
 
+def count_local_flops(run: Pass) -> int:
+    """Operations of this rank, of whose DTensors `FlopCounterMode` would count all ranks' parts."""
+    with _LocalFlops() as counter:
+        run()
+    return counter.flops
+
+
+class _LocalFlops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self._formulas = 0, FlopCounterMode(display=False, custom_mapping=COUNTED_TOO).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, own = kwargs or {}, [one for one in types if one.__torch_dispatch__ is not Tensor.__torch_dispatch__]
+        if any(hasattr(one, "__tensor_flatten__") for one in own):
+            return NotImplemented  # until it runs operators on plain tensors
+        out = func(*args, **kwargs)
+        if not own and func._overloadpacket in self._formulas:  # others are fake, to propagate shardings
+            self.flops += self._formulas[func._overloadpacket](*args, **kwargs, out_val=out)
+        return out
+
+
 ALLOCATIONS = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "set_data", "item",
     "_local_scalar_dense", "is_nonzero", "result_type", "promote_types", "_unsafe_view", "_reshape_alias", "lift_fresh",
