@@ -25,7 +25,6 @@ COMMON = (
 )
 LAYOUTS: tuple[tuple[str, ...], ...] = (
     (),
-    ("train.global_batch=4",),
     ("mesh.dp_shard=2",),
     ("mesh.tp=2",),
     ("mesh.pp=2", "train.num_microbatches=4"),
