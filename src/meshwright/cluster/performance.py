@@ -24,7 +24,7 @@ class ProductCurve:
     residual: float = 0.1
     """Standard deviation of the logarithm of measured over predicted time."""
 
-    def seconds(self, rows: float, inner: int, columns: int) -> float:
+    def seconds(self, rows: float, inner: float, columns: float) -> float:
         """Return the time of the operations of a product."""
         if rows <= 0:
             return 0.0

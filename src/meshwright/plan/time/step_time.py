@@ -1,22 +1,28 @@
-"""Prediction of a step's time, by what the time goes to. Doesn't import torch."""
+"""Prediction of a step's time, by what the time goes to. Doesn't import torch.
+
+Stages are priced per micro-batch (`stage_times`), the schedule is simulated with them and with its transfers, and what
+comes after the last backward is added: reductions that nothing hid, sums, the optimizer's update, the host's work per
+step. Processes that share a CPU's cores take at least their work over the cores.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright.cluster.hardware import Cluster
+from meshwright.cluster.performance import Performance
+from meshwright.cluster.stacks import MESHWRIGHT, Stack
+from meshwright.errors import ConfigError
+from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
+from meshwright.pipeline.timeline import Timeline
+from meshwright.plan.run_plan import BYTES, LayerSpec, Parameter, RunPlan, Stage
+from meshwright.plan.time.communication import Communication, Times, added
+from meshwright.plan.time.kernel_times import KernelTimes, residuals
+from meshwright.plan.time.stage_times import StagePricer, StageTimes
 
-@dataclass(frozen=True)
-class StageTimes:
-    """Times of a stage per micro-batch in µs, exposed communication included, and what they consist of."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    recompute: float
-    parts: Mapping[str, float] = field(hash=False)
-    """Sum of the four by part: `products`, `attention`, `memory`, `experts`, `recompute`, `host`, and exposed
-    communication by purpose, such as `tensor` or `weights`."""
+TINY_US = 1e-3
 
 
 @dataclass(frozen=True)
@@ -25,11 +31,14 @@ class StepTime:
 
     total: float
     low: float
-    """Lower end of the interval that holds two thirds of measured times, from the residuals of the performance."""
+    """Lower end of the interval of one standard deviation, from the residuals of the cluster's performance."""
     high: float
     parts: Mapping[str, float] = field(hash=False)
-    """By part, of the slowest rank, so that they sum up to the total: those of `StageTimes`, and `bubble`,
-    `optimizer`, `step` and exposed communication at the step's end by purpose."""
+    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, and `bubble`,
+    `optimizer` and `step`, the host's work per step."""
+    stages: tuple[StageTimes, ...] = field(hash=False)
+    timeline: Timeline = field(hash=False)
+    """Actions of the first rank of each place of the pipeline, in µs."""
     flops: float = 0.0
     """Operations of a rank in a step that belong to the model, i.e. without recomputation."""
     tokens: int = 0
@@ -38,3 +47,115 @@ class StepTime:
     def tokens_per_s(self, num_ranks: int) -> float:
         """Return the tokens per second and device."""
         return self.tokens / self.total * 1e6 / num_ranks
+
+
+def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, captured: bool = False) -> StepTime:
+    """Predict the time of a training step.
+
+    Args:
+        plan: plan of the run.
+        cluster: cluster with a performance.
+        stack: the software that trains.
+        captured: whether blocks are replayed as CUDA graphs (`capture.scope=layer`), so that the host launches none.
+
+    Raises:
+        ConfigError: the family doesn't describe its operators, or the cluster has no rate of a dtype.
+    """
+    _check(plan)
+    performance = cluster.performance
+    kernels, sent = KernelTimes(cluster.device, performance, stack), Communication(plan, cluster)
+    pricer = StagePricer(plan, kernels, sent, performance, stack, captured=captured)
+    stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
+    found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
+    span = _on_shared_cores(plan, cluster, found)
+    ends = [_at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
+    slowest = max(range(len(ends)), key=lambda place: (sum(ends[place].values()), found.busy[place]))
+    own = [stages[number] for number in plan.schedule.stages_of(slowest)]
+    microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
+    each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
+    actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
+    parts = added(ends[slowest], *each, {"host": actions, "bubble": span - busy})
+    total = span + sum(ends[slowest].values())
+    deviation = _deviation(plan, performance, parts)
+    return StepTime(
+        total=total,
+        low=total * math.exp(-deviation),
+        high=total * math.exp(deviation),
+        parts={name: us for name, us in parts.items() if abs(us) > TINY_US},
+        stages=stages,
+        timeline=found.timeline,
+        flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
+        tokens=plan.batch.global_batch * plan.batch.tokens,
+    )
+
+
+def _check(plan: RunPlan) -> None:
+    unknown = next((kind for kind in plan.kinds if kind.is_block and not kind.operators), None)
+    if unknown is not None:
+        what = f"the operators of {unknown.name} are unknown"
+        rule = "a step has a time if the family describes the operators of its blocks (KindFacts.operators)"
+        raise ConfigError(what, rule=rule, fix="describe them, or plan without --cluster")
+
+
+def _costs(
+    stages: tuple[StageTimes, ...], sent: Communication, action_us: float
+) -> tuple[list[StageCosts], list[EdgeCosts]]:
+    """Return the costs of stages and of transfers between them; a lone stage has no schedule to follow."""
+    action_us = action_us if len(stages) > 1 else 0.0
+    costs = [
+        StageCosts(
+            forward=one.forward + action_us,
+            backward_input=one.backward_input + action_us,
+            backward_weight=one.backward_weight,
+            recompute=one.recompute,
+        )
+        for one in stages
+    ]
+    edges = [sent.edge(number) for number in range(len(stages) - 1)]
+    found = [EdgeCosts(latency, num_bytes, bytes_per_us) for latency, bytes_per_us, num_bytes in edges]
+    return costs, found or [EdgeCosts()]
+
+
+def _on_shared_cores(plan: RunPlan, cluster: Cluster, found: Simulation) -> float:
+    """Return the makespan where all ranks of a node share a CPU's cores: at least their work over the cores."""
+    if not cluster.performance.cores:
+        return found.makespan
+    ranks = plan.mesh.num_ranks()
+    nodes = -(-ranks // cluster.devices_per_node)
+    work = sum(found.busy) * (ranks // len(found.busy))
+    return max(found.makespan, work / nodes / cluster.performance.cores)
+
+
+def _at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
+    """Return what a rank does after its last backward, by part."""
+    performance, numbers = cluster.performance, plan.schedule.stages_of(place)
+    held = [plan.stages[number] for number in numbers]
+    rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
+    moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
+    bandwidth = cluster.device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
+    updates, host = sum(moved) / bandwidth, sum(size > 0 for size in moved) * performance.host.parameter_us
+    optimizer = max(updates, host) if performance.is_async else updates + host
+    own = {"optimizer": optimizer, "step": performance.host.step_us}
+    return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
+
+
+def _update_bytes(plan: RunPlan, stage: Stage, kind: LayerSpec, parameter: Parameter) -> int:
+    """Return the bytes that a parameter's update moves on a rank. The update reads parameter, gradient and states, and
+    writes all but the gradient; the norm reads the gradient, and clipping reads and writes it."""
+    if not parameter.trained:
+        return 0
+    size = plan.elements(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
+    states = (one for one in plan.optimizer.update_of(parameter.role).states if one.dims != ())
+    return size * (6 * BYTES[plan.masters] + 2 * sum(BYTES[one.dtype] for one in states))
+
+
+def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, float]) -> float:
+    """Return the standard deviation of the logarithm of the time, from the residuals of its parts: those of one part
+    err together, those of different parts don't. Idle time scales with the work of others."""
+    known = residuals(performance, (one.rate for kind in plan.kinds for one in kind.operators))
+    known |= {"optimizer": performance.memory_residual, "step": performance.host.residual}
+    known["recompute"] = known["products"]
+    links = max((one.residual for one in performance.links.values()), default=0.0)
+    work = {name: us for name, us in parts.items() if name != "bubble"}
+    variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
+    return math.sqrt(variance) / max(sum(work.values()), TINY_US)
