@@ -89,10 +89,15 @@ class KernelTimes:
             return to_forward + attention[0], to_input + attention[1], Work()
         if one.kind is OperatorKind.MEMORY or not one.rows:
             return to_forward, to_input, Work()
-        rows = one.rows * samples / one.groups
-        m, k, n = rows, one.inner, one.columns
+        curve = _curve(self._performance.products, one.rate, "products")
+        m, k, n = one.rows * samples / one.groups, one.inner, one.columns
         forward_product, input_product, weight_product = (
-            self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
+            self._product(one, shape, slower, compiled)
+            for shape, slower in (
+                ((m, k, n), 1.0),
+                ((m, n, k), curve.input_gradient_slower),
+                ((k, m, n), curve.weight_gradient_slower),
+            )
         )
         return to_forward + forward_product, to_input + input_product, weight_product if one.weights else Work()
 
@@ -100,11 +105,13 @@ class KernelTimes:
         seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory
         return Work(memory=seconds, host=self._launches(kernels.launches, compiled))
 
-    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
+    def _product(
+        self, one: PlannedOperator, shape: tuple[float, float, float], slower: float, compiled: bool
+    ) -> Work:
         m, k, n = shape
         curve, size = _curve(self._performance.products, one.rate, "products"), RATE_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
-        each = max(curve.seconds(m, k, n) * 1e6, moved)
+        each = max(slower * curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
         return Work(
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
