@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 MODELS: dict[str, tuple[str, ...]] = {
     "llama-tiny": ("llama-tiny",),
-    "llama-24M": (
+    "decoder-24M": (
         "llama-tiny",
         "model.dim=512",
         "model.num_heads=8",
@@ -19,7 +19,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "dit-digits": ("dit-digits", "train.num_microbatches=1"),
     "qwen3": ("hf-tiny", "model.config=qwen3"),
 }
-STEPS = {"llama-24M": 8}
+STEPS = {"decoder-24M": 8}
 FEW_STEPS = 16
 """Steps of a run of the other models."""
 FOUR = "train.num_microbatches=4"
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("mesh.dp_shard=2", "mesh.tp=2"),
         _pipeline("1f1b", "mesh.dp_shard=2"),
     ),
-    "llama-24M": (
+    "decoder-24M": (
         (),
         ("recompute.policy=selective",),
         ("mesh.dp_shard=2",),
@@ -77,7 +77,12 @@ class Case:
         for word in self.layout:
             key, _, value = word.partition("=")
             short = key.rpartition(".")[2]
-            plain = {"schedule": value, "policy": f"recompute-{value}", "compile": "compiled", "num_microbatches": f"m{value}"}
+            plain = {
+                "schedule": value,
+                "policy": f"recompute-{value}",
+                "compile": "compiled",
+                "num_microbatches": f"m{value}",
+            }
             found.append(plain.get(short, f"{short}{value}"))
         return ".".join((self.model, *(found or ["one"])))
 

@@ -22,7 +22,7 @@ class ProductCurve:
     half_inner: float = 0.0
     half_columns: float = 0.0
     input_gradient_slower: float = 1.0
-    """Time of the product for the gradient of an input over that of a forward of its shape: another layout in memory."""
+    """Time of the product for an input's gradient over that of a forward of its shape: another memory layout."""
     weight_gradient_slower: float = 1.0
     residual: float = 0.1
     """Standard deviation of the logarithm of measured over predicted time."""

@@ -51,6 +51,12 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
+    def beside(self, performance: Performance, processes: float) -> Work:
+        """Return the work with its times while so many processes share a machine's cores."""
+        names = (one.name for one in fields(self) if one.name != "flops")
+        slower = {name: getattr(self, name) * performance.slower(name, processes) for name in names}
+        return Work(**slower, flops=self.flops)
+
 
 @dataclass(frozen=True)
 class KindWork:
@@ -65,8 +71,9 @@ class KindWork:
 class KernelTimes:
     """Prices of kernels on a device."""
 
-    def __init__(self, device: Device, performance: Performance, stack: Stack) -> None:
-        self._performance, self._stack = performance, stack
+    def __init__(self, device: Device, performance: Performance, stack: Stack, *, processes: float = 1) -> None:
+        """`processes` of a node compute at a time, which matters where they share a CPU's cores."""
+        self._performance, self._stack, self._processes = performance, stack, processes
         self._bytes_per_us = device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
 
     def of_kind(self, kind: LayerSpec, *, samples: int, tokens: int) -> KindWork:
@@ -76,7 +83,8 @@ class KernelTimes:
         again = RERUN[kind.recompute]
         rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if one.rerun in again)
         forward, to_input, to_weight = (sum((work[number] for work in found), Work()) for number in range(3))
-        return KindWork(forward, to_input, to_weight, sum(rerun, Work()))
+        passes = (forward, to_input, to_weight, sum(rerun, Work()))
+        return KindWork(*(work.beside(self._performance, self._processes) for work in passes))
 
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
@@ -103,12 +111,11 @@ class KernelTimes:
         return to_forward + forward_product, to_input, weight_product if one.weights else Work()
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
-        seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory
+        moved = kernels.num_bytes * samples + kernels.bytes_once
+        seconds = moved / self._bytes_per_us * self._stack.slower_memory
         return Work(memory=seconds, host=self._launches(kernels.launches, compiled))
 
-    def _product(
-        self, one: PlannedOperator, shape: tuple[float, float, float], slower: float, compiled: bool
-    ) -> Work:
+    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], slower: float, compiled: bool) -> Work:
         m, k, n = shape
         curve, size = product_curve(self._performance, one.rate), RATE_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
