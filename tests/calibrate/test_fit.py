@@ -18,7 +18,6 @@ from meshwright.calibrate.fit import (
     fit_logs,
     fit_products,
     fit_runs,
-    recalibrated,
 )
 from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_us
 from meshwright.cluster.hardware import Level
@@ -129,14 +128,3 @@ def test_runs_move_measured_rates_less_than_guessed_costs():
     rate = cluster.performance.products["float32"].flops_per_s / found.products["float32"].flops_per_s
     assert us(replace(cluster, performance=found)) == pytest.approx(1.3 * us(cluster), rel=0.05)
     assert 1 <= rate < found.host.step_us / cluster.performance.host.step_us
-
-
-def test_a_run_scales_the_parts_that_it_measured():
-    cluster = cluster_preset("A100-80")
-    found = recalibrated(cluster, {"products": 100.0, "memory": 50.0, "host": 10.0, "bubble": 5.0},
-                         {"products": 200.0, "memory": 25.0, "host": 20.0})  # fmt: skip
-    old, new = cluster.performance, found.performance
-    assert new.products["bfloat16"].flops_per_s == pytest.approx(old.products["bfloat16"].flops_per_s / 2, rel=1e-3)
-    assert new.memory_efficiency == pytest.approx(2 * old.memory_efficiency)
-    assert new.host.launch_us == 2 * old.host.launch_us and new.host.residual == old.host.residual
-    assert new.attention == old.attention and found.device == cluster.device and new.source != old.source

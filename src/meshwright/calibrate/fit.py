@@ -188,7 +188,7 @@ def fit_runs(cluster: Cluster, runs: Sequence[TimedRun]) -> Cluster:
 
     def changed(values: Sequence[float]) -> Cluster:
         costs = dict(zip((*HOST, *SCALES, *shared), map(float, values), strict=True))
-        made = _scaled(cluster, {name: costs[name] for name in SCALES}, host=1.0)
+        made = _scaled(cluster, **{name: costs[name] for name in SCALES})
         own = replace(host, **{name: costs[name] for name in HOST})
         slower = {name: max(1.0, costs[name]) for name in shared}
         return replace(made, performance=replace(made.performance, host=own, shared=slower))
@@ -203,26 +203,14 @@ def fit_runs(cluster: Cluster, runs: Sequence[TimedRun]) -> Cluster:
     return replace(made, performance=rounded(replace(made.performance, residual=found.expected)))
 
 
-def recalibrated(cluster: Cluster, predicted: Mapping[str, float], measured: Mapping[str, float]) -> Cluster:
-    """Return the cluster with the parts of its performance scaled so that a run's predicted parts take what was
-    measured: `products`, `attention`, `memory` and `host`; parts that only one of them has are left as they are."""
-    ratio = {part: measured[part] / us for part, us in predicted.items() if us > 0 and measured.get(part, 0.0) > 0}
-    made = _scaled(cluster, ratio, host=ratio.get("host", 1.0))
-    source = f"{cluster.performance.source}; recalibrated by a run"
-    return replace(made, performance=rounded(replace(made.performance, source=source)))
-
-
-def _scaled(cluster: Cluster, factors: Mapping[str, float], *, host: float) -> Cluster:
+def _scaled(cluster: Cluster, products: float, attention: float, memory: float, latency: float) -> Cluster:
     """Return the cluster with the times of parts of the work multiplied by factors."""
     old = cluster.performance
-    products, attention, memory, latency = (factors.get(name, 1.0) for name in SCALES)
-    costs = {one.name: host * getattr(old.host, one.name) for one in fields(HostCosts) if one.name != "residual"}
     performance = replace(
         old,
         products={name: replace(one, flops_per_s=one.flops_per_s / products) for name, one in old.products.items()},
         attention={name: replace(one, flops_per_s=one.flops_per_s / attention) for name, one in old.attention.items()},
         memory_efficiency=old.memory_efficiency / memory,
-        host=replace(old.host, **costs),
         links={level: replace(one, latency_us=one.latency_us * latency) for level, one in old.links.items()},
     )
     return replace(cluster, performance=performance)
