@@ -128,3 +128,16 @@ def test_runs_move_measured_rates_less_than_guessed_costs():
     rate = cluster.performance.products["float32"].flops_per_s / found.products["float32"].flops_per_s
     assert us(replace(cluster, performance=found)) == pytest.approx(1.3 * us(cluster), rel=0.05)
     assert 1 <= rate < found.host.step_us / cluster.performance.host.step_us
+
+
+def test_steps_of_several_processes_leave_what_one_process_shows():
+    cluster = cluster_preset("CPU")
+
+    def us(c, units):
+        return 1e12 / c.performance.products["float32"].flops_per_s + units * c.performance.host.unit_us
+
+    alone, disturbed = us(cluster, 0), 5 * us(cluster, 10)
+    runs = [TimedRun(lambda c: us(c, 0), alone), TimedRun(lambda c: us(c, 10), disturbed, num_ranks=2)]
+    found = fit_runs(cluster, runs).performance
+    assert found.products == cluster.performance.products
+    assert us(replace(cluster, performance=found), 10) == pytest.approx(disturbed, rel=0.05)

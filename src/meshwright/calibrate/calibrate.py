@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright.cluster.host import host_memory_bytes, num_cores
 from meshwright.cluster.performance import Performance
 from meshwright.cluster.presets import cluster_preset, preset_for
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.time.step_time import predict_step
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.machine_limits import RANKS_PER_CORE
@@ -130,7 +132,12 @@ def _timed_runs(groups: Mapping[int, Found], device: str) -> Iterator[fit.TimedR
     for size, one in groups.items():
         for config, seconds in zip(small_runs(size, device=device), one["runs"], strict=True):
             plan = make_plan(config)
-            yield fit.TimedRun(lambda cluster, plan=plan: predict_step(plan, cluster).total, 1e6 * seconds)  # type: ignore[misc]
+            predict = partial(_predicted_us, plan)
+            yield fit.TimedRun(predict, 1e6 * seconds, size)
+
+
+def _predicted_us(plan: RunPlan, cluster: Cluster) -> float:
+    return predict_step(plan, cluster).total
 
 
 def _cpu(base: Device, found: Found, products: Mapping[str, Sequence[fit.TimedProduct]], source: str) -> Device:

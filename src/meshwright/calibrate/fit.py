@@ -62,6 +62,7 @@ class TimedRun:
 
     predict_us: Callable[[Cluster], float]
     measured_us: float
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -176,42 +177,62 @@ def fit_link(cluster: Cluster, samples: Sequence[TimedCollective]) -> Cluster:
     return replace(made, performance=replace(made.performance, links=links))
 
 
-HOST = {one.name: LOOSE for one in fields(HostCosts) if one.name not in ("compiled_launch_us", "residual")}
-SCALES = {"products": CLOSE, "attention": 0.3, "memory": 0.5, "latency": 0.3}
-"""Factors of times, and how far runs may move them: kernels of runs find less in caches than measured ones alone."""
+ALONE = {"launch_us": LOOSE, "block_us": LOOSE, "step_us": LOOSE, "parameter_us": LOOSE,
+         "products": CLOSE, "attention": 0.3, "memory": 0.5}  # fmt: skip
+"""Costs of the host and factors of kernels' times that runs of one process show, and how far these may move them: their
+kernels find less in caches than kernels that are measured alone."""
+TOGETHER = {"unit_us": WIDE, "styled_us": WIDE, "action_us": WIDE, "latency": 0.3}
+"""Those that runs of several processes show, beside the times on shared cores."""
+HOST = frozenset(one.name for one in fields(HostCosts))
 
 
 def fit_runs(cluster: Cluster, runs: Sequence[TimedRun]) -> Cluster:
-    """Fit the host's costs, and factors of the parts of the work, to the times of whole steps."""
-    host, shared = cluster.performance.host, cluster.performance.shared
-    start = [max(0.1, getattr(host, name)) for name in HOST] + [1.0] * len(SCALES) + list(shared.values())
+    """Fit the host's costs, and factors of kernels' times, to steps of runs of one process, and what else costs to
+    those of several, which other programs disturb more."""
+    alone, together = ([one for one in runs if (one.num_ranks > 1) is several] for several in (False, True))
+    if alone:
+        cluster, residual = _fit_costs(cluster, alone, ALONE)
+        cluster = replace(cluster, performance=replace(cluster.performance, residual=residual))
+    if together:
+        shared = {f"shared {name}": CLOSE for name in cluster.performance.shared}
+        cluster, residual = _fit_costs(cluster, together, {**TOGETHER, **shared})
+        cluster = replace(cluster, performance=replace(cluster.performance, group_residual=residual))
+    return replace(cluster, performance=rounded(cluster.performance))
+
+
+def _fit_costs(cluster: Cluster, runs: Sequence[TimedRun], freedom: Mapping[str, float]) -> tuple[Cluster, float]:
+    """Fit named costs to runs, and return the cluster with them and their residual."""
+    host = cluster.performance.host
+    start = [max(0.1, getattr(host, name)) if name in HOST else 1.0 for name in freedom]
 
     def changed(values: Sequence[float]) -> Cluster:
-        costs = dict(zip((*HOST, *SCALES, *shared), map(float, values), strict=True))
-        made = _scaled(cluster, **{name: costs[name] for name in SCALES})
-        own = replace(host, **{name: costs[name] for name in HOST})
-        slower = {name: max(1.0, costs[name]) for name in shared}
-        return replace(made, performance=replace(made.performance, host=own, shared=slower))
+        costs = dict(zip(freedom, map(float, values), strict=True))
+        made = _scaled(cluster, {name: us for name, us in costs.items() if name not in HOST})
+        own = replace(host, **{name: us for name, us in costs.items() if name in HOST})
+        return replace(made, performance=replace(made.performance, host=own))
 
     def predict(values: Floats) -> Floats:
         other = changed(values.tolist())
         return np.array([one.predict_us(other) for one in runs])
 
-    freedom = [*HOST.values(), *SCALES.values(), *(CLOSE for _ in shared)]
-    found = fit_logs(predict, start, freedom, [one.measured_us for one in runs])
-    made = changed(found.values)
-    return replace(made, performance=rounded(replace(made.performance, residual=found.expected)))
+    found = fit_logs(predict, start, list(freedom.values()), [one.measured_us for one in runs])
+    return changed(found.values), found.expected
 
 
-def _scaled(cluster: Cluster, products: float, attention: float, memory: float, latency: float) -> Cluster:
+def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     """Return the cluster with the times of parts of the work multiplied by factors."""
-    old = cluster.performance
+    old, by = cluster.performance, {name: factors.get(name, 1.0) for name in ("products", "attention", "latency")}
     performance = replace(
         old,
-        products={name: replace(one, flops_per_s=one.flops_per_s / products) for name, one in old.products.items()},
-        attention={name: replace(one, flops_per_s=one.flops_per_s / attention) for name, one in old.attention.items()},
-        memory_efficiency=old.memory_efficiency / memory,
-        links={level: replace(one, latency_us=one.latency_us * latency) for level, one in old.links.items()},
+        products={
+            name: replace(one, flops_per_s=one.flops_per_s / by["products"]) for name, one in old.products.items()
+        },
+        attention={
+            name: replace(one, flops_per_s=one.flops_per_s / by["attention"]) for name, one in old.attention.items()
+        },
+        memory_efficiency=old.memory_efficiency / factors.get("memory", 1.0),
+        links={level: replace(one, latency_us=one.latency_us * by["latency"]) for level, one in old.links.items()},
+        shared={name: max(1.0, slower * factors.get(f"shared {name}", 1.0)) for name, slower in old.shared.items()},
     )
     return replace(cluster, performance=performance)
 

@@ -1,7 +1,7 @@
 """Measure kernels on a device, in rounds that alternate between all cases, so that a slow moment of a shared machine
 hits every case alike. Each round runs a case for `MIN_S` at least; garbage collection is off. Of the rounds a low
 quantile counts: other programs only ever slow a case down, and the fastest round is an extreme of its own. On a CPU a
-lone process is timed by the time that it has had a core, so that waiting for one isn't counted.
+lone thread is timed by the time that it has had a core, so that waiting for one isn't counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU_SIZES, CPU_ROWS, CPU_LENGTHS = (64, 256, 768), (16, 128, 1024), (32, 128, 51
 CUDA_SIZES, CUDA_ROWS, CUDA_LENGTHS = (512, 2048, 8192), (64, 1024, 16384), (512, 1024, 2048, 4096, 8192)
 LONGEST_S = 0.02
 """Longest time of a product on a CPU: larger ones are left out, as of a dtype that it has no instructions for."""
-HEADS, HEAD_DIMS, TOKENS = 4, (32, 64), 2048
+HEADS, HEAD_DIMS, TOKENS = 4, (32, 64), 1024
 CHAIN, NUM_PARAMETERS = 32, 64
 HELD_BYTES = 2**25
 """Results of kernels bound by memory that are held at a time: more than caches, as the activations of a step are."""
@@ -70,7 +70,7 @@ def _repeats(run: Run, device: torch.device) -> int:
 def seconds_of(run: Run, repeats: int, device: torch.device, *, waits: bool = False) -> float:
     """Return the seconds of a run, the mean over `repeats`; of one that waits for other processes, those of a clock on
     the wall."""
-    clock = time.process_time if device.type == "cpu" and not waits else time.perf_counter
+    clock = time.thread_time if device.type == "cpu" and not waits else time.perf_counter
     synchronise(device)
     begin = clock()
     for _ in range(repeats):

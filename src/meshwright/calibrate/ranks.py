@@ -8,9 +8,9 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,18 +125,21 @@ def _slower_together(context: RankContext, device: torch.device, budget_s: float
 
 def _step_times(context: RankContext, request: Request, device: torch.device, budget_s: float) -> list[float]:
     """Return the seconds of a step of each small run on this number of ranks."""
-    steps = {}
-    for number, config in enumerate(small_runs(context.num_ranks, device=request.device)):
-        steps[number] = _trainer(config, context, device)
-    return list(_timed_together(steps, device, budget_s, waits=context.num_ranks > 1).values()) if steps else []
+    configs = small_runs(context.num_ranks, device=request.device)
+    with ExitStack() as prefetching:
+        steps = {number: _trainer(config, context, device, prefetching) for number, config in enumerate(configs)}
+        timed = _timed_together(steps, device, budget_s, waits=context.num_ranks > 1) if steps else {}
+    return list(timed.values())
 
 
-def _trainer(config: RunConfig, context: RankContext, device: torch.device) -> measure.Run:
-    """Return a function that runs the next step of a run."""
+def _trainer(config: RunConfig, context: RankContext, device: torch.device, prefetching: ExitStack) -> measure.Run:
+    """Return a function that runs the next step of a run, whose batches are prefetched as in any run."""
     job = build_job(config, make_plan(config), context, device)
     f = run_facts(config)
     step = TrainStep(job, config.family.task(f, config.family.open_data(f), device), lambda: False)
-    numbers = count(1)
+    steps = range(1, config.train.steps + 1)
+    prefetching.enter_context(step.prefetching(steps))
+    numbers = iter(steps)
     return lambda: step(next(numbers))
 
 

@@ -20,7 +20,7 @@ LARGE = (
 )
 FOUR = "train.num_microbatches=4"
 RUNS: dict[int, tuple[tuple[str, ...], ...]] = {
-    1: (SMALL, (*SMALL, FOUR), MIDDLE, (*MIDDLE, FOUR), LARGE),
+    1: (SMALL, (*SMALL, "model.num_layers=1"), (*SMALL, FOUR), MIDDLE, (*MIDDLE, FOUR), LARGE),
     2: (
         (*SMALL, "mesh.dp_shard=2"),
         (*MIDDLE, "mesh.dp_shard=2"),

@@ -90,7 +90,8 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         slower = " · ".join(f"{name} {times:.2f}" for name, times in performance.shared.items())
         yield f"times while all cores are busy, over those alone: {slower}"
     if found.counts["steps"]:
-        yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}"
+        several = f", of several processes ± {performance.group_residual:.0%}" if performance.group_residual else ""
+        yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}{several}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
     yield _written(path)

@@ -110,7 +110,9 @@ class Performance:
     """Time of `products`, `attention`, `memory` and `host` while all cores are busy, over their time alone: cores share
     caches, bandwidth and, where they are threads of one core, its units."""
     residual: float = 0.0
-    """Standard deviation of the logarithm of measured over predicted step times, for all parts together."""
+    """Standard deviation of the logarithm of measured over predicted times of small runs' steps, on one process."""
+    group_residual: float = 0.0
+    """As `residual`, of several processes."""
 
     def slower(self, part: str, processes: float) -> float:
         """Return the time of a part of the work while so many processes share the cores, over its time alone."""

@@ -194,4 +194,5 @@ def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, floa
     links = max((one.residual for one in performance.links.values()), default=0.0)
     work = {name: us for name, us in parts.items() if name not in ("bubble", "cores")}
     variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
-    return math.hypot(math.sqrt(variance) / max(sum(work.values()), TINY_US), performance.residual)
+    whole = performance.residual if plan.mesh.num_ranks() == 1 else performance.group_residual
+    return math.hypot(math.sqrt(variance) / max(sum(work.values()), TINY_US), whole)
