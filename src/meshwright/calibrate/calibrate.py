@@ -117,6 +117,7 @@ def _of_device(
         host=host,
         links=base.performance.links,
         is_async=is_cuda,
+        update_efficiency=min(1.0, own["update_bytes_per_s"] / hardware.memory_bandwidth_bytes_per_s),
         cores=0 if is_cuda else num_cores(),
     )
     if is_cuda:
@@ -151,7 +152,9 @@ def _cpu(base: Device, found: Found, products: Mapping[str, Sequence[fit.TimedPr
         name="CPU, one thread per process",
         peak_flops=peaks,
         memory_bytes=base.memory_bytes if size is None else size // num_cores(),
-        memory_bandwidth_bytes_per_s=float(f"{max(found['copy'], found['memory']):.4g}"),
+        memory_bandwidth_bytes_per_s=float(
+            f"{max(found['copy'], found['memory'], found['host']['update_bytes_per_s']):.4g}"
+        ),
         launch_overhead_us=float(f"{found['host']['bare']:.4g}"),
         source=source,
     )

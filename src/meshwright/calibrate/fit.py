@@ -177,7 +177,7 @@ def fit_link(cluster: Cluster, samples: Sequence[TimedCollective]) -> Cluster:
     return replace(made, performance=replace(made.performance, links=links))
 
 
-ALONE = {"launch_us": LOOSE, "block_us": LOOSE, "step_us": LOOSE, "parameter_us": LOOSE,
+ALONE = {"launch_us": LOOSE, "block_us": LOOSE, "step_us": LOOSE, "parameter_us": 0.3,
          "products": CLOSE, "attention": 0.3, "memory": 0.5}  # fmt: skip
 """Costs of the host and factors of kernels' times that runs of one process show, and how far these may move them: their
 kernels find less in caches than kernels that are measured alone."""

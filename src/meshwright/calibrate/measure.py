@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.calibrate.fit import TimedAttention, TimedProduct
+from meshwright.train.optimizer import local_squared_norm, scale_gradients
 
 K = TypeVar("K")
 Run = Callable[[], object]
@@ -31,7 +32,11 @@ CUDA_SIZES, CUDA_ROWS, CUDA_LENGTHS = (512, 2048, 8192), (64, 1024, 16384), (512
 LONGEST_S = 0.02
 """Longest time of a product on a CPU: larger ones are left out, as of a dtype that it has no instructions for."""
 HEADS, HEAD_DIMS, TOKENS = 4, (32, 64), 1024
-CHAIN, NUM_PARAMETERS = 32, 64
+CHAIN = 32
+UPDATED = ((64, 64), (2**20, 6))
+"""Elements and number of parameters that are updated: of a time per parameter, and of one per byte."""
+UPDATE_BYTES = 40
+"""Read and written per element: seven tensors by AdamW, one by the norm, two by clipping."""
 HELD_BYTES = 2**25
 """Results of kernels bound by memory that are held at a time: more than caches, as the activations of a step are."""
 
@@ -185,25 +190,40 @@ def measure_copy(device: torch.device, *, budget_s: float) -> float:
 
 
 def measure_host(device: torch.device, *, budget_s: float) -> dict[str, float]:
-    """Return the host's time in µs of a kernel with autograd, of one without, and of the optimizer per parameter."""
+    """Return the host's time in µs of a kernel with autograd, of one without, and of the optimizer per parameter; and
+    the bytes per second that its update of large parameters reads and writes."""
     x = torch.randn(8, 8, device=device)
-    leaf = x.clone().requires_grad_()
-    parameters = [nn.Parameter(torch.randn(8, 8, device=device)) for _ in range(NUM_PARAMETERS)]
-    for one in parameters:
-        one.grad = torch.randn_like(one)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
+    small, large = ([torch.zeros(size, device=device) for _ in range(count)] for size, count in UPDATED)
+    cases: dict[str, Run] = {
+        "chain": partial(_chain, x.clone().requires_grad_()),
+        "bare": partial(_chain, x),
+        "small": _update(small),
+        "large": _update(large),
+    }
+    found = timed(cases, device, budget_s=budget_s, rounds=25)
+    (_, num_small), (size, num_large) = UPDATED
+    parameter_s = found["small"] / num_small
+    return {
+        "launch": 1e6 * found["chain"] / (2 * CHAIN),
+        "bare": 1e6 * found["bare"] / CHAIN,
+        "parameter": 1e6 * parameter_s,
+        "update_bytes_per_s": UPDATE_BYTES * size * num_large / (found["large"] - num_large * parameter_s),
+    }
 
-    def step() -> None:
-        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+
+def _update(tensors: Sequence[Tensor]) -> Run:
+    """Return a function that takes the norm of gradients, clips them and updates parameters, as a step does."""
+    parameters = [nn.Parameter(one) for one in tensors]
+    for one in parameters:
+        one.grad = torch.full_like(one, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+    def update() -> None:
+        local_squared_norm(parameters, num_ranks=1)
+        scale_gradients(parameters, 1.0)
         optimizer.step()
 
-    cases: dict[str, Run] = {"chain": partial(_chain, leaf), "bare": partial(_chain, x), "step": step}
-    found = {name: 1e6 * seconds for name, seconds in timed(cases, device, budget_s=budget_s, rounds=25).items()}
-    return {
-        "launch": found["chain"] / (2 * CHAIN),
-        "bare": found["bare"] / CHAIN,
-        "parameter": found["step"] / NUM_PARAMETERS,
-    }
+    return update
 
 
 def _chain(x: Tensor) -> None:

@@ -9,6 +9,8 @@ from meshwright.plan.rules import load
 PRESET = "llama-tiny"
 SMALL = ("model.dim=32", "model.num_heads=2", "model.ffn_dim=96", "model.num_layers=6", "train.seq_len=32")
 """A step whose time is the host's."""
+THIN = ("model.dim=64", "model.num_heads=2", "model.ffn_dim=192", "model.num_layers=2", "train.global_batch=32")
+"""A step whose time is that of kernels bound by memory."""
 MIDDLE = ("model.dim=192", "model.num_heads=6", "model.ffn_dim=512", "model.num_layers=3", "train.global_batch=12")
 LARGE = (
     "model.dim=384",
@@ -20,7 +22,7 @@ LARGE = (
 )
 FOUR = "train.num_microbatches=4"
 RUNS: dict[int, tuple[tuple[str, ...], ...]] = {
-    1: (SMALL, (*SMALL, "model.num_layers=1"), (*SMALL, FOUR), MIDDLE, (*MIDDLE, FOUR), LARGE),
+    1: (SMALL, (*SMALL, "model.num_layers=1"), (*SMALL, FOUR), THIN, MIDDLE, (*MIDDLE, FOUR), LARGE),
     2: (
         (*SMALL, "mesh.dp_shard=2"),
         (*MIDDLE, "mesh.dp_shard=2"),

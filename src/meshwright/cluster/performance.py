@@ -109,6 +109,8 @@ class Performance:
     shared: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Time of `products`, `attention`, `memory` and `host` while all cores are busy, over their time alone: cores share
     caches, bandwidth and, where they are threads of one core, its units."""
+    update_efficiency: float = 0.0
+    """As `memory_efficiency`, of the optimizer's update; 0 if it is the same."""
     residual: float = 0.0
     """Standard deviation of the logarithm of measured over predicted times of small runs' steps, on one process."""
     group_residual: float = 0.0

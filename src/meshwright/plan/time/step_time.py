@@ -154,7 +154,8 @@ def _at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, st
     held = [plan.stages[number] for number in numbers]
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
     moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
-    bandwidth = cluster.device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
+    efficiency = performance.update_efficiency or performance.memory_efficiency
+    bandwidth = cluster.device.memory_bandwidth_bytes_per_s * efficiency / 1e6
     processes = sent.processes * plan.schedule.num_ranks
     slower = {name: performance.slower(name, processes) for name in ("products", "memory", "host")}
     updates = slower["memory"] * sum(moved) / bandwidth
