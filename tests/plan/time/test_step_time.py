@@ -123,11 +123,21 @@ def test_messages_between_stages_lengthen_a_pipeline():
 def test_processes_that_share_cores_take_their_work_over_the_cores():
     plan = plan_of("llama-tiny mesh.dp_replicate=4")
     own, shared = (predict_step(plan, constant_rates(is_async=False, cores=cores)) for cores in (4, 2))
-    names = ("products", "attention", "memory")
-    work = sum(own.parts[name] for name in names)
-    assert "cores" not in own.parts
-    assert shared.parts["cores"] == pytest.approx(work)
+    for name in ("products", "attention", "memory", "optimizer"):
+        assert shared.parts[name] == pytest.approx(2 * own.parts[name])
     assert is_a_sum(shared)
+
+
+def test_cores_that_share_their_units_gain_nothing_by_a_pipeline():
+    plan = plan_of("llama-tiny mesh.pp=2 train.num_microbatches=4")
+    alone = predict_step(plan_of("llama-tiny train.num_microbatches=4"), constant_rates(is_async=False, cores=2))
+    rates = constant_rates(is_async=False, cores=2)
+    twice = dict.fromkeys(("products", "attention", "memory", "host"), 2.0)
+    rates = replace(rates, performance=replace(rates.performance, shared=twice))
+    names = ("products", "attention", "memory")
+    shared = predict_step(plan, rates)
+    own = sum(shared.parts.get(name, 0.0) for name in (*names, "bubble", "cores", "stages"))
+    assert own == pytest.approx(sum(alone.parts[name] for name in names), rel=0.05)
 
 
 def test_the_interval_is_that_of_independent_parts():
