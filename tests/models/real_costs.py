@@ -3,7 +3,7 @@
 Counting rules:
 
 - FLOPs are those of PyTorch's `FlopCounterMode`, with its own formulas of fused attention and products also for the
-  CPU's kernels. It counts all pairs of queries and keys; descriptions count the visible ones (`MaskSpec.num_pairs`).
+  CPU's kernels; of pairs of queries and keys, causal attention has those on and below the diagonal.
 - A kernel is an operator in a profile that computes: no view, no allocation, and nothing composite, whose parts count
   instead. What an operator calls inside of it is a part of it.
 - An operator moves the bytes of its tensors, read and written. Of an expanded tensor each element counts once, and a
@@ -55,11 +55,25 @@ def measure(make: Passes) -> tuple[Measured, Measured]:
     return Measured(*(one[0] for one in found)), Measured(*(one[1] for one in found))
 
 
+def _visible(flops: int, query: Any, key: Any, is_causal: bool) -> int:
+    """Operations of attention for the pairs that a causal kernel computes, given those of all pairs."""
+    queries, keys = query[-2], key[-2]
+    return flops * (queries + 1) // (2 * queries) if is_causal and queries == keys else flops
+
+
+def _attention(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, **named: Any) -> int:
+    return _visible(sdpa_flop_count(q, k, v), q, k, is_causal)
+
+
+def _attention_backward(
+    gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dropout_p: float, is_causal: bool, **named: Any
+) -> int:
+    return _visible(sdpa_backward_flop_count(gradient, q, k, v), q, k, is_causal)
+
+
 COUNTED_TOO = {
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **named: sdpa_flop_count(q, k, v),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda gradient, q, k, v, *_, **named: sdpa_backward_flop_count(gradient, q, k, v)
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     # Rows, or columns, are divided among groups, of which either the second operand or the result has a matrix each.
     aten._grouped_mm: lambda a, b, *_, **named: 2 * a[-2] * a[-1] * b[-1],
 }
@@ -67,7 +81,7 @@ COUNTED_TOO = {
 
 
 def count_flops(run: Pass) -> int:
-    """Operations of products and attention, of all pairs of queries and keys."""
+    """Operations of products and attention."""
     with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:
         run()
     return counter.get_total_flops()

@@ -1,7 +1,4 @@
-"""Costs of plans are those of real micro-batches on the CPU: operations exactly, kernels and bytes within a twentieth.
-
-`FlopCounterMode` counts all pairs of queries and keys, so plans are compared as if all were visible.
-"""
+"""Costs of plans are those of real micro-batches on the CPU: exact operations, kernels and bytes within a twentieth."""
 
 from __future__ import annotations
 
@@ -11,17 +8,15 @@ from functools import reduce
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import CostModel, Costs, PartCosts, costs_of_stage, costs_of_step
+from meshwright.plan.costs import CostModel, PartCosts, costs_of_stage, costs_of_step
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.run_plan import LayerSpec, PlannedOperator, RunPlan
-from meshwright_bench.recompute.live_bytes import inputs_of_last_block
-from tests.models.real_costs import Measured, Passes, count_flops, measure
-from tests.train.jobs import load_words, make_job, make_task
+from meshwright.plan.run_plan import PlannedOperator
+from tests.models.real_costs import Passes, count_flops, measure
+from tests.plan.micro_batches import MicroBatch, wrong
+from tests.train.jobs import load_words
 
 LLAMA, MOE, DIT = ("llama-tiny",), ("moe-tiny",), ("dit-digits", "data.source=digits")
 WINDOWS = (*LLAMA, "model.num_kv_heads=2", "model.window=16", "model.global_every=2", "model.tie_embeddings=true")
@@ -32,70 +27,6 @@ CAPACITY = (*MOE, "model.drop=over-capacity", "model.capacity_factor=1.5")
 VIDEO = ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.num_heads=2")
 CASES = [LLAMA, WINDOWS, MOE, SHARED, SIGMOID, GROUPS, CAPACITY, DIT, VIDEO]
 BF16 = "bfloat16"
-
-
-class MicroBatch:
-    """A micro-batch of a plan, and of the same model built for real."""
-
-    def __init__(self, words: Sequence[str], policy: RecomputePolicy, *, dtype: str = "float32") -> None:
-        words = [*words, f"recompute.policy={policy}"]
-        job, step = make_job(0, 1, words)
-        self.plan = all_pairs(make_plan(load_words([*words, f"train.precision={dtype}"])))
-        self._task, self._module = make_task(load_words(words)), job.parts()[0].module.to(getattr(torch, dtype))
-        batch = step.pipeline.tokens.localize(self._task.batch(range(self.plan.batch.samples)))
-        self._inputs = [_cast(one, dtype) for one in (batch.inputs, *batch.conditions)]
-        self._targets = batch.targets
-
-    @property
-    def block(self) -> LayerSpec:
-        """The kind of the last block."""
-        return self.plan.kind(self.plan.stages[0].kinds[-1])
-
-    def of_model(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Passes of the model and its loss."""
-        self._module.zero_grad(set_to_none=True)
-        losses: list[Tensor] = []
-        return (
-            lambda: losses.append(self._task.loss_sum(self._module(*self._inputs), self._targets)),
-            lambda: losses[0].backward(),
-        )
-
-    def of_block(self, *, trained: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Passes of the last block."""
-        block, inputs = inputs_of_last_block(self._module, *self._inputs)
-        block.zero_grad(set_to_none=True)
-        block.requires_grad_(trained)
-        is_float = [isinstance(one, Tensor) and one.is_floating_point() for one in inputs]
-        leaves = [one.detach().requires_grad_() if able else one for one, able in zip(inputs, is_float, strict=True)]
-        outputs: list[Tensor] = []
-        return lambda: outputs.append(block(*leaves)), lambda: outputs[0].backward(torch.ones_like(outputs[0]))
-
-
-def _cast(value: Any, dtype: str) -> Any:
-    return value.to(getattr(torch, dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def all_pairs(plan: RunPlan) -> RunPlan:
-    """The plan with operations of attention for all pairs, and of none where a window makes it an operator that
-    `FlopCounterMode` can't look into."""
-
-    def of_kind(kind: LayerSpec) -> LayerSpec:
-        layer = kind.attention
-        if layer is None:
-            return kind
-        pairs = plan.batch.tokens**2 if layer.mask.window is None else 0
-        flops = 4 * pairs * layer.num_heads * layer.head_dim
-        operators = (replace(one, attention_flops=flops) if one.attention_flops else one for one in kind.operators)
-        return replace(kind, operators=tuple(operators))
-
-    return replace(plan, kinds=tuple(of_kind(kind) for kind in plan.kinds))
-
-
-def wrong(costs: Costs, found: Measured) -> list[str]:
-    """What of the costs is wrong: operations must be equal, kernels and bytes agree within a twentieth."""
-    exact = [] if costs.flops == found.flops else ["flops"]
-    pairs = {"launches": (costs.launches, found.launches), "num_bytes": (costs.num_bytes, found.num_bytes)}
-    return exact + [name for name, (ours, real) in pairs.items() if ours != pytest.approx(real, rel=0.05)]
 
 
 def flops(passes: Passes) -> list[int]:
