@@ -30,8 +30,8 @@ MEDIAN, NINETIETH, MEMORY, FIRST = 10.0, 25.0, 10.0, 10.0
 much slower than the fastest measured layout the one is that is predicted to be."""
 
 NOTES = (
-    "predicted: meshwright plan --cluster …, with a file that meshwright calibrate wrote; measured: meshwright run, a "
-    "thread per process; the lower quartile of all steps but the first two, in the round in which it is the least",
+    "predicted: meshwright plan --cluster …, with a file that meshwright calibrate wrote; measured: meshwright run, "
+    "one thread per process; the lower quartile of all steps but the first two, in the round in which it is the least",
     "error: predicted over measured time, less 1; its range is that of the predicted interval of one deviation",
 )
 
