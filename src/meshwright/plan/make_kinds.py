@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.resolve import policy_of
 from meshwright.config.schema import RunConfig
 from meshwright.errors import LayoutError
+from meshwright.features.contract import KindPart, PlanFeature
 from meshwright.features.registry import plan_features
 from meshwright.models.contract.model_facts import (
     AuxiliaryLoss,
@@ -34,6 +36,7 @@ from meshwright.models.contract.model_facts import (
 )
 from meshwright.models.contract.tp_styles import LossReductions, Style, StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.make_operators import OperatorMaker
 from meshwright.plan.run_plan import (
     BYTES,
     Atoms,
@@ -69,6 +72,13 @@ class KindMaker:
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
         self._dtype, self._features = config.train.precision, plan_features(config=config)
+        self._operators = OperatorMaker(
+            facts,
+            mesh,
+            dtype=self._dtype,
+            tokens=self._tokens,
+            stream=1 / self._tp_size if self._shards_stream else 1.0,
+        )
         self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -86,27 +96,27 @@ class KindMaker:
             untied: whether to omit tied parameters because their targets are on the same stage.
             units: FSDP units of the kind; all other parameters belong to the root.
         """
-        own = [p for p in facts.parameters if not (untied and p.tied_to is not None)]
-        names = [p.tied_to or facts.full_name(p.name, layer) for p in own]
-        globs = self._config.train.freeze
-        frozen = [p.frozen or any(fnmatchcase(name, one) for one in globs) for p, name in zip(own, names, strict=True)]
-        trained = tuple(not one for one in frozen)
+        globs, names = (
+            self._config.train.freeze,
+            [p.tied_to or facts.full_name(p.name, layer) for p in facts.parameters],
+        )
+        trained = tuple(
+            not (p.frozen or any(fnmatchcase(name, one) for one in globs))
+            for p, name in zip(facts.parameters, names, strict=True)
+        )
+        omitted = [untied and p.tied_to is not None for p in facts.parameters]
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
         made = [(one, one.make(self._config, self._facts, facts, layer)) for one in self._features]
         parts = tuple(part for _, part in made if part is not None)
         identity = (facts.name, facts.path, trained, untied, units, policy, *parts)
         if identity not in self._kinds:
             taken = sum(kind.described == facts.name for kind in self._kinds.values())
-            parameters = tuple(self._parameter(facts, p, one) for p, one in zip(own, trained, strict=True))
+            used = [self._parameter(facts, p, one) for p, one in zip(facts.parameters, trained, strict=True)]
+            parameters = tuple(one for one, out in zip(used, omitted, strict=True) if not out)
             experts = self._experts(facts)
             collectives = tuple(self._kind_collectives(facts, LossReductions.of(parts))) if self._tp else ()
             compiled = self._config.train.compile and layer is not None
-            changes = [
-                saved
-                for feature, part in made
-                if part is not None
-                for saved in feature.saved(facts, part, tp=self._tp_size, compiled=compiled)
-            ]
+            changes = self._changes(facts, made, compiled)
             self._kinds[identity] = LayerSpec(
                 name=f"{facts.name}.{taken + 1}" if taken else facts.name,
                 described=facts.name,
@@ -125,12 +135,24 @@ class KindMaker:
                 saved=self._saved(facts, experts, collectives, changes, compiled=compiled),
                 output_elements=int(self._tokens * (facts.output / (self._tp_size if facts.output_divided else 1))),
                 experts=experts,
-                attention=self._attention(facts, policy),
+                attention=(attention := self._attention(facts, policy)),
+                operators=self._operators.of_kind(facts, used, experts, attention),
                 parts=parts,
-                tied=tuple(p.name for p in facts.parameters if untied and p.tied_to is not None),
+                tied=tuple(p.name for p, out in zip(facts.parameters, omitted, strict=True) if out),
                 everywhere=facts in self._facts.every,
             )
         return self._kinds[identity]
+
+    def _changes(
+        self, facts: KindFacts, made: list[tuple[PlanFeature[Any], KindPart | None]], compiled: bool
+    ) -> list[Saved]:
+        """Return what features change about the tensors that a kind saves."""
+        found = ((feature, part) for feature, part in made if part is not None)
+        return [
+            saved
+            for feature, part in found
+            for saved in feature.saved(facts, part, tp=self._tp_size, compiled=compiled)
+        ]
 
     def _loss_axes(self, loss: AuxiliaryLoss) -> Atoms:
         """Return the tp axis if an auxiliary loss is partial over it."""

@@ -532,6 +532,8 @@ class PlannedKernels:
     """Kernels launched per micro-batch."""
     num_bytes: int = 0
     """Bytes that they read and write per sample."""
+    bytes_once: int = 0
+    """Bytes that they read and write once per micro-batch, such as of a table's gradient."""
 
 
 @dataclass(frozen=True)
@@ -541,7 +543,7 @@ class PlannedOperator:
     name: str
     kind: OperatorKind
     rows: int = 0
-    """Rows of a product per sample, of all groups."""
+    """Rows of a product per sample, of all groups; of what is computed once per sample, 1."""
     inner: int = 0
     columns: int = 0
     groups: int = 1
@@ -557,7 +559,11 @@ class PlannedOperator:
     fused_forward: PlannedKernels | None = None
     """As `forward` in a compiled block; None if there it is a part of other operators' kernels."""
     fused_backward: PlannedKernels | None = None
+    fused_on_cuda: bool = False
+    """Whether CUDA runs the fused kernels also eagerly, as it does for norms."""
     rerun: Rerun = Rerun.ALWAYS
+    inputs: int = 1
+    """1 if the backward computes the gradient of a product's input, else 0."""
 
     @property
     def flops(self) -> int:

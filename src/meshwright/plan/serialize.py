@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,11 +18,17 @@ from meshwright.errors import ConfigError, ScheduleError
 from meshwright.features.registry import PART_NAMES, part_types
 from meshwright.pipeline.actions import Action, Overlap
 from meshwright.pipeline.schedule_table import Schedule, parse_action
-from meshwright.plan.run_plan import FORMAT, LayerSpec, RunPlan, SavedBytes
+from meshwright.plan.run_plan import FORMAT, LayerSpec, PlannedKernels, PlannedOperator, RunPlan, SavedBytes
 
 WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
 REGENERATE_FIX = "a new plan, which meshwright plan writes with the words of the run and -o"
+
+OMITS_DEFAULTS = (PlannedOperator, PlannedKernels)
+"""Types of which there are many in a plan, written without fields that have their default."""
+
+LATER: dict[type, tuple[str, ...]] = {SavedBytes: ("fused",), LayerSpec: ("operators",)}
+"""Fields that plans of this format lack if they are from before them."""
 
 T = TypeVar("T")
 
@@ -51,7 +57,10 @@ def encode(value: Any) -> Any:
         names = [name for field in fields(value) for name in (PART_NAMES if field.name == "parts" else (field.name,))]
         return {name: parts[name] if name in parts else encode(getattr(value, name)) for name in names}
     if is_dataclass(value):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        found = {field.name: getattr(value, field.name) for field in fields(value)}
+        kind: type = type(value)
+        omitted = _defaults(kind) if kind in OMITS_DEFAULTS else {}
+        return {name: encode(one) for name, one in found.items() if name not in omitted or one != omitted[name]}
     if isinstance(value, tuple):
         return [encode(one) for one in value]
     if isinstance(value, StrEnum):
@@ -110,6 +119,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @cache
+def _defaults(kind: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that have defaults."""
+    return {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+
+
+@cache
 def _hints(kind: type) -> dict[str, Any]:
     """Return the field types of a dataclass."""
     hints = get_type_hints(kind)
@@ -138,9 +153,9 @@ class _Reader:
             assert isinstance(fitting, type)
             if fitting is LayerSpec:
                 return self._kind(value, path)
-            if fitting is SavedBytes:
-                value = {"fused": None, **value}  # plans from before it lack it
-            return fitting(**self._fields(_hints(fitting), value, path))
+            optional = _defaults(fitting) if fitting in OMITS_DEFAULTS else LATER.get(fitting, ())
+            given = {name: hint for name, hint in _hints(fitting).items() if name in value or name not in optional}
+            return fitting(**self._fields(given, value, path))
         if get_origin(fitting) is tuple:
             return self._tuple(get_args(fitting), value, path)
         if issubclass(fitting, StrEnum):
@@ -161,6 +176,7 @@ class _Reader:
         parts = {name: one | None for name, one in part_types().items()}
         each = (parts if name == "parts" else {name: hint} for name, hint in _hints(LayerSpec).items())
         hints = {name: hint for one in each for name, hint in one.items()}
+        hints = {name: hint for name, hint in hints.items() if name in value or name not in LATER[LayerSpec]}
         found = self._fields(hints, {**dict.fromkeys(PART_NAMES), **value}, path)  # plans from before a feature lack it
         own = tuple(part for name in PART_NAMES if (part := found.pop(name)) is not None)
         return LayerSpec(**found, parts=own)

@@ -179,7 +179,7 @@ class KindFacts:
     output_divided: bool = False
     """Whether the output is sharded over tp."""
     flops: float = 0.0
-    """Forward floating-point operations per token of a sample that is one document."""
+    """Forward floating-point operations per token of a sample that is one document; those of `operators`, if given."""
     unit: tuple[str, ...] = ()
     """Modules of an end, such as an embedding or head, that form a separate FSDP unit if their largest matrix has more
     elements than a block and is therefore worth a separate collective."""
@@ -190,6 +190,10 @@ class KindFacts:
     auxiliary: tuple[AuxiliaryLoss, ...] = ()
     experts: ExpertFacts | None = None
     attention: AttentionFacts | None = None
+
+    def __post_init__(self) -> None:
+        if self.operators:
+            object.__setattr__(self, "flops", sum(one.flops for one in self.operators))
 
     @cached_property
     def num_elements(self) -> int:

@@ -42,9 +42,15 @@ class Kernels:
     """Kernels of one pass of an operator."""
 
     launches: float = 0.0
-    """Kernels launched per micro-batch, run eagerly."""
+    """Kernels launched per micro-batch, run eagerly. Views and allocations launch none."""
     moved: Saved = Saved()
-    """Elements that they read and write, per token."""
+    """Elements that they read and write, per token. Lookups read what they return."""
+    casts: float = 0.0
+    """Further kernels, if the compute dtype is narrower than float32: casts between it and float32."""
+    cast: Saved = Saved()
+    """Elements that these casts convert, per token."""
+    moved_once: Saved = Saved()
+    """Elements read and written once per micro-batch, whatever its tokens, such as the gradient of a table."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,18 @@ class Operator:
     attention_flops: float = 0.0
     """Operations of attention's forward per token; its backward takes 2.5 times as many (Dao 2023)."""
     forward: Kernels = Kernels()
-    """Kernels bound by memory; of a product those besides it, such as of a bias."""
+    """Kernels bound by memory: of a product those besides it, such as of a bias, and of attention its own."""
     backward: Kernels = Kernels()
     fused_forward: Kernels | None = None
     """As `forward` in a compiled block; None if the kernels become a part of other operators' kernels."""
     fused_backward: Kernels | None = None
+    fused_on_cuda: bool = False
+    """Whether CUDA runs the fused kernels also eagerly, as it does for norms."""
     rerun: Rerun = Rerun.ALWAYS
+    input_gradient: bool = True
+    """Whether the backward computes the gradient of the input; not of what takes ids or samples."""
+    wide: bool = False
+    """Whether a product computes in at least float32."""
 
     @property
     def flops(self) -> float:

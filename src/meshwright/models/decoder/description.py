@@ -8,6 +8,17 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from meshwright.models.contract.building_blocks import (
+    attention_core,
+    cross_entropy,
+    embedding,
+    product,
+    residual_sum,
+    rms_norm,
+    rotary_embedding,
+    shared_input,
+    swiglu,
+)
 from meshwright.models.contract.model_facts import (
     AttentionFacts,
     EdgeFacts,
@@ -20,6 +31,7 @@ from meshwright.models.contract.model_facts import (
     linear,
     vectors,
 )
+from meshwright.models.contract.operators import Kernels, Operator, OperatorKind, Rerun
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.settings.section import ModelSection, Section
 
@@ -79,13 +91,13 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
     """Describe a decoder trained on samples of `seq_len` tokens."""
     blocks = {name: _block(name, spec, window, seq_len) for name, window in _windows(spec).items()}
     layers = tuple(block_name(spec, layer) for layer in range(spec.num_layers))
-    embedding = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
-    tied_to = embedding[0].name if spec.tie_embeddings else None
+    table = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
+    tied_to = table[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
     norm = vectors(spec.dim, "norm.weight")
     ids = Saved(fixed_bytes=8.0)
-    # The forward lookup copies one row per token; the backward adds one.
-    first = KindFacts("embed", "", embedding, saved=ids, flops=2.0 * spec.dim, unit=("embed",))
+    lookup = (embedding("embed", spec.vocab_size, spec.dim), _positions(len(blocks)))
+    first = KindFacts("embed", "", table, saved=ids, unit=("embed",), operators=lookup)
     last = KindFacts(
         "head",
         "",
@@ -95,8 +107,12 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         output=float(spec.vocab_size),
         head=HeadFacts("head"),
         output_divided=True,
-        flops=2.0 * spec.vocab_size * spec.dim,
         unit=("norm", "head"),
+        operators=(
+            rms_norm("norm", spec.dim),
+            product("head", spec.dim, spec.vocab_size),
+            cross_entropy("loss", spec.vocab_size),
+        ),
     )
     return ModelFacts(
         kinds=tuple(blocks.values()),
@@ -159,7 +175,6 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
         *linear("ffn.up", dim, spec.ffn_dim),
         *linear("ffn.down", spec.ffn_dim, dim),
     )
-    matrices = dim * (2 * queries + 2 * keys) + 3 * dim * spec.ffn_dim
     attention = AttentionFacts(
         "attention",
         MaskSpec(causal=True, window=window),
@@ -185,9 +200,46 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
             LinearInput(("ffn.gate", "ffn.up"), dim, freed=Saved(full=dim)),
             LinearInput(("ffn.down",), spec.ffn_dim, divided=True, freed=Saved(divided=spec.ffn_dim)),
         ),
-        flops=2.0 * matrices + attention.flops(seq_len),
+        operators=(
+            *attention_operators(spec, attention.flops(seq_len)),
+            rms_norm("ffn_norm", dim),
+            *feed_forward("ffn", dim, spec.ffn_dim),
+            residual_sum("ffn_add", dim, rerun=Rerun.NEVER),
+        ),
         attention=attention,
     )
+
+
+def attention_operators(spec: DecoderSpec, flops: float) -> tuple[Operator, ...]:
+    """Return the operators of a block's first half, given the operations of attention per token."""
+    dim, queries, keys = spec.dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    return (
+        rms_norm("attention_norm", dim),
+        shared_input("attention", dim, 3),
+        product("attention.wq", dim, queries),
+        product("attention.wk", dim, keys),
+        product("attention.wv", dim, keys),
+        rotary_embedding("attention", queries, keys),
+        attention_core("attention", flops=flops, queries=queries, keys=keys, num_heads=spec.num_heads),
+        product("attention.wo", queries, dim),
+        residual_sum("attention_add", dim),
+    )
+
+
+def feed_forward(name: str, dim: int, hidden: int) -> tuple[Operator, ...]:
+    """Return the operators of a SwiGLU feed-forward layer at the end of a block."""
+    return (
+        shared_input(name, dim, 2),
+        product(f"{name}.gate", dim, hidden),
+        product(f"{name}.up", dim, hidden),
+        swiglu(name, hidden),
+        product(f"{name}.down", hidden, dim, rerun=Rerun.NEVER),
+    )
+
+
+def _positions(num_masks: int) -> Operator:
+    """Return the rotary tables and masks of a micro-batch, made once for all layers of a stage."""
+    return Operator("positions", OperatorKind.MEMORY, forward=Kernels(17 + 18 * num_masks), input_gradient=False)
 
 
 class RopeScalingConfig(Section):

@@ -1,0 +1,34 @@
+"""Software stacks: how the programs that train a model use a device and its links. Doesn't import torch.
+
+A plan's times are those of Meshwright unless another stack is named, as for published runs. One set of parameters
+belongs to a stack, never to a run or a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Parameters of a software stack."""
+
+    name: str
+    hidden_tensor: float = 0.0
+    """Share of tensor parallelism's communication that runs beside products."""
+    hidden_experts: float = 0.0
+    """Share of the experts' all-to-alls that runs beside other work."""
+    prefetches: bool = True
+    """Whether gathers of the next FSDP unit run beside a block's work."""
+    hides_reductions: bool = True
+    """Whether gradients are reduced beside the rest of the last backward."""
+    fused: bool = False
+    """Whether kernels bound by memory are fused as in compiled blocks, whatever the plan says."""
+    slower_memory: float = 1.0
+    """Time of kernels bound by memory over that of the operators that a plan describes."""
+    slower_beside: float = 0.0
+    """Share of hidden communication's time by which it slows the work beside it, as it takes processors and bandwidth.
+    """
+
+
+MESHWRIGHT = Stack("meshwright")

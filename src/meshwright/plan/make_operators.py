@@ -1,0 +1,138 @@
+"""Operators of a kind as a rank runs them: a family's description, sharded by tensor, context and expert parallelism.
+
+The sharding of a parameter while it is used says which dim of its product a rank has. Attention is counted for the
+context-parallel rank with the most work, and experts get equally many rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+from meshwright.models.contract.operators import Kernels, Operator, OperatorKind
+from meshwright.plan.run_plan import (
+    BYTES,
+    AttentionLayer,
+    ContextMethod,
+    ExpertLayer,
+    Mesh,
+    Parameter,
+    PlannedKernels,
+    PlannedOperator,
+)
+
+WIDE = 4
+"""Bytes of float32."""
+
+
+class OperatorMaker:
+    """Factory of a plan's operators."""
+
+    def __init__(self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float) -> None:
+        """`tokens` are those of a sample on a rank, and `stream` is the part of the stream's tokens that it holds."""
+        self._facts, self._mesh, self._dtype, self._tokens, self._stream = facts, mesh, dtype, tokens, stream
+        self._tp = mesh.size(*mesh.view("tp"))
+
+    def of_kind(
+        self,
+        facts: KindFacts,
+        parameters: Sequence[Parameter],
+        experts: ExpertLayer | None,
+        attention: AttentionLayer | None,
+    ) -> tuple[PlannedOperator, ...]:
+        """Return the operators of a kind, given its parameters, experts and attention on a rank."""
+        return tuple(self._operator(one, parameters, experts, attention) for one in facts.operators)
+
+    def _operator(
+        self,
+        one: Operator,
+        parameters: Sequence[Parameter],
+        experts: ExpertLayer | None,
+        attention: AttentionLayer | None,
+    ) -> PlannedOperator:
+        weight = _weight_of(one, parameters)
+        is_trained = weight is not None and weight.trained
+        backward = one.backward if is_trained or one.input_gradient else Kernels()
+        made = PlannedOperator(
+            one.name,
+            one.kind,
+            attention_flops=self._attention_flops(one, attention),
+            forward=self._kernels(one.forward),
+            backward=self._kernels(backward),
+            fused_forward=None if one.fused_forward is None else self._kernels(one.fused_forward),
+            fused_backward=None if one.fused_backward is None else self._kernels(one.fused_backward),
+            fused_on_cuda=one.fused_on_cuda,
+            rerun=one.rerun,
+            rate=self._wide if one.wide else self._dtype,
+        )
+        if one.kind not in (OperatorKind.PRODUCT, OperatorKind.GROUPED):
+            return made
+        rows, inner, columns = self._sharded(one, weight)
+        groups = 1 if experts is None or one.kind is not OperatorKind.GROUPED else experts.num_experts
+        return replace(
+            made,
+            rows=round(rows * self._tokens),
+            inner=inner,
+            columns=columns,
+            groups=groups // (1 if experts is None or groups == 1 else self._mesh.size(*experts.axes)),
+            weights=int(is_trained),
+            inputs=int(one.input_gradient),
+        )
+
+    @property
+    def _wide(self) -> str:
+        return "float32" if BYTES[self._dtype] < WIDE else self._dtype
+
+    def _sharded(self, one: Operator, weight: Parameter | None) -> tuple[float, int, int]:
+        """Return rows per token, inner dim and columns of a product on a rank."""
+        rows, inner, columns = one.rows, one.inner, one.columns
+        tp = self._mesh.view("tp")
+        for shard in weight.used if weight is not None else ():
+            if shard.axes != tp or not tp:
+                continue
+            behind = len(weight.shape) - shard.dim if weight is not None else 0
+            if behind > 2:
+                rows /= self._tp  # experts of other ranks take the others
+            elif weight is not None and weight.shape[shard.dim] == (columns if behind == 2 else inner):
+                inner, columns = (inner, columns // self._tp) if behind == 2 else (inner // self._tp, columns)
+            else:  # stored as [inner, columns]
+                inner, columns = (inner // self._tp, columns) if behind == 2 else (inner, columns // self._tp)
+        return rows, inner, columns
+
+    def _attention_flops(self, one: Operator, attention: AttentionLayer | None) -> int:
+        """Return the operations of a sample's attention on the rank with the most, as if it were one document."""
+        found = one.attention_flops * self._tokens / self._tp
+        if attention is not None and attention.method is ContextMethod.RING:
+            found *= self._imbalance(attention)
+        return round(found)
+
+    def _imbalance(self, attention: AttentionLayer) -> float:
+        """Return the work of the busiest context-parallel rank, relative to the mean."""
+        from meshwright.plan.context.layers import context_shards, imbalance  # only where cp shards tokens
+
+        kinds = (self._facts.kind_of(layer) for layer in range(self._facts.num_layers))
+        masks = [kind.attention.mask for kind in kinds if kind.attention is not None]
+        shards = context_shards(masks, self._facts.tokens, self._mesh.size(*self._mesh.view("cp")))
+        return imbalance([attention.mask], shards, self._facts.tokens)
+
+    def _kernels(self, kernels: Kernels) -> PlannedKernels:
+        narrow = BYTES[self._dtype]
+        casts = narrow < WIDE
+        launches = kernels.launches + (kernels.casts if casts else 0)
+        per_token = self._num_bytes(kernels.moved, narrow)
+        if casts:
+            per_token += self._num_bytes(kernels.cast, narrow + WIDE)
+        return PlannedKernels(
+            math.ceil(launches), round(self._tokens * per_token), round(self._num_bytes(kernels.moved_once, narrow))
+        )
+
+    def _num_bytes(self, moved: Saved, element_bytes: int) -> float:
+        return moved.num_bytes(element_bytes=element_bytes, tp=self._tp, stream=self._stream)
+
+
+def _weight_of(one: Operator, parameters: Sequence[Parameter]) -> Parameter | None:
+    """Return the weight of an operator: the parameter of its name, or the first matrix of its module."""
+    own = [p for p in parameters if p.name == one.name or p.name.rpartition(".")[0] == one.name]
+    return next((p for p in own if len(p.shape) > 1), None)

@@ -1,0 +1,139 @@
+"""Times of a kind's kernels per micro-batch: products, attention and kernels bound by memory, and the host's work of
+launching them. Doesn't import torch.
+
+A product takes the longer of its operations at the rate of its shape and its bytes at the memory's bandwidth. The
+backward has one product for the gradient of its input and one for that of its weight. Recomputation runs forwards
+again, but for those whose results a policy keeps or whose results nothing needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from meshwright.cluster.performance import Performance
+from meshwright.cluster.presets import Device
+from meshwright.cluster.stacks import Stack
+from meshwright.errors import ConfigError
+from meshwright.models.contract.operators import OperatorKind, Rerun
+from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator
+
+NOTHING = PlannedKernels()
+RATE_BYTES = {**BYTES, "float8": 1}
+RERUN = {
+    RecomputePolicy.NONE: (),
+    RecomputePolicy.SELECTIVE: (Rerun.ALWAYS,),
+    RecomputePolicy.FULL: (Rerun.ALWAYS, Rerun.FULL),
+}
+"""Operators that a policy runs again."""
+ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over its forward's: five products for two (Dao 2023, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Time of kernels on the device in µs, by what bounds it, and of the host that launches them."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+    flops: float = 0.0
+    """Operations that products and attention count."""
+
+    @property
+    def on_device(self) -> float:
+        return self.products + self.attention + self.memory
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+
+@dataclass(frozen=True)
+class KindWork:
+    """Work of a kind per micro-batch, by pass."""
+
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+    recompute: Work
+
+
+class KernelTimes:
+    """Prices of kernels on a device."""
+
+    def __init__(self, device: Device, performance: Performance, stack: Stack) -> None:
+        self._performance, self._stack = performance, stack
+        self._bytes_per_us = device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
+
+    def of_kind(self, kind: LayerSpec, *, samples: int, tokens: int) -> KindWork:
+        """Return the work of a kind on a micro-batch of `samples` samples of `tokens` tokens."""
+        compiled = kind.compiled or self._stack.fused
+        found = [self._passes(one, samples, tokens, compiled) for one in kind.operators]
+        again = RERUN[kind.recompute]
+        rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if one.rerun in again)
+        return KindWork(*(sum((work[number] for work in found), Work()) for number in range(3)), sum(rerun, Work()))
+
+    def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
+        """Return the work of an operator's forward, and of the gradients of its input and weight."""
+        forward, backward = one.forward, one.backward
+        if compiled:
+            forward, backward = one.fused_forward or NOTHING, one.fused_backward or NOTHING
+        to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
+        if one.kind is OperatorKind.ATTENTION:
+            attention = self._attention(one, samples, tokens, compiled)
+            return to_forward + attention[0], to_input + attention[1], Work()
+        if one.kind is OperatorKind.MEMORY or not one.rows:
+            return to_forward, to_input, Work()
+        rows = one.rows * samples / one.groups
+        m, k, n = rows, one.inner, one.columns
+        forward_product, input_product, weight_product = (
+            self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
+        )
+        return to_forward + forward_product, to_input + input_product, weight_product if one.weights else Work()
+
+    def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
+        seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory
+        return Work(memory=seconds, host=self._launches(kernels.launches, compiled))
+
+    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
+        m, k, n = shape
+        curve, size = self._performance.products.get(one.rate), RATE_BYTES[one.rate]
+        if curve is None:
+            rule = f"it is known for {', '.join(self._performance.products)}"
+            what = f"the rate of {one.rate} products on this device is unknown"
+            raise ConfigError(what, rule=rule, fix="meshwright calibrate, or another device")
+        moved = size * (m * k + k * n + m * n) / self._bytes_per_us
+        each = max(curve.seconds(m, k, n) * 1e6, moved)
+        launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
+        return Work(
+            products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
+        )
+
+    def _attention(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work]:
+        curve, flops = self._performance.attention[one.rate], float(one.attention_flops * samples)
+        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens
+        backward = ATTENTION_BACKWARD * forward * curve.backward_slower
+        host = self._launches(1, compiled)
+        return (
+            Work(attention=forward, host=host, flops=flops),
+            Work(attention=backward, host=host, flops=ATTENTION_BACKWARD * flops),
+        )
+
+    def _launches(self, number: float, compiled: bool) -> float:
+        host = self._performance.host
+        return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def residuals(performance: Performance, dtypes: Iterator[str]) -> dict[str, float]:
+    """Return the residual of each part of `Work`, that of the least certain dtype."""
+    names = set(dtypes)
+    return {
+        "products": max((performance.products[name].residual for name in names & set(performance.products)), default=0),
+        "attention": max(
+            (performance.attention[name].residual for name in names & set(performance.attention)), default=0
+        ),
+        "memory": performance.memory_residual,
+        "host": performance.host.residual,
+    }

@@ -1,0 +1,195 @@
+"""Times of a stage per micro-batch: its kernels, the operators' communication, and what gathers of FSDP units add.
+
+Rules of what hides what: kernels of a device run beside the host that launches them, so an action takes the longer of
+both, unless the device is the host's CPU. Collectives of operators wait for their input and are waited for, and take
+their whole time, but for the share that a stack hides. A unit's gather starts with the work of the block before it,
+as FSDP2's do; reductions follow each block of the last backward on a stream of their own, and what is left after it is
+exposed. On a CPU nothing hides anything, as gloo's threads and the kernels share cores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.cluster.performance import Performance
+from meshwright.cluster.stacks import Stack
+from meshwright.pipeline.actions import BACKWARDS, ActionKind
+from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
+from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
+from meshwright.plan.time.communication import Communication, Exposed
+from meshwright.plan.time.kernel_times import KernelTimes, KindWork, Work
+from meshwright.plan.traffic import Purpose, count_gathers
+
+PARTS = ("products", "attention", "memory")
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Times of a stage in µs."""
+
+    forward: float
+    """Per micro-batch, as all four."""
+    backward_input: float
+    backward_weight: float
+    recompute: float
+    parts: Mapping[str, float] = field(hash=False)
+    """What the four consist of: `products`, `attention`, `memory`, `recompute`, `host`, and exposed communication by
+    purpose, such as `tensor` or `weights`."""
+    at_end: Mapping[str, float] = field(hash=False)
+    """Reductions after the last backward that nothing hides, by purpose."""
+    flops: float = 0.0
+    """Operations of the model per micro-batch, without recomputation."""
+
+    @property
+    def per_microbatch(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight + self.recompute
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A kind of a stage in the order of its forward, with its FSDP units."""
+
+    kind: LayerSpec
+    work: KindWork
+    sent: tuple[Exposed, Exposed, Exposed]
+    calls: tuple[int, int]
+    gather: float
+    reduce: tuple[float, float]
+    num_units: int
+
+
+class StagePricer:
+    """Prices of the stages of a plan; kinds are priced once."""
+
+    def __init__(self, plan: RunPlan, kernels: KernelTimes, sent: Communication, performance: Performance,
+                 stack: Stack, *, captured: bool) -> None:  # fmt: skip
+        self._plan, self._kernels, self._sent, self._performance = plan, kernels, sent, performance
+        self._stack, self._captured = stack, captured
+        self._works: dict[str, tuple[KindWork, tuple[Exposed, Exposed, Exposed], tuple[int, int]]] = {}
+
+    def times(self, number: int) -> StageTimes:
+        """Return the times of a stage."""
+        stage = self._plan.stages[number]
+        steps = self._steps(stage)
+        forward, forward_parts = self._pass(steps, number, backward=False)
+        backward, backward_parts = self._pass(steps, number, backward=True)
+        weight = sum((one.work.backward_weight for one in steps), Work())
+        again = sum((one.work.recompute for one in steps), Work())
+        backward_weight, recompute = self._alone(weight), self._alone(again)
+        recompute += sum(sum(one.sent[2].values()) for one in steps)
+        parts = Counter(forward_parts)
+        parts.update(backward_parts)
+        return StageTimes(
+            forward=forward,
+            backward_input=backward - backward_weight - recompute,
+            backward_weight=backward_weight,
+            recompute=recompute,
+            parts=dict(parts),
+            at_end=self._reductions(steps),
+            flops=sum(w.flops for one in steps for w in (one.work.forward, one.work.backward_input))
+            + weight.flops,
+        )
+
+    def _alone(self, work: Work) -> float:
+        """Return the time of work that nothing else runs beside."""
+        host = 0.0 if self._captured else work.host
+        return max(work.on_device, host) if self._performance.is_async else work.on_device + host
+
+    def _steps(self, stage: Stage) -> list[_Step]:
+        units = unit_sizes(self._plan, stage) if self._plan.has_units else []
+        root = [one for one in units if one.unit is stage.root]
+        others = iter(one for one in units if one.unit is not stage.root)
+        found = []
+        for index, (kind, _) in enumerate(self._plan.held(stage)):
+            own = ([] if index else root) + [next(others) for _ in kind.units]
+            work, sent, calls = self._of_kind(kind)
+            reduced = [self._sent.reduce(one) for one in own if one.has_backward]
+            found.append(
+                _Step(
+                    kind, work, sent, calls,
+                    gather=sum(self._sent.gather(one) for one in own),
+                    reduce=(sum(one for one, _ in reduced), sum(one for _, one in reduced)),
+                    num_units=len(own),
+                )  # fmt: skip
+            )
+        return found
+
+    def _of_kind(self, kind: LayerSpec) -> tuple[KindWork, tuple[Exposed, Exposed, Exposed], tuple[int, int]]:
+        if kind.name not in self._works:
+            batch = self._plan.batch
+            work = self._kernels.of_kind(kind, samples=batch.samples, tokens=batch.tokens)
+            self._works[kind.name] = work, self._exposed(self._sent.of_kind(kind)), self._sent.num_calls(kind)
+        return self._works[kind.name]
+
+    def _exposed(self, sent: tuple[Exposed, Exposed, Exposed]) -> tuple[Exposed, Exposed, Exposed]:
+        hidden = {Purpose.TENSOR: self._stack.hidden_tensor, Purpose.EXPERTS: self._stack.hidden_experts}
+        slower = self._stack.slower_beside
+        found = [
+            Exposed({name: us * (1 - hidden.get(name, 0.0) * (1 - slower)) for name, us in one.items()}) for one in sent
+        ]
+        return found[0], found[1], found[2]
+
+    def _pass(self, steps: Sequence[_Step], number: int, *, backward: bool) -> tuple[float, Counter[str]]:
+        """Return the time of a forward or a full backward of a micro-batch, and its parts."""
+        share = self._gathered_share(steps, number, backward=backward)
+        ready = gathered = started = 0.0
+        on_device, host, parts = 0.0, 0.0, Counter[str]()
+        for one in reversed(steps) if backward else steps:
+            works = [one.work.backward_input, one.work.backward_weight] if backward else [one.work.forward]
+            busy, again = sum(works, Work()), one.work.recompute if backward else Work()
+            sent = sum((one.sent[1:] if backward else one.sent[:1]), Exposed())
+            length = busy.on_device + again.on_device + sum(sent.values())
+            gather = one.gather * share
+            # The gather starts when the block before starts, if a stack prefetches, and its own work when it ended.
+            gathered = max(gathered, started if self._hides() else ready) + gather
+            started = max(ready, gathered)
+            if started > ready:
+                parts[Purpose.WEIGHTS] += started - ready
+            ready = started + length
+            on_device += length
+            host += busy.host + again.host + self._host(one, backward=backward)
+            for name in PARTS:
+                parts[name] += getattr(busy, name)
+            parts["recompute"] += again.on_device
+            parts.update(sent)
+        host = 0.0 if self._captured else host
+        parts["host"] += max(0.0, host - ready) if self._performance.is_async else host
+        return (max(ready, host) if self._performance.is_async else ready + host), parts
+
+    def _hides(self) -> bool:
+        return self._stack.prefetches and self._performance.is_async
+
+    def _host(self, one: _Step, *, backward: bool) -> float:
+        """Return the host's time for a kind beside launches."""
+        host = self._performance.host
+        return (
+            host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
+        )
+
+    def _gathered_share(self, steps: Sequence[_Step], number: int, *, backward: bool) -> float:
+        """Return the share of a stage's passes that gather its units."""
+        if not any(one.gather for one in steps):
+            return 0.0
+        stage = self._plan.stages[number]
+        sizes = unit_sizes(self._plan, stage)
+        row = self._plan.schedule.actions[stage.pp_rank]
+        actions = [one for action in row for one in action.parts() if one.stage == number]
+        gathers = sum(one.among_all + one.among_secondary for one in count_gathers(actions, sizes))
+        passes = sum(one.kind is ActionKind.FORWARD or one.kind in BACKWARDS for one in actions)
+        return gathers / (len(sizes) * max(1, passes))
+
+    def _reductions(self, steps: Sequence[_Step]) -> dict[str, float]:
+        """Return what is left of reductions after the last backward, by purpose."""
+        ended = free = 0.0
+        total = Counter[str]()
+        for one in reversed(steps):
+            busy = one.work.backward_input + one.work.backward_weight + one.work.recompute
+            ended += busy.on_device + sum(sum(sent.values()) for sent in one.sent[1:])
+            free = max(free, ended) + sum(one.reduce)
+            total[Purpose.GRADIENTS] += one.reduce[0]
+            total[Purpose.REPLICAS] += one.reduce[1]
+        every = total.total()
+        left = free - ended if self._hides() and self._stack.hides_reductions else every
+        return {purpose: left * us / every for purpose, us in total.items() if us}
