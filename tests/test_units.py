@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.units import GIB, KIB, MIB, counted, format_bytes, format_count, format_duration
+from meshwright.units import GIB, KIB, MIB, counted, format_bytes, format_count, format_duration, format_time
 
 UNITS = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1024 * GIB}
 
@@ -69,3 +69,9 @@ def test_durations_are_right_to_half_a_second(seconds):
 )  # fmt: skip
 def test_nouns_agree_with_their_number(number, noun, expected):
     assert counted(number, noun) == expected
+
+
+def test_times_have_three_digits():
+    assert [format_time(t) for t in (0, 3.4, 12.66, 999.0, 1234, 2.5e6)] == [
+        "0 µs", "3.4 µs", "12.7 µs", "999 µs", "1.23 ms", "2.5 s"
+    ]  # fmt: skip

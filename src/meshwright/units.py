@@ -60,6 +60,14 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def format_time(time_us: float) -> str:
+    """Format a time with a suitable unit: `3.4 µs`, `12.7 ms`, `1.2 s`."""
+    for size, name in ((1e6, "s"), (1e3, "ms")):
+        if time_us >= size:
+            return f"{time_us / size:.3g} {name}"
+    return f"{time_us:.3g} µs"
+
+
 def _three_digits(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}"

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import typer
 
 from meshwright import __version__
-from meshwright.cli import config_arguments, doctor, plan, prove, run
+from meshwright.cli import calibrate, config_arguments, doctor, plan, prove, run
 from meshwright.cli.usage_errors import Command, Commands, ConfigCommand, commands_of
 from meshwright.cli.wrapping import CLEAR_LINE, is_terminal, paint, show, tolerate
 from meshwright.errors import InputError, MeshwrightError
@@ -52,6 +52,7 @@ app.command(cls=ConfigCommand)(run.generate)
 app.command(cls=Command)(run.report)
 app.command(cls=Command)(config_arguments.presets)
 app.command(cls=Command)(config_arguments.keys)
+app.command(cls=Command)(calibrate.calibrate)
 app.command(cls=Command)(doctor.doctor)
 add_bench(app)
 for name, purpose in {

@@ -17,6 +17,7 @@ from meshwright.output_files import check_output, write_output
 from meshwright.units import counted
 
 if TYPE_CHECKING:
+    from meshwright.cluster.hardware import Cluster
     from meshwright.config.schema import RunConfig
     from meshwright.plan.run_plan import RunPlan
 
@@ -38,6 +39,10 @@ def plan(
         str | None,
         typer.Option(metavar="OTHER", help="List the differences from a plan file, or from quoted overrides."),
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE|FILE", help="Predict the time of a step, on a preset or a cluster file."),
+    ] = None,
 ) -> None:
     """Show and verify a run's memory, traffic, stages, units and reductions without starting it."""
     from meshwright.plan.serialize import to_json
@@ -46,13 +51,18 @@ def plan(
     for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
         if path is not None and path != STDOUT:
             check_output(path, where=where)
-    name, made, config = _plan_of(words)
+    chosen = None
+    if cluster is not None:
+        from meshwright.cluster.presets import find_cluster
+
+        chosen = find_cluster(cluster)
+    name, made, config = _plan_of(words, cluster=chosen)
     verify(made, where=name)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
     # Write files first: closing a pager may end the command before the page is complete.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
-    figures = "" if json_path is None else json.dumps(_figures(name, made, config), indent=1)
+    figures = "" if json_path is None else json.dumps(_figures(name, made, config, chosen), indent=1)
     if json_path is not None and json_path != STDOUT:
         write_output(json_path, figures + "\n", where=JSON_OPTION)
     if other is not None:
@@ -61,7 +71,7 @@ def plan(
         from meshwright.cli.plan_page import page
         from meshwright.config.resolve import notes_of
 
-        for line in page(name, made, config=config):
+        for line in page(name, made, config=config, cluster=chosen):
             show(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
         for note in () if config is None else notes_of(config):
             show(note)
@@ -81,10 +91,13 @@ def _words(text: str) -> list[str]:
         ) from None
 
 
-def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[str, RunPlan, RunConfig | None]:
+def _plan_of(
+    words: list[str] | None, *, where: str = "command line", cluster: Cluster | None = None
+) -> tuple[str, RunPlan, RunConfig | None]:
     """Return the name and plan for the given arguments: a preset, a configuration file, overrides, or a plan file.
 
-    The configuration comes with them, unless it is a plan file.
+    The configuration comes with them, unless it is a plan file. Nodes are the cluster's; without one, those of the
+    smallest GPU that holds a rank.
     """
     from meshwright.cli.plan_page import nodes_of_gpus
     from meshwright.plan.make_plan import make_plan
@@ -102,14 +115,15 @@ def _plan_of(words: list[str] | None, *, where: str = "command line") -> tuple[s
         return source, read_plan(Path(source), where=where), None
     config = load(source, overrides)
     made = make_plan(config)
-    if config.comm.ranks_per_node is None and (nodes := nodes_of_gpus(made)) is not None:
+    nodes = nodes_of_gpus(made) if cluster is None else min(cluster.devices_per_node, made.mesh.num_ranks())
+    if config.comm.ranks_per_node is None and nodes is not None:
         made = make_plan(config, nodes=nodes)
     return config.name, made, config
 
 
-def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, Any]:
+def _figures(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluster | None) -> dict[str, Any]:
     """Return the JSON output: bytes by type and purpose, optimizer groups, the hashes (`fingerprint`, `model` and
-    `layout`), and the plan itself."""
+    `layout`), the plan itself and, with a cluster, the time of a step in seconds."""
     from meshwright.cli.plan_page import optimizer_groups
     from meshwright.plan.compare import hashes
     from meshwright.plan.cuda_memory import predict_cuda_memory
@@ -129,6 +143,24 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None) -> dict[str, An
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
         "optimizer": optimizer_groups(made, config.train if config is not None else None),
         "plan": encode(made),
+        **({} if cluster is None else {"time": _seconds(made, config, cluster)}),
+    }
+
+
+def _seconds(made: RunPlan, config: RunConfig | None, cluster: Cluster) -> dict[str, Any]:
+    """Return the time of a step in seconds: its total, interval, parts, and tokens per second and device."""
+    from meshwright.cli.plan_page import is_captured
+    from meshwright.plan.time.step_time import predict_step
+
+    found = predict_step(made, cluster, captured=is_captured(config))
+    return {
+        "cluster": cluster.name,
+        "source": cluster.performance.source,
+        "total": found.total / 1e6,
+        "low": found.low / 1e6,
+        "high": found.high / 1e6,
+        "parts": {part: us / 1e6 for part, us in found.parts.items()},
+        "tokens_per_s": found.tokens_per_s(made.mesh.num_ranks()),
     }
 
 

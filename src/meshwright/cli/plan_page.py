@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
+from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.presets import gpus_by_memory
 from meshwright.config.resolve import group_settings
 from meshwright.config.schema import CaptureConfig, RunConfig, TrainConfig
@@ -21,19 +22,24 @@ from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.run_plan import BYTES, EXPERTS, Atoms, Collective, RunPlan, Unit
 from meshwright.plan.stage_sizes import num_params, replicated_note
 from meshwright.plan.traffic import Purpose, Traffic, predict_traffic
-from meshwright.units import counted, format_bytes, format_count
+from meshwright.units import counted, format_bytes, format_count, format_time
 
 COLUMNS = 80
 RECOMPUTED = {RecomputePolicy.FULL: "recomputed", RecomputePolicy.SELECTIVE: "selectively recomputed"}
+SHOWN = 0.005
+"""Share of a step from which on a part is shown."""
 MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
-def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterator[str]:
-    """Yield the lines of the page; headings are not indented. A plan from a file has no configuration."""
+def page(name: str, plan: RunPlan, *, config: RunConfig | None = None, cluster: Cluster | None = None) -> Iterator[str]:
+    """Yield the lines of the page; headings are not indented. A plan from a file has no configuration. With a cluster,
+    the page has the time of a step on it."""
     yield f"{name} · {format_count(num_params(plan))} parameters{_trained(plan)}"
     yield from _batch(plan)
     yield from (f"  {line}" for line in replicated_note(plan))
+    if cluster is not None:
+        yield from _time(plan, cluster, captured=is_captured(config))
     memory = predict_cuda_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(*(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size))
@@ -64,6 +70,27 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None) -> Iterat
     found = hashes(plan)
     yield "hashes"
     yield f"  model {found.model} · layout {found.layout} · plan {found.fingerprint}"
+
+
+def is_captured(config: RunConfig | None) -> bool:
+    """Return whether blocks are replayed as CUDA graphs."""
+    return config is not None and config.capture.scope == ("layer",)
+
+
+def _time(plan: RunPlan, cluster: Cluster, *, captured: bool) -> Iterator[str]:
+    from meshwright.plan.time.step_time import predict_step  # only with a cluster
+
+    found = predict_step(plan, cluster, captured=captured)
+    low, total, high = map(format_time, (found.low, found.total, found.high))
+    yield f"a step takes {total} on {cluster.name}, {low} to {high}"
+    ranks = plan.mesh.num_ranks()
+    yield from _items(
+        f"{found.tokens_per_s(ranks):,.0f} tokens/s per device",
+        f"{found.flops / found.total / 1e6:,.3g} TFLOP/s",
+    )
+    parts = sorted(found.parts.items(), key=lambda item: -item[1])
+    yield from _items(*(f"{part} {format_time(us)}" for part, us in parts if us >= SHOWN * found.total))
+    yield from wrapped(f"rates: {cluster.performance.source}", COLUMNS, indent="  ")
 
 
 def devices(num_bytes: int) -> str:

@@ -8,6 +8,7 @@ written comes from; a link may be the name of one in `presets.toml`.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import tomllib
 import types
@@ -132,12 +133,21 @@ def cluster_of(table: Mapping[str, Any], links: Mapping[str, dict[str, Any]], wh
 
 def cluster_toml(cluster: Cluster, comment: str = "") -> str:
     """Return a cluster as the text of a file, which `read_cluster` reads as an equal cluster."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    return "\n".join([*lines, *_toml(_tables(cluster), "")]).strip() + "\n"
+
+
+def cluster_json(cluster: Cluster) -> str:
+    """Return the tables of a cluster's file as JSON."""
+    return json.dumps(_tables(cluster), indent=1, default=vars)
+
+
+def _tables(cluster: Cluster) -> dict[str, Any]:
     table = {field.name: getattr(cluster, field.name) for field in fields(cluster)}
     table["device"] = DeviceTable.of(cluster.device)
     for level in Level:
         table[level] = None if table[level] is None else LinkTable.of(table[level])
-    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
-    return "\n".join([*lines, *_toml(table, "")]).strip() + "\n"
+    return table
 
 
 def _toml(table: Mapping[str, Any], name: str) -> list[str]:

@@ -7,8 +7,8 @@ Gropp 2005 for rings and trees):
 - A ring over n ranks moves a share 1/n per step, in one step fewer than it has ranks for an all-gather or a
   reduce-scatter and twice as many for an all-reduce. One step per node boundary has the latency of the network.
 - NCCL builds as many rings as a node has ranks of the group, each through another network port, so the bandwidth
-  between nodes is that of all of them. Groups that share a node, such as those of FSDP with tensor parallelism inside nodes,
-  have ports of their own: each device has one.
+  between nodes is that of all of them. Groups that share a node, such as those of FSDP with tensor parallelism inside
+  nodes, have ports of their own: each device has one.
 - Inside a node a ring uses every port that leads to another rank of the group.
 - An all-reduce goes over a double binary tree instead if that is faster: its latency grows with the logarithm of the
   number of nodes, and it achieves 90 % of the ring's bandwidth.

@@ -24,7 +24,7 @@ class ProductCurve:
     residual: float = 0.1
     """Standard deviation of the logarithm of measured over predicted time."""
 
-    def seconds(self, rows: float, inner: int, columns: int) -> float:
+    def seconds(self, rows: float, inner: float, columns: float) -> float:
         """Return the time of the operations of a product."""
         if rows <= 0:
             return 0.0
@@ -61,7 +61,7 @@ class LinkCurve:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Time of the process that launches kernels, in µs. It overlaps the device's unless the device is the host's CPU."""
+    """Time of the process that launches kernels, in µs. It overlaps the device's unless that is the CPU."""
 
     launch_us: float = 5.0
     """Per kernel run eagerly, with its share of Python, autograd and dispatch."""

@@ -27,7 +27,7 @@ from meshwright.mesh.layout import Layout
 from meshwright.mesh.shard_intervals import Ints, Reduction
 from meshwright.reshard.planner.steps import LOCAL, ReshardPlan, Step, dtype_bytes
 from meshwright.reshard.verify_plan import count_exchange, edges_of, held_segments, rank_groups
-from meshwright.units import format_bytes
+from meshwright.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -430,14 +430,6 @@ def short_name(layout: Layout) -> str:
 
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def format_time(time_us: float) -> str:
-    """Format a time with a suitable unit: `3.4 µs`, `12.7 ms`, `1.2 s`."""
-    for size, name in ((1e6, "s"), (1e3, "ms")):
-        if time_us >= size:
-            return f"{time_us / size:.3g} {name}"
-    return f"{time_us:.3g} µs"
 
 
 def _summary_lines(plan: ReshardPlan) -> list[str]:

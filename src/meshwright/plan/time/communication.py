@@ -4,19 +4,28 @@ reductions of FSDP units, and sums at the step's end. Doesn't import torch."""
 from __future__ import annotations
 
 import math
-from collections import Counter
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
-from meshwright.cluster.collectives import GroupShape, collective_us
-from meshwright.cluster.presets import Cluster
+from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_us, group_shape
+from meshwright.cluster.hardware import Cluster
 from meshwright.comm.compression.catalogue import encoded_bytes
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, Mesh, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, RunPlan, Stage
 from meshwright.plan.stage_sizes import UnitSizes, buffer_sums
 from meshwright.plan.traffic import Purpose
 
-Exposed = Counter[str]
-"""Time in µs by purpose."""
+Times = Mapping[str, float]
+"""Times in µs by purpose, or by part of a step."""
+
+
+def added(*times: Times) -> dict[str, float]:
+    """Return the sums of times by name."""
+    return {str(name): sum(one.get(name, 0.0) for one in times) for name in dict.fromkeys(chain(*times))}
+
+
+SCALAR_BYTES = 16
+"""Of the loss and the squared norm, which a step reduces at its end."""
 
 
 class Communication:
@@ -24,28 +33,35 @@ class Communication:
 
     def __init__(self, plan: RunPlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
+        self._on_node = min(plan.mesh.num_ranks(), cluster.devices_per_node)
+        self._shapes: dict[Atoms, GroupShape] = {}
 
     def us(self, op: str, num_bytes: float, atoms: Atoms) -> float:
         """Return the time of a collective of `num_bytes`, those of the full tensor, among the ranks along atoms."""
-        return collective_us(self._cluster, op, num_bytes, group_shape(self._plan.mesh, atoms))
+        if atoms not in self._shapes:
+            self._shapes[atoms] = group_shape(self._cluster, self._plan.mesh.line(0, atoms))
+        shape = self._shapes[atoms]
+        # Groups beside this one do the same at the same time.
+        return collective_us(self._cluster, op, num_bytes, shape, concurrent=max(1, self._on_node // shape.inside))
 
-    def of_kind(self, kind: LayerSpec) -> tuple[Exposed, Exposed, Exposed]:
+    def of_kind(self, kind: LayerSpec) -> tuple[Times, Times, Times]:
         """Return the time of a kind's collectives per micro-batch: of the forward, backward and recomputation."""
-        forward, backward, again = Exposed(), Exposed(), Exposed()
+        forward, backward, again = ([self._exchanges(kind)[number]] for number in (0, 1, 0))
         for one in kind.collectives:
             calls = one.num_calls(self._plan.batch.samples * self._plan.rank_tokens)
             whole = self._plan.batch.samples * one.elements * BYTES[one.dtype]
             each = calls * self.us(one.op, whole / calls, one.axes)
-            forward[one.purpose] += one.forward * each
-            backward[one.purpose] += one.backward * each
-            if kind.recompute is RecomputePolicy.FULL:
-                again[one.purpose] += one.recomputed * each
-        for purpose, (ahead, back) in ((Purpose.EXPERTS, self._experts(kind)), (Purpose.CONTEXT, self._context(kind))):
-            forward[purpose] += ahead
-            backward[purpose] += back
-            if kind.recompute is RecomputePolicy.FULL:
-                again[purpose] += ahead
-        return forward, backward, again
+            forward.append({one.purpose: one.forward * each})
+            backward.append({one.purpose: one.backward * each})
+            again.append({one.purpose: one.recomputed * each})
+        recomputes = kind.recompute is RecomputePolicy.FULL
+        return added(*forward), added(*backward), added(*again) if recomputes else {}
+
+    def _exchanges(self, kind: LayerSpec) -> tuple[Times, Times]:
+        """Return the time of exchanges between experts and in attention, of a forward and a backward."""
+        found = ((Purpose.EXPERTS, self._experts(kind)), (Purpose.CONTEXT, self._context(kind)))
+        used = [(purpose, times) for purpose, times in found if any(times)]
+        return {purpose: ahead for purpose, (ahead, _) in used}, {purpose: back for purpose, (_, back) in used}
 
     def num_calls(self, kind: LayerSpec) -> tuple[int, int]:
         """Return how many collectives a kind's operators call per micro-batch in forward and backward."""
@@ -106,34 +122,31 @@ class Communication:
         elements = math.prod(edge.shape) // plan.mesh.size(*(axis for shard in edge.shards for axis in shard.axes))
         num_bytes = plan.batch.samples * elements * BYTES[edge.dtype]
         line = plan.mesh.line(0, ("pp",))
-        ends = tuple(plan.mesh.node(line[plan.stages[one].pp_rank]) for one in (stage, stage + 1))
-        shape = GroupShape(2, 1) if ends[0] == ends[1] else GroupShape(1, 2)
-        empty, full = (collective_us(self._cluster, "send", size, shape) for size in (0, num_bytes))
+        ends = [line[plan.stages[one].pp_rank] for one in (stage, stage + 1)]
+        empty, full = (collective_us(self._cluster, CollectiveOp.SEND, size, ends) for size in (0, num_bytes))
         return empty, num_bytes / max(full - empty, 1e-9), num_bytes
 
-    def at_end(self, rank: int, stages: list[Stage]) -> Exposed:
+    def at_end(self, rank: int, stages: list[Stage]) -> Times:
         """Return the time of sums after the last backward, by purpose: of gradients that are partial over tp, buffers,
         parameters shared between stages, and the loss with the gradients' norm."""
-        plan, found = self._plan, Exposed()
+        return added(*({purpose: us} for purpose, us in self._sums(rank, stages)))
+
+    def _sums(self, rank: int, stages: list[Stage]) -> Iterator[tuple[str, float]]:
+        plan = self._plan
         for stage in stages:
-            for one in plan.sums:
-                names = set(one.parameters)
-                sizes = [
-                    BYTES[one.dtype] * math.prod(parameter.shape)
-                    for kind, _, parameter in plan.parameters(stage)
-                    if f"{kind.name}/{parameter.name}" in names
-                ]
-                found[Purpose.TENSOR] += sum(self.us("all_reduce", size, one.axes) for size in sizes)
-        for total in buffer_sums(plan, rank):
-            size = total.elements * BYTES[total.dtype]
-            found[Purpose.BUFFERS] += sum(self.us("all_reduce", size, (axis,)) for axis in total.axes)
-        shared = [sites for _, sites in plan.shared if any(plan.stages[stage] in stages for stage, _ in sites)]
-        for sites in shared:
-            size = self._shared_bytes(sites[0])
-            found[Purpose.SHARED] += self.us("all_reduce", size, ("pp",)) if plan.mesh.size("pp") > 1 else 0.0
-        if plan.mesh.num_ranks() > 1:
-            found["scalars"] += self.us("all_reduce", 16, tuple(plan.mesh.sizes))
-        return found
+            held = [(f"{kind.name}/{one.name}", math.prod(one.shape)) for kind, _, one in plan.parameters(stage)]
+            for total in plan.sums:
+                names, size = set(total.parameters), BYTES[total.dtype]
+                for name, elements in held:
+                    if name in names:
+                        yield Purpose.TENSOR, self.us("all_reduce", elements * size, total.axes)
+        for buffer in buffer_sums(plan, rank):
+            for axis in buffer.axes:
+                yield Purpose.BUFFERS, self.us("all_reduce", buffer.elements * BYTES[buffer.dtype], (axis,))
+        for _, sites in plan.shared:
+            if any(plan.stages[stage] in stages for stage, _ in sites):
+                yield Purpose.SHARED, self.us("all_reduce", self._shared_bytes(sites[0]), ("pp",))
+        yield "scalars", self.us("all_reduce", SCALAR_BYTES, tuple(plan.mesh.sizes))
 
     def _shared_bytes(self, site: tuple[int, str]) -> int:
         plan, stage = self._plan, self._plan.stages[site[0]]
@@ -142,22 +155,3 @@ class Communication:
             for kind, layer, parameter in plan.parameters(stage)
             if kind.full_name(parameter.name, layer) == site[1]
         )
-
-    def has_nodes(self, unit: Unit) -> bool:
-        """Return whether a unit's shards are on several nodes."""
-        return group_shape(self._plan.mesh, unit.sharded).nodes > 1
-
-
-@lru_cache(maxsize=256)
-def group_shape(mesh: Mesh, atoms: Atoms) -> GroupShape:
-    """Return how many ranks along atoms share a node, and over how many nodes the group extends."""
-    if not isinstance(mesh.nodes, int):
-        nodes = Counter(map(mesh.node, mesh.line(0, atoms)))
-        return GroupShape(max(nodes.values()), len(nodes))
-    inside = total = 1
-    for atom in atoms:
-        size = mesh.sizes[atom]
-        stride = math.prod(other for _, other in mesh.atoms[[name for name, _ in mesh.atoms].index(atom) + 1 :])
-        inside *= min(size, max(1, mesh.nodes // stride))
-        total *= size
-    return GroupShape(inside, -(-total // inside))

@@ -8,17 +8,19 @@ again, but for those whose results a policy keeps or whose results nothing needs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
+from meshwright.cluster.hardware import Device
 from meshwright.cluster.performance import Performance
-from meshwright.cluster.presets import Device
 from meshwright.cluster.stacks import Stack
 from meshwright.errors import ConfigError
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator
 
+C = TypeVar("C")
 NOTHING = PlannedKernels()
 RATE_BYTES = {**BYTES, "float8": 1}
 RERUN = {
@@ -73,7 +75,8 @@ class KernelTimes:
         found = [self._passes(one, samples, tokens, compiled) for one in kind.operators]
         again = RERUN[kind.recompute]
         rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if one.rerun in again)
-        return KindWork(*(sum((work[number] for work in found), Work()) for number in range(3)), sum(rerun, Work()))
+        forward, to_input, to_weight = (sum((work[number] for work in found), Work()) for number in range(3))
+        return KindWork(forward, to_input, to_weight, sum(rerun, Work()))
 
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
@@ -99,11 +102,7 @@ class KernelTimes:
 
     def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
         m, k, n = shape
-        curve, size = self._performance.products.get(one.rate), RATE_BYTES[one.rate]
-        if curve is None:
-            rule = f"it is known for {', '.join(self._performance.products)}"
-            what = f"the rate of {one.rate} products on this device is unknown"
-            raise ConfigError(what, rule=rule, fix="meshwright calibrate, or another device")
+        curve, size = _curve(self._performance.products, one.rate, "products"), RATE_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
         each = max(curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
@@ -112,7 +111,8 @@ class KernelTimes:
         )
 
     def _attention(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work]:
-        curve, flops = self._performance.attention[one.rate], float(one.attention_flops * samples)
+        curve = _curve(self._performance.attention, one.rate, "attention")
+        flops = float(one.attention_flops * samples)
         forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens
         backward = ATTENTION_BACKWARD * forward * curve.backward_slower
         host = self._launches(1, compiled)
@@ -126,14 +126,20 @@ class KernelTimes:
         return number * (host.compiled_launch_us if compiled else host.launch_us)
 
 
-def residuals(performance: Performance, dtypes: Iterator[str]) -> dict[str, float]:
-    """Return the residual of each part of `Work`, that of the least certain dtype."""
-    names = set(dtypes)
+def _curve(curves: Mapping[str, C], rate: str, what: str) -> C:
+    if rate not in curves:
+        rule = f"the cluster has rates of {what} for {', '.join(curves)}"
+        fix = "another train.precision, another device, or a file of meshwright calibrate"
+        raise ConfigError(f"the rate of {what} in {rate} is unknown", where="cluster", rule=rule, fix=fix)
+    return curves[rate]
+
+
+def residuals(performance: Performance, rates: Iterable[str]) -> dict[str, float]:
+    """Return the residual of each part of `Work`; of products and attention, that of the least certain of the rates."""
+    used = set(rates)
     return {
-        "products": max((performance.products[name].residual for name in names & set(performance.products)), default=0),
-        "attention": max(
-            (performance.attention[name].residual for name in names & set(performance.attention)), default=0
-        ),
+        "products": max((one.residual for rate, one in performance.products.items() if rate in used), default=0.0),
+        "attention": max((one.residual for rate, one in performance.attention.items() if rate in used), default=0.0),
         "memory": performance.memory_residual,
         "host": performance.host.residual,
     }

@@ -9,7 +9,6 @@ exposed. On a CPU nothing hides anything, as gloo's threads and the kernels shar
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,8 +16,8 @@ from meshwright.cluster.performance import Performance
 from meshwright.cluster.stacks import Stack
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
-from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
-from meshwright.plan.time.communication import Communication, Exposed
+from meshwright.plan.stage_sizes import unit_sizes
+from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, KindWork, Work
 from meshwright.plan.traffic import Purpose, count_gathers
 
@@ -53,11 +52,18 @@ class _Step:
 
     kind: LayerSpec
     work: KindWork
-    sent: tuple[Exposed, Exposed, Exposed]
+    sent: tuple[Times, Times, Times]
     calls: tuple[int, int]
     gather: float
     reduce: tuple[float, float]
     num_units: int
+
+    def of_pass(self, *, backward: bool) -> tuple[Work, Work, Times]:
+        """Return the work of a forward or a full backward, what it recomputes before, and its communication."""
+        work = self.work
+        if backward:
+            return work.backward_input + work.backward_weight, work.recompute, added(*self.sent[1:])
+        return work.forward, Work(), self.sent[0]
 
 
 class StagePricer:
@@ -67,7 +73,7 @@ class StagePricer:
                  stack: Stack, *, captured: bool) -> None:  # fmt: skip
         self._plan, self._kernels, self._sent, self._performance = plan, kernels, sent, performance
         self._stack, self._captured = stack, captured
-        self._works: dict[str, tuple[KindWork, tuple[Exposed, Exposed, Exposed], tuple[int, int]]] = {}
+        self._works: dict[str, tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]] = {}
 
     def times(self, number: int) -> StageTimes:
         """Return the times of a stage."""
@@ -79,17 +85,14 @@ class StagePricer:
         again = sum((one.work.recompute for one in steps), Work())
         backward_weight, recompute = self._alone(weight), self._alone(again)
         recompute += sum(sum(one.sent[2].values()) for one in steps)
-        parts = Counter(forward_parts)
-        parts.update(backward_parts)
         return StageTimes(
             forward=forward,
             backward_input=backward - backward_weight - recompute,
             backward_weight=backward_weight,
             recompute=recompute,
-            parts=dict(parts),
+            parts=added(forward_parts, backward_parts),
             at_end=self._reductions(steps),
-            flops=sum(w.flops for one in steps for w in (one.work.forward, one.work.backward_input))
-            + weight.flops,
+            flops=sum(w.flops for one in steps for w in (one.work.forward, one.work.backward_input)) + weight.flops,
         )
 
     def _alone(self, work: Work) -> float:
@@ -103,12 +106,17 @@ class StagePricer:
         others = iter(one for one in units if one.unit is not stage.root)
         found = []
         for index, (kind, _) in enumerate(self._plan.held(stage)):
-            own = ([] if index else root) + [next(others) for _ in kind.units]
+            own = [] if index else list(root)
+            if units:
+                own += [next(others) for unit in kind.units if unit.parameters]
             work, sent, calls = self._of_kind(kind)
             reduced = [self._sent.reduce(one) for one in own if one.has_backward]
             found.append(
                 _Step(
-                    kind, work, sent, calls,
+                    kind,
+                    work,
+                    sent,
+                    calls,
                     gather=sum(self._sent.gather(one) for one in own),
                     reduce=(sum(one for one, _ in reduced), sum(one for _, one in reduced)),
                     num_units=len(own),
@@ -116,47 +124,43 @@ class StagePricer:
             )
         return found
 
-    def _of_kind(self, kind: LayerSpec) -> tuple[KindWork, tuple[Exposed, Exposed, Exposed], tuple[int, int]]:
+    def _of_kind(self, kind: LayerSpec) -> tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]:
         if kind.name not in self._works:
             batch = self._plan.batch
             work = self._kernels.of_kind(kind, samples=batch.samples, tokens=batch.tokens)
             self._works[kind.name] = work, self._exposed(self._sent.of_kind(kind)), self._sent.num_calls(kind)
         return self._works[kind.name]
 
-    def _exposed(self, sent: tuple[Exposed, Exposed, Exposed]) -> tuple[Exposed, Exposed, Exposed]:
-        hidden = {Purpose.TENSOR: self._stack.hidden_tensor, Purpose.EXPERTS: self._stack.hidden_experts}
+    def _exposed(self, sent: tuple[Times, Times, Times]) -> tuple[Times, Times, Times]:
+        """Return what is left of an operator's communication beside the work that a stack runs meanwhile."""
+        hidden: dict[str, float] = {
+            Purpose.TENSOR: self._stack.hidden_tensor,
+            Purpose.EXPERTS: self._stack.hidden_experts,
+        }
         slower = self._stack.slower_beside
-        found = [
-            Exposed({name: us * (1 - hidden.get(name, 0.0) * (1 - slower)) for name, us in one.items()}) for one in sent
-        ]
-        return found[0], found[1], found[2]
+        forward, backward, again = (
+            {name: us * (1 - hidden.get(name, 0.0) * (1 - slower)) for name, us in one.items()} for one in sent
+        )
+        return forward, backward, again
 
-    def _pass(self, steps: Sequence[_Step], number: int, *, backward: bool) -> tuple[float, Counter[str]]:
+    def _pass(self, steps: Sequence[_Step], number: int, *, backward: bool) -> tuple[float, Times]:
         """Return the time of a forward or a full backward of a micro-batch, and its parts."""
         share = self._gathered_share(steps, number, backward=backward)
-        ready = gathered = started = 0.0
-        on_device, host, parts = 0.0, 0.0, Counter[str]()
+        ready = gathered = started = host = 0.0
+        parts: list[Times] = []
         for one in reversed(steps) if backward else steps:
-            works = [one.work.backward_input, one.work.backward_weight] if backward else [one.work.forward]
-            busy, again = sum(works, Work()), one.work.recompute if backward else Work()
-            sent = sum((one.sent[1:] if backward else one.sent[:1]), Exposed())
-            length = busy.on_device + again.on_device + sum(sent.values())
-            gather = one.gather * share
-            # The gather starts when the block before starts, if a stack prefetches, and its own work when it ended.
-            gathered = max(gathered, started if self._hides() else ready) + gather
+            work, again, sent = one.of_pass(backward=backward)
+            # The gather starts with the block before, if the stack prefetches, and otherwise once that has ended.
+            gathered = max(gathered, started if self._hides() else ready) + one.gather * share
             started = max(ready, gathered)
-            if started > ready:
-                parts[Purpose.WEIGHTS] += started - ready
-            ready = started + length
-            on_device += length
-            host += busy.host + again.host + self._host(one, backward=backward)
-            for name in PARTS:
-                parts[name] += getattr(busy, name)
-            parts["recompute"] += again.on_device
-            parts.update(sent)
+            exposed = {str(Purpose.WEIGHTS): started - ready} if started > ready else {}
+            ready = started + work.on_device + again.on_device + sum(sent.values())
+            host += work.host + again.host + self._host(one, backward=backward)
+            own = {name: getattr(work, name) for name in PARTS} | {"recompute": again.on_device}
+            parts += [own, sent, exposed]
         host = 0.0 if self._captured else host
-        parts["host"] += max(0.0, host - ready) if self._performance.is_async else host
-        return (max(ready, host) if self._performance.is_async else ready + host), parts
+        waits = max(0.0, host - ready) if self._performance.is_async else host
+        return ready + waits, added(*parts, {"host": waits})
 
     def _hides(self) -> bool:
         return self._stack.prefetches and self._performance.is_async
@@ -164,9 +168,7 @@ class StagePricer:
     def _host(self, one: _Step, *, backward: bool) -> float:
         """Return the host's time for a kind beside launches."""
         host = self._performance.host
-        return (
-            host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
-        )
+        return host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
 
     def _gathered_share(self, steps: Sequence[_Step], number: int, *, backward: bool) -> float:
         """Return the share of a stage's passes that gather its units."""
@@ -183,13 +185,12 @@ class StagePricer:
     def _reductions(self, steps: Sequence[_Step]) -> dict[str, float]:
         """Return what is left of reductions after the last backward, by purpose."""
         ended = free = 0.0
-        total = Counter[str]()
         for one in reversed(steps):
-            busy = one.work.backward_input + one.work.backward_weight + one.work.recompute
-            ended += busy.on_device + sum(sum(sent.values()) for sent in one.sent[1:])
+            work, again, sent = one.of_pass(backward=True)
+            ended += work.on_device + again.on_device + sum(sent.values())
             free = max(free, ended) + sum(one.reduce)
-            total[Purpose.GRADIENTS] += one.reduce[0]
-            total[Purpose.REPLICAS] += one.reduce[1]
-        every = total.total()
+        names = (Purpose.GRADIENTS, Purpose.REPLICAS)
+        total = {str(name): sum(one.reduce[index] for one in steps) for index, name in enumerate(names)}
+        every = sum(total.values())
         left = free - ended if self._hides() and self._stack.hides_reductions else every
         return {purpose: left * us / every for purpose, us in total.items() if us}

@@ -8,20 +8,21 @@ step. Processes that share a CPU's cores take at least their work over the cores
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
-from meshwright.cluster.presets import Cluster
 from meshwright.cluster.stacks import MESHWRIGHT, Stack
 from meshwright.errors import ConfigError
-from meshwright.pipeline.simulate import Costs, EdgeCosts, StageCosts, simulate
+from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
 from meshwright.pipeline.timeline import Timeline
-from meshwright.plan.run_plan import BYTES, RunPlan
-from meshwright.plan.time.communication import Communication
+from meshwright.plan.run_plan import BYTES, LayerSpec, Parameter, RunPlan, Stage
+from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, residuals
 from meshwright.plan.time.stage_times import StagePricer, StageTimes
+
+TINY_US = 1e-3
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ class StepTime:
         return self.tokens / self.total * 1e6 / num_ranks
 
 
-def predict_step(
-    plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, captured: bool = False
-) -> StepTime:
+def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, captured: bool = False) -> StepTime:
     """Predict the time of a training step.
 
     Args:
@@ -60,32 +59,29 @@ def predict_step(
         captured: whether blocks are replayed as CUDA graphs (`capture.scope=layer`), so that the host launches none.
 
     Raises:
-        ConfigError: the cluster's performance is unknown, or a family doesn't describe its operators.
+        ConfigError: the family doesn't describe its operators, or the cluster has no rate of a dtype.
     """
-    performance = _performance(plan, cluster)
+    _check(plan)
+    performance = cluster.performance
     kernels, sent = KernelTimes(cluster.device, performance, stack), Communication(plan, cluster)
     pricer = StagePricer(plan, kernels, sent, performance, stack, captured=captured)
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
-    actions = performance.host.action_us if len(plan.stages) > 1 else 0.0
-    found = simulate(plan.schedule, Costs(*_costs(stages, sent, actions)))
-    span, microbatches = _shared_cores(plan, performance, found.makespan, found.busy), plan.batch.num_microbatches
-    ends = [at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
-    slowest = max(range(len(ends)), key=lambda place: (ends[place].total(), found.busy[place]))
-    parts = Counter(ends[slowest])
-    for number in plan.schedule.stages_of(slowest):
-        for part, us in stages[number].parts.items():
-            parts[part] += microbatches * us
-    parts["bubble"] += span - found.busy[slowest]
-    parts["host"] += found.busy[slowest] - sum(
-        microbatches * stages[number].per_microbatch for number in plan.schedule.stages_of(slowest)
-    )
-    total = span + ends[slowest].total()
-    deviation = _deviation(plan, cluster, performance, parts, total)
+    found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
+    span = _on_shared_cores(plan, cluster, found)
+    ends = [_at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
+    slowest = max(range(len(ends)), key=lambda place: (sum(ends[place].values()), found.busy[place]))
+    own = [stages[number] for number in plan.schedule.stages_of(slowest)]
+    microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
+    each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
+    actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
+    parts = added(ends[slowest], *each, {"host": actions, "bubble": span - busy})
+    total = span + sum(ends[slowest].values())
+    deviation = _deviation(plan, performance, parts)
     return StepTime(
         total=total,
         low=total * math.exp(-deviation),
         high=total * math.exp(deviation),
-        parts={name: us for name, us in parts.items() if us},
+        parts={name: us for name, us in parts.items() if abs(us) > TINY_US},
         stages=stages,
         timeline=found.timeline,
         flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
@@ -93,22 +89,19 @@ def predict_step(
     )
 
 
-def _performance(plan: RunPlan, cluster: Cluster) -> Performance:
-    if cluster.performance is None:
-        what = f"what {cluster.name} achieves is unknown"
-        raise ConfigError(what, rule="times need a cluster with a performance", fix="meshwright calibrate -o FILE")
+def _check(plan: RunPlan) -> None:
     unknown = next((kind for kind in plan.kinds if kind.is_block and not kind.operators), None)
     if unknown is not None:
         what = f"the operators of {unknown.name} are unknown"
-        rule = "times need a family that describes its operators (KindFacts.operators)"
-        raise ConfigError(what, rule=rule, fix="describe them, or plan without times")
-    return cluster.performance
+        rule = "a step has a time if the family describes the operators of its blocks (KindFacts.operators)"
+        raise ConfigError(what, rule=rule, fix="describe them, or plan without --cluster")
 
 
 def _costs(
     stages: tuple[StageTimes, ...], sent: Communication, action_us: float
 ) -> tuple[list[StageCosts], list[EdgeCosts]]:
-    """Return the costs of stages and of transfers between them."""
+    """Return the costs of stages and of transfers between them; a lone stage has no schedule to follow."""
+    action_us = action_us if len(stages) > 1 else 0.0
     costs = [
         StageCosts(
             forward=one.forward + action_us,
@@ -123,54 +116,46 @@ def _costs(
     return costs, found or [EdgeCosts()]
 
 
-def _shared_cores(plan: RunPlan, performance: Performance, makespan: float, busy: tuple[float, ...]) -> float:
+def _on_shared_cores(plan: RunPlan, cluster: Cluster, found: Simulation) -> float:
     """Return the makespan where all ranks of a node share a CPU's cores: at least their work over the cores."""
-    if not performance.cores:
-        return makespan
-    alike = plan.mesh.num_ranks() // len(busy)
-    nodes = len({plan.mesh.node(rank) for rank in range(plan.mesh.num_ranks())})
-    return max(makespan, sum(busy) * alike / nodes / performance.cores)
+    if not cluster.performance.cores:
+        return found.makespan
+    ranks = plan.mesh.num_ranks()
+    nodes = -(-ranks // cluster.devices_per_node)
+    work = sum(found.busy) * (ranks // len(found.busy))
+    return max(found.makespan, work / nodes / cluster.performance.cores)
 
 
-def at_end(
-    plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]
-) -> Counter[str]:
+def _at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
     """Return what a rank does after its last backward, by part."""
-    performance, numbers = _performance(plan, cluster), plan.schedule.stages_of(place)
+    performance, numbers = cluster.performance, plan.schedule.stages_of(place)
+    held = [plan.stages[number] for number in numbers]
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
-    found = Counter(sent.at_end(rank, [plan.stages[number] for number in numbers]))
-    for number in numbers:
-        found.update(stages[number].at_end)
-    num_bytes = count = 0
-    for number in numbers:
-        stage = plan.stages[number]
-        for kind, layer, parameter in plan.parameters(stage):
-            if parameter.trained:
-                size = plan.elements(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
-                states = plan.optimizer.update_of(parameter.role).states
-                state = sum(BYTES[one.dtype] for one in states if one.dims != ())
-                # The update reads parameter, gradient and states, and writes all but the gradient; the norm reads the
-                # gradient, clipping reads and writes it.
-                num_bytes += size * (6 * BYTES[plan.masters] + 2 * state)
-                count += 1
+    moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
     bandwidth = cluster.device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
-    updates = num_bytes / bandwidth
-    host = count * performance.host.parameter_us
-    found["optimizer"] += max(updates, host) if performance.is_async else updates + host
-    found["step"] += performance.host.step_us
-    return found
+    updates, host = sum(moved) / bandwidth, sum(size > 0 for size in moved) * performance.host.parameter_us
+    optimizer = max(updates, host) if performance.is_async else updates + host
+    own = {"optimizer": optimizer, "step": performance.host.step_us}
+    return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
 
 
-def _deviation(
-    plan: RunPlan, cluster: Cluster, performance: Performance, parts: Mapping[str, float], total: float
-) -> float:
-    """Return the standard deviation of the logarithm of the time, from the residuals of its parts."""
-    by_part = residuals(performance, iter({one.rate for kind in plan.kinds for one in kind.operators}))
-    by_part |= {"optimizer": performance.memory_residual, "step": performance.host.residual}
-    by_part["recompute"] = by_part["products"]
+def _update_bytes(plan: RunPlan, stage: Stage, kind: LayerSpec, parameter: Parameter) -> int:
+    """Return the bytes that a parameter's update moves on a rank. The update reads parameter, gradient and states, and
+    writes all but the gradient; the norm reads the gradient, and clipping reads and writes it."""
+    if not parameter.trained:
+        return 0
+    size = plan.elements(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
+    states = (one for one in plan.optimizer.update_of(parameter.role).states if one.dims != ())
+    return size * (6 * BYTES[plan.masters] + 2 * sum(BYTES[one.dtype] for one in states))
+
+
+def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, float]) -> float:
+    """Return the standard deviation of the logarithm of the time, from the residuals of its parts: those of one part
+    err together, those of different parts don't. Idle time scales with the work of others."""
+    known = residuals(performance, (one.rate for kind in plan.kinds for one in kind.operators))
+    known |= {"optimizer": performance.memory_residual, "step": performance.host.residual}
+    known["recompute"] = known["products"]
     links = max((one.residual for one in performance.links.values()), default=0.0)
-    known = {name: us for name, us in parts.items() if name != "bubble"}
-    variance = sum((us * by_part.get(name, links)) ** 2 for name, us in known.items())
-    work = sum(known.values())
-    # Idle time scales with the work of others.
-    return math.sqrt(variance) / work * (1 if work else 0) if work and total else 0.0
+    work = {name: us for name, us in parts.items() if name != "bubble"}
+    variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
+    return math.sqrt(variance) / max(sum(work.values()), TINY_US)

@@ -1,0 +1,1 @@
+"""Measure what this machine achieves, and write it as a cluster file: `meshwright calibrate`."""

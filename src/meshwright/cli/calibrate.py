@@ -1,0 +1,95 @@
+"""`meshwright calibrate`: measure this machine, and write it as a cluster file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.config_arguments import path_of
+from meshwright.cli.wrapping import show
+from meshwright.errors import ConfigError
+from meshwright.units import format_duration
+
+if TYPE_CHECKING:
+    from meshwright.calibrate.calibrate import Calibration
+
+DEFAULT_FILE = "cluster.toml"
+OUT_OPTION = "command line, -o"
+
+
+def calibrate(
+    out: Annotated[str, typer.Option("-o", "--out", help="The cluster file to write.")] = DEFAULT_FILE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON instead of a page.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 20.0,
+) -> None:
+    """Measure what this machine achieves, for predictions of time: plan --cluster FILE."""
+    from meshwright.calibrate.calibrate import calibrate as measure
+    from meshwright.cluster.cluster_file import cluster_json, cluster_toml
+    from meshwright.output_files import check_output, write_output
+
+    path = path_of("-o", out)
+    assert path is not None
+    check_output(path, where=OUT_OPTION)
+    begin = time.perf_counter()
+    found = measure(device=_device(device), budget_s=seconds, say=lambda text: print(text, file=sys.stderr))
+    comment = "Written by meshwright calibrate. docs/clusters.md explains the keys."
+    write_output(path, cluster_toml(found.cluster, comment), where=OUT_OPTION)
+    if as_json:
+        print(cluster_json(found.cluster))
+        return
+    for line in page(found, path, time.perf_counter() - begin):
+        show(line)
+
+
+def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
+    """Yield the lines of the page on a calibration."""
+    cluster, performance = found.cluster, found.cluster.performance
+    link, curve = cluster.inside_node, performance.links["inside_node"]
+    host, bandwidth = performance.host, cluster.device.memory_bandwidth_bytes_per_s
+    yield f"{cluster.device.name} · measured in {format_duration(seconds)}"
+    yield "± is the standard deviation of measured over predicted times"
+    yield "products of n × n matrices   n = 128      n = 1024"
+    for name, one in performance.products.items():
+        rates = (f"{2 * n**3 / one.seconds(n, n, n) / 1e9:.3g}" for n in (128, 1024))
+        yield f"  {name:<20} {' '.join(f'{rate:>12}' for rate in rates)} GFLOP/s  ± {one.residual:.0%}"
+    yield "attention                   length 512   backward"
+    for name, each in performance.attention.items():
+        rate = each.flops_per_s * 512 / (512 + each.half_length) / 1e9
+        yield f"  {name:<20} {rate:>8.3g} GFLOP/s   {each.backward_slower:.2f} × 2.5  ± {each.residual:.0%}"
+    yield "kernels bound by memory"
+    yield f"  {bandwidth * performance.memory_efficiency / 1e9:.3g} GB/s  ± {performance.memory_residual:.0%}"
+    yield "host"
+    yield f"  {host.launch_us:.3g} µs per kernel · {host.block_us:.3g} µs per block"
+    yield f"  {host.unit_us:.3g} µs per FSDP collective · {host.parameter_us:.3g} µs per parameter of the optimizer"
+    if found.counts["collectives"]:
+        achieved = link.bandwidth_bytes_per_s * curve.efficiency / 1e9
+        yield "collectives"
+        yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
+    counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
+    yield f"times: {counts}"
+    yield f"written to {path}: use it with --cluster {path}"
+
+
+def _device(wanted: str) -> str:
+    """Return `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: another device, or no GPU where one is wanted.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    import torch
+
+    available = torch.cuda.is_available()
+    if wanted == "auto":
+        return "cuda" if available else "cpu"
+    if wanted == "cuda" and available:
+        return "cuda"
+    what = "this machine has no CUDA device" if wanted == "cuda" else f"--device {wanted}"
+    raise ConfigError(what, where="command line, --device", rule="cpu, cuda or auto", fix="--device cpu")
