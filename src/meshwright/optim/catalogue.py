@@ -56,9 +56,9 @@ class Muon(MatrixOptimizer):
         slot.parameter.add_(update, alpha=-settings.lr * SIZE * max(slot.shape[-2:]) ** 0.5)
 
     def cost(self, rows: int, columns: int) -> int:
-        """Return the multiplications of an iteration: X Xᵀ, its square, and their sum times X."""
+        """Return the operations of all iterations, each of three products: X Xᵀ, its square, and their sum times X."""
         short, long = sorted((rows, columns))
-        return short * short * (2 * long + short)
+        return 2 * NUM_ITERATIONS * short * short * (2 * long + short)
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

@@ -119,8 +119,9 @@ class MatrixOptimizer(Optimizer):
         """Update the parameter in place with its shard of the update."""
 
     def cost(self, rows: int, columns: int) -> int:
-        """Return the relative cost of `transform` for a matrix."""
-        return rows * columns * min(rows, columns)
+        """Return the floating-point operations of `transform` for a matrix: by them owners get equal work, and a plan
+        has a time."""
+        return 2 * rows * columns * min(rows, columns)
 
     def update(self, slots: Sequence[Slot], settings: Settings) -> None:
         """Update parameters that are whole on this rank."""

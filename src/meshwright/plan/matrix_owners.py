@@ -49,10 +49,18 @@ def whole_matrices(plan: RunPlan, pipeline_rank: int) -> tuple[WholeMatrix, ...]
 
 
 def cost_of(plan: RunPlan, matrix: WholeMatrix) -> int:
-    """Return the relative cost of a matrix's update."""
+    """Return the floating-point operations of a matrix's update."""
     optimizer = find_optimizer(plan.optimizer.name)
     assert isinstance(optimizer, MatrixOptimizer), "only its updates need whole matrices"
     return optimizer.cost(*matrix.shape)
+
+
+def operations_by_owner(plan: RunPlan, pipeline_rank: int) -> Counter[int]:
+    """Return the floating-point operations of the updates that each rank computes for the others."""
+    owned: Counter[int] = Counter()
+    for one in whole_matrices(plan, pipeline_rank):
+        owned[one.owner] += cost_of(plan, one)
+    return owned
 
 
 def _in_buckets(matrices: list[WholeMatrix]) -> Iterator[WholeMatrix]:

@@ -96,22 +96,23 @@ def messages(plan: RunPlan, rank: int, *, exact: bool = False) -> Iterator[Messa
     for number in plan.stages_of(rank):
         stage = plan.stages[number]
         sizes = unit_sizes(plan, stage)
-        yield from _gradients(plan, rank, sizes, exact=exact)
+        yield from gradient_messages(plan, rank, sizes, exact=exact)
         yield from _weights(plan, rank, number, sizes, exact=exact)
         yield from _operators(plan, rank, stage, exact=exact)
         yield from _experts(plan, rank, stage)
         yield from _context(plan, rank, stage)
     yield from _buffers(plan, rank)
     yield from _stages(plan, rank)
-    yield from _shared(plan, rank)
-    if _moves_matrices(plan):
+    yield from shared_messages(plan, rank)
+    if moves_matrices(plan):
         from meshwright.plan.matrix_owners import moved_bytes
 
         for peer, num_bytes in moved_bytes(plan, rank).items():
             yield Message(Purpose.OPTIMIZER, (peer,), num_bytes)
 
 
-def _moves_matrices(plan: RunPlan) -> bool:
+def moves_matrices(plan: RunPlan) -> bool:
+    """Return whether updates need whole matrices, which their owners gather."""
     return any(update.whole for update in plan.optimizer.updates)
 
 
@@ -119,7 +120,8 @@ def _peers(rank: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(other for other in ranks if other != rank)
 
 
-def _gradients(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool) -> Iterator[Message]:
+def gradient_messages(plan: RunPlan, rank: int, sizes: list[UnitSizes], *, exact: bool = False) -> Iterator[Message]:
+    """Yield what the reductions of units' gradients send in a step."""
     for one in sizes:
         unit, elements, size = one.unit, one.num_trained, BYTES[one.unit.reduce]
         name = EXACT if exact else unit.gradients
@@ -218,12 +220,17 @@ def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:
     return 2 * elements * BYTES[step_sum.dtype]
 
 
-def _buffers(plan: RunPlan, rank: int) -> Iterator[Message]:
-    """Yield one all-reduce per sum of buffer updates and axis, and that of the load counters of all stages over pp."""
-    sums = [(axis, one.elements, one.dtype) for one in buffer_sums(plan, rank) for axis in one.axes]
+def buffer_totals(plan: RunPlan, rank: int) -> Iterator[tuple[str, int, str]]:
+    """Yield axis, elements and dtype of each all-reduce of a step's buffer updates, and of that of the load counters of
+    all stages over pp."""
+    for one in buffer_sums(plan, rank):
+        yield from ((axis, one.elements, one.dtype) for axis in one.axes)
     if rows := load_rows(plan):
-        sums.append(("pp", sum(row.num_experts for row in rows), LOAD_DTYPE))
-    for axis, total, dtype in sums:
+        yield "pp", sum(row.num_experts for row in rows), LOAD_DTYPE
+
+
+def _buffers(plan: RunPlan, rank: int) -> Iterator[Message]:
+    for axis, total, dtype in buffer_totals(plan, rank):
         elements = -(-total // plan.mesh.size(axis))
         peers = _peers(rank, plan.mesh.line(rank, (axis,)))
         yield Message(Purpose.BUFFERS, peers, 2 * elements * BYTES[dtype], in_ring=True)
@@ -239,7 +246,7 @@ def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
                 yield Message(Purpose.STAGES, (line[table.stage_ranks[one.peer().stage]],), num_bytes)
 
 
-def _shared(plan: RunPlan, rank: int) -> Iterator[Message]:
+def shared_messages(plan: RunPlan, rank: int) -> Iterator[Message]:
     """Yield the gradient sums of shared parameters, sized for the dp_shard rank with the largest shards."""
     table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
     copies = {
@@ -428,7 +435,7 @@ def predict_traffic(plan: RunPlan, *, rank: int | None = None) -> Traffic:
 def _busiest(plan: RunPlan, first: int) -> set[int]:
     """Return the rank along cp whose attention sends the most, and the rank that sends the most for updates."""
     moved: dict[int, int] = {}
-    if _moves_matrices(plan):
+    if moves_matrices(plan):
         from meshwright.plan.matrix_owners import bytes_moved_by_rank
 
         moved = bytes_moved_by_rank(plan, plan.mesh.position(first, "pp"))

@@ -9,11 +9,11 @@ from itertools import chain
 
 from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_us, group_shape
 from meshwright.cluster.hardware import Cluster
-from meshwright.comm.compression.catalogue import encoded_bytes
+from meshwright.comm.compression.catalogue import EXACT, encoded_bytes
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, RunPlan, Stage
-from meshwright.plan.stage_sizes import UnitSizes, buffer_sums
-from meshwright.plan.traffic import Purpose
+from meshwright.plan.stage_sizes import UnitSizes
+from meshwright.plan.traffic import Purpose, buffer_totals, gradient_messages, moves_matrices, shared_messages
 
 Times = Mapping[str, float]
 """Times in µs by purpose, or by part of a step."""
@@ -34,13 +34,19 @@ class Communication:
     def __init__(self, plan: RunPlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
         self._on_node = min(plan.mesh.num_ranks(), cluster.devices_per_node)
-        self._shapes: dict[Atoms, GroupShape] = {}
+        self._lines: dict[Atoms, tuple[int, ...]] = {}
+        self._shapes: dict[tuple[int, ...], GroupShape] = {}
 
     def us(self, op: str, num_bytes: float, atoms: Atoms) -> float:
         """Return the time of a collective of `num_bytes`, those of the full tensor, among the ranks along atoms."""
-        if atoms not in self._shapes:
-            self._shapes[atoms] = group_shape(self._cluster, self._plan.mesh.line(0, atoms))
-        shape = self._shapes[atoms]
+        if atoms not in self._lines:
+            self._lines[atoms] = self._plan.mesh.line(0, atoms)
+        return self._among(self._lines[atoms], op, num_bytes)
+
+    def _among(self, ranks: tuple[int, ...], op: str, num_bytes: float) -> float:
+        if ranks not in self._shapes:
+            self._shapes[ranks] = group_shape(self._cluster, ranks)
+        shape = self._shapes[ranks]
         # Groups beside this one do the same at the same time.
         return collective_us(self._cluster, op, num_bytes, shape, concurrent=max(1, self._on_node // shape.inside))
 
@@ -98,23 +104,35 @@ class Communication:
         each = self.us("all_to_all", busiest / (forwards + 1) * size / (size - 1), layer.axes)
         return each, each
 
-    def gather(self, sizes: UnitSizes) -> float:
-        """Return the time of an all-gather of a unit's parameters."""
+    def gather(self, sizes: UnitSizes) -> tuple[float, float]:
+        """Return the times of all-gathers of a unit's parameters: among all its ranks, and among those that share
+        secondary shards, which aren't encoded."""
         unit = sizes.unit
         if not unit.sharded:
-            return 0.0
-        size = self._plan.mesh.size(*unit.sharded)
-        whole = size * encoded_bytes(unit.weights, sizes.num_elements, element_bytes=BYTES[unit.compute])
-        return self.us("all_gather", whole, unit.sharded)
+            return 0.0, 0.0
+        line = self._plan.mesh.line(0, unit.sharded)
+        element_bytes = BYTES[unit.compute]
+        whole = len(line) * encoded_bytes(unit.weights, sizes.num_elements, element_bytes=element_bytes)
+        near = line[: unit.num_secondary() or len(line)]
+        among_secondary = self._among(near, "all_gather", len(line) * sizes.num_elements * element_bytes)
+        return self.us("all_gather", whole, unit.sharded), among_secondary
 
     def reduce(self, sizes: UnitSizes) -> tuple[float, float]:
-        """Return the times of a unit's reduce-scatter over shards and all-reduce over replicas."""
-        unit, size = sizes.unit, self._plan.mesh.size(*sizes.unit.sharded)
+        """Return the times of a unit's reductions over shards and over replicas."""
+        unit = sizes.unit
         if not sizes.num_trained:
             return 0.0, 0.0
-        shard = encoded_bytes(unit.gradients, sizes.num_trained, element_bytes=BYTES[unit.reduce])
-        scattered = self.us("reduce_scatter", size * shard, unit.sharded) if unit.sharded else 0.0
-        return scattered, self.us("all_reduce", shard, unit.replicas) if unit.replicas else 0.0
+        if unit.gradients == EXACT:
+            shard = sizes.num_trained * BYTES[unit.reduce]
+            whole = shard * self._plan.mesh.size(*unit.sharded)
+            scattered = self.us("reduce_scatter", whole, unit.sharded) if unit.sharded else 0.0
+            return scattered, self.us("all_reduce", shard, unit.replicas) if unit.replicas else 0.0
+        times = dict.fromkeys((Purpose.GRADIENTS, Purpose.REPLICAS), 0.0)
+        for one in gradient_messages(self._plan, 0, [sizes]):
+            ranks = (0, *one.peers)
+            op = "all_gather" if one.in_ring else "all_to_all"
+            times[Purpose(one.purpose)] += self._among(ranks, op, len(ranks) * one.num_bytes)
+        return times[Purpose.GRADIENTS], times[Purpose.REPLICAS]
 
     def edge(self, stage: int) -> tuple[float, float, int]:
         """Return latency in µs, bytes per µs and bytes of a transfer from a stage to the next one."""
@@ -128,30 +146,35 @@ class Communication:
 
     def at_end(self, rank: int, stages: list[Stage]) -> Times:
         """Return the time of sums after the last backward, by purpose: of gradients that are partial over tp, buffers,
-        parameters shared between stages, and the loss with the gradients' norm."""
+        parameters shared between stages, whole matrices for their owners, and the loss with the gradients' norm."""
         return added(*({purpose: us} for purpose, us in self._sums(rank, stages)))
 
     def _sums(self, rank: int, stages: list[Stage]) -> Iterator[tuple[str, float]]:
         plan = self._plan
         for stage in stages:
-            held = [(f"{kind.name}/{one.name}", math.prod(one.shape)) for kind, _, one in plan.parameters(stage)]
             for total in plan.sums:
                 names, size = set(total.parameters), BYTES[total.dtype]
-                for name, elements in held:
-                    if name in names:
-                        yield Purpose.TENSOR, self.us("all_reduce", elements * size, total.axes)
-        for buffer in buffer_sums(plan, rank):
-            for axis in buffer.axes:
-                yield Purpose.BUFFERS, self.us("all_reduce", buffer.elements * BYTES[buffer.dtype], (axis,))
-        for _, sites in plan.shared:
-            if any(plan.stages[stage] in stages for stage, _ in sites):
-                yield Purpose.SHARED, self.us("all_reduce", self._shared_bytes(sites[0]), ("pp",))
+                found = [one for kind, _, one in plan.parameters(stage) if f"{kind.name}/{one.name}" in names]
+                if total.op == "mean":
+                    counts = [sum(plan.elements(one, sharded=stage.root.sharded) for one in found)]
+                else:
+                    counts = [math.prod(one.shape) for one in found]
+                yield Purpose.TENSOR, sum(self.us("all_reduce", count * size, total.axes) for count in counts)
+        for axis, elements, dtype in buffer_totals(plan, rank):
+            yield Purpose.BUFFERS, self.us("all_reduce", elements * BYTES[dtype], (axis,))
+        for one in shared_messages(plan, rank):
+            ranks = (rank, *one.peers)  # the message counts both halves of the all-reduce
+            yield Purpose.SHARED, self._among(ranks, "all_reduce", one.num_bytes * len(ranks) / 2)
+        if moves_matrices(plan):
+            yield Purpose.OPTIMIZER, self._moved(rank)
         yield "scalars", self.us("all_reduce", SCALAR_BYTES, tuple(plan.mesh.sizes))
 
-    def _shared_bytes(self, site: tuple[int, str]) -> int:
-        plan, stage = self._plan, self._plan.stages[site[0]]
-        return sum(
-            plan.elements(parameter, sharded=stage.root.sharded) * BYTES[stage.root.reduce]
-            for kind, layer, parameter in plan.parameters(stage)
-            if kind.full_name(parameter.name, layer) == site[1]
+    def _moved(self, rank: int) -> float:
+        """Return the time in which whole matrices are gathered by their owners and updates are sent back."""
+        from meshwright.plan.matrix_owners import bytes_moved_by_rank  # only for updates from whole matrices
+
+        sent = bytes_moved_by_rank(self._plan, self._plan.mesh.position(rank, "pp"))
+        ranks = tuple(sorted(sent))
+        return (
+            self._among(ranks, "all_to_all", max(sent.values()) * len(ranks) / max(1, len(ranks) - 1)) if sent else 0.0
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 from meshwright.cluster.hardware import Device
-from meshwright.cluster.performance import Performance
+from meshwright.cluster.performance import Performance, ProductCurve
 from meshwright.cluster.stacks import Stack
 from meshwright.errors import ConfigError
 from meshwright.models.contract.operators import OperatorKind, Rerun
@@ -81,7 +81,7 @@ class KernelTimes:
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
         forward, backward = one.forward, one.backward
-        if compiled:
+        if compiled or (one.fused_on_cuda and self._performance.is_async):
             forward, backward = one.fused_forward or NOTHING, one.fused_backward or NOTHING
         to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
         if one.kind is OperatorKind.ATTENTION:
@@ -94,7 +94,8 @@ class KernelTimes:
         forward_product, input_product, weight_product = (
             self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
         )
-        return to_forward + forward_product, to_input + input_product, weight_product if one.weights else Work()
+        to_input = to_input + input_product if one.inputs else to_input
+        return to_forward + forward_product, to_input, weight_product if one.weights else Work()
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
         seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory
@@ -102,7 +103,7 @@ class KernelTimes:
 
     def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
         m, k, n = shape
-        curve, size = _curve(self._performance.products, one.rate, "products"), RATE_BYTES[one.rate]
+        curve, size = product_curve(self._performance, one.rate), RATE_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
         each = max(curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
@@ -124,6 +125,15 @@ class KernelTimes:
     def _launches(self, number: float, compiled: bool) -> float:
         host = self._performance.host
         return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def product_curve(performance: Performance, rate: str) -> ProductCurve:
+    """Return the curve of products of a dtype.
+
+    Raises:
+        ConfigError: the cluster has none.
+    """
+    return _curve(performance.products, rate, "products")
 
 
 def _curve(curves: Mapping[str, C], rate: str, what: str) -> C:

@@ -16,7 +16,7 @@ from meshwright.cluster.performance import Performance
 from meshwright.cluster.stacks import Stack
 from meshwright.pipeline.actions import BACKWARDS, ActionKind
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
-from meshwright.plan.stage_sizes import unit_sizes
+from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
 from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, KindWork, Work
 from meshwright.plan.traffic import Purpose, count_gathers
@@ -54,7 +54,8 @@ class _Step:
     work: KindWork
     sent: tuple[Times, Times, Times]
     calls: tuple[int, int]
-    gather: float
+    gather: tuple[float, float]
+    """Time of its units' gathers per forward and per backward."""
     reduce: tuple[float, float]
     num_units: int
 
@@ -78,9 +79,9 @@ class StagePricer:
     def times(self, number: int) -> StageTimes:
         """Return the times of a stage."""
         stage = self._plan.stages[number]
-        steps = self._steps(stage)
-        forward, forward_parts = self._pass(steps, number, backward=False)
-        backward, backward_parts = self._pass(steps, number, backward=True)
+        steps = self._steps(stage, number)
+        forward, forward_parts = self._pass(steps, backward=False)
+        backward, backward_parts = self._pass(steps, backward=True)
         weight = sum((one.work.backward_weight for one in steps), Work())
         again = sum((one.work.recompute for one in steps), Work())
         backward_weight, recompute = self._alone(weight), self._alone(again)
@@ -100,28 +101,36 @@ class StagePricer:
         host = 0.0 if self._captured else work.host
         return max(work.on_device, host) if self._performance.is_async else work.on_device + host
 
-    def _steps(self, stage: Stage) -> list[_Step]:
+    def _steps(self, stage: Stage, number: int) -> list[_Step]:
         units = unit_sizes(self._plan, stage) if self._plan.has_units else []
-        root = [one for one in units if one.unit is stage.root]
-        others = iter(one for one in units if one.unit is not stage.root)
+        gathers = self._gathers(stage, number, units)
+        of_unit = list(zip(units, gathers, strict=True))
+        root = [one for one in of_unit if one[0].unit is stage.root]
+        others = iter(one for one in of_unit if one[0].unit is not stage.root)
         found = []
         for index, (kind, _) in enumerate(self._plan.held(stage)):
             own = [] if index else list(root)
             if units:
                 own += [next(others) for unit in kind.units if unit.parameters]
             work, sent, calls = self._of_kind(kind)
-            reduced = [self._sent.reduce(one) for one in own if one.has_backward]
-            found.append(
-                _Step(
-                    kind,
-                    work,
-                    sent,
-                    calls,
-                    gather=sum(self._sent.gather(one) for one in own),
-                    reduce=(sum(one for one, _ in reduced), sum(one for _, one in reduced)),
-                    num_units=len(own),
-                )  # fmt: skip
-            )
+            reduced = [self._sent.reduce(one) for one, _ in own if one.has_backward]
+            gather = (sum(ahead for _, (ahead, _) in own), sum(back for _, (_, back) in own))
+            reduce = (sum(one for one, _ in reduced), sum(one for _, one in reduced))
+            found.append(_Step(kind, work, sent, calls, gather, reduce, num_units=len(own)))
+        return found
+
+    def _gathers(self, stage: Stage, number: int, units: list[UnitSizes]) -> list[tuple[float, float]]:
+        """Return the time of each unit's gathers per forward and per backward, on average over a step."""
+        row = self._plan.schedule.actions[stage.pp_rank]
+        actions = [one for action in row for one in action.parts() if one.stage == number]
+        forwards = sum(one.kind is ActionKind.FORWARD for one in actions)
+        backwards = sum(one.kind in BACKWARDS for one in actions)
+        found = []
+        for one, count in zip(units, count_gathers(actions, units), strict=True):
+            among_all, among_secondary = self._sent.gather(one)
+            ahead = min(count.among_all, forwards)
+            back = (count.among_all - ahead) * among_all + count.among_secondary * among_secondary
+            found.append((ahead * among_all / max(1, forwards), back / max(1, backwards)))
         return found
 
     def _of_kind(self, kind: LayerSpec) -> tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]:
@@ -143,15 +152,14 @@ class StagePricer:
         )
         return forward, backward, again
 
-    def _pass(self, steps: Sequence[_Step], number: int, *, backward: bool) -> tuple[float, Times]:
+    def _pass(self, steps: Sequence[_Step], *, backward: bool) -> tuple[float, Times]:
         """Return the time of a forward or a full backward of a micro-batch, and its parts."""
-        share = self._gathered_share(steps, number, backward=backward)
         ready = gathered = started = host = 0.0
         parts: list[Times] = []
         for one in reversed(steps) if backward else steps:
             work, again, sent = one.of_pass(backward=backward)
             # The gather starts with the block before, if the stack prefetches, and otherwise once that has ended.
-            gathered = max(gathered, started if self._hides() else ready) + one.gather * share
+            gathered = max(gathered, started if self._hides() else ready) + one.gather[backward]
             started = max(ready, gathered)
             exposed = {str(Purpose.WEIGHTS): started - ready} if started > ready else {}
             ready = started + work.on_device + again.on_device + sum(sent.values())
@@ -169,18 +177,6 @@ class StagePricer:
         """Return the host's time for a kind beside launches."""
         host = self._performance.host
         return host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
-
-    def _gathered_share(self, steps: Sequence[_Step], number: int, *, backward: bool) -> float:
-        """Return the share of a stage's passes that gather its units."""
-        if not any(one.gather for one in steps):
-            return 0.0
-        stage = self._plan.stages[number]
-        sizes = unit_sizes(self._plan, stage)
-        row = self._plan.schedule.actions[stage.pp_rank]
-        actions = [one for action in row for one in action.parts() if one.stage == number]
-        gathers = sum(one.among_all + one.among_secondary for one in count_gathers(actions, sizes))
-        passes = sum(one.kind is ActionKind.FORWARD or one.kind in BACKWARDS for one in actions)
-        return gathers / (len(sizes) * max(1, passes))
 
     def _reductions(self, steps: Sequence[_Step]) -> dict[str, float]:
         """Return what is left of reductions after the last backward, by purpose."""

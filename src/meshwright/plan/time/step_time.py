@@ -19,8 +19,9 @@ from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCost
 from meshwright.pipeline.timeline import Timeline
 from meshwright.plan.run_plan import BYTES, LayerSpec, Parameter, RunPlan, Stage
 from meshwright.plan.time.communication import Communication, Times, added
-from meshwright.plan.time.kernel_times import KernelTimes, residuals
+from meshwright.plan.time.kernel_times import KernelTimes, product_curve, residuals
 from meshwright.plan.time.stage_times import StagePricer, StageTimes
+from meshwright.plan.traffic import moves_matrices
 
 TINY_US = 1e-3
 
@@ -34,8 +35,10 @@ class StepTime:
     """Lower end of the interval of one standard deviation, from the residuals of the cluster's performance."""
     high: float
     parts: Mapping[str, float] = field(hash=False)
-    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, and `bubble`,
-    `optimizer` and `step`, the host's work per step."""
+    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, `bubble`, `cores`, in
+    which processes wait for those that they share, `optimizer`, and `step`, the host's work per step."""
+    place: int
+    """Place of that rank in the pipeline."""
     stages: tuple[StageTimes, ...] = field(hash=False)
     timeline: Timeline = field(hash=False)
     """Actions of the first rank of each place of the pipeline, in µs."""
@@ -74,7 +77,8 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
     microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
     each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
     actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
-    parts = added(ends[slowest], *each, {"host": actions, "bubble": span - busy})
+    waits = {"bubble": found.makespan - busy, "cores": span - found.makespan}
+    parts = added(ends[slowest], *each, {"host": actions}, waits)
     total = span + sum(ends[slowest].values())
     deviation = _deviation(plan, performance, parts)
     return StepTime(
@@ -82,6 +86,7 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         low=total * math.exp(-deviation),
         high=total * math.exp(deviation),
         parts={name: us for name, us in parts.items() if abs(us) > TINY_US},
+        place=slowest,
         stages=stages,
         timeline=found.timeline,
         flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
@@ -135,8 +140,18 @@ def _at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, st
     bandwidth = cluster.device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
     updates, host = sum(moved) / bandwidth, sum(size > 0 for size in moved) * performance.host.parameter_us
     optimizer = max(updates, host) if performance.is_async else updates + host
-    own = {"optimizer": optimizer, "step": performance.host.step_us}
+    own = {"optimizer": optimizer + _whole_updates(plan, performance, place), "step": performance.host.step_us}
     return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
+
+
+def _whole_updates(plan: RunPlan, performance: Performance, place: int) -> float:
+    """Return the time of the products of updates that need whole matrices, on the rank that owns the most."""
+    if not moves_matrices(plan):
+        return 0.0
+    from meshwright.plan.matrix_owners import operations_by_owner  # only for updates from whole matrices
+
+    most = max(operations_by_owner(plan, place).values(), default=0)
+    return most / product_curve(performance, plan.optimizer.moved).flops_per_s * 1e6
 
 
 def _update_bytes(plan: RunPlan, stage: Stage, kind: LayerSpec, parameter: Parameter) -> int:
@@ -156,6 +171,6 @@ def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, floa
     known |= {"optimizer": performance.memory_residual, "step": performance.host.residual}
     known["recompute"] = known["products"]
     links = max((one.residual for one in performance.links.values()), default=0.0)
-    work = {name: us for name, us in parts.items() if name != "bubble"}
+    work = {name: us for name, us in parts.items() if name not in ("bubble", "cores")}
     variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
     return math.sqrt(variance) / max(sum(work.values()), TINY_US)
