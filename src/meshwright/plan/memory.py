@@ -299,9 +299,7 @@ def _most_of_ring(
     return SavedBytes(max(one.none for one in found), max(one.selective for one in found), 0)
 
 
-def _of_ring(
-    exchange: Exchange, every: tuple[int, ...], rank: int, num_tokens: int, dims: AttentionDims
-) -> SavedBytes:
+def _of_ring(exchange: Exchange, every: tuple[int, ...], rank: int, num_tokens: int, dims: AttentionDims) -> SavedBytes:
     """Return the bytes of a rank: received keys and values, and per distance its output before and after merging."""
     distances = sum(any(exchange.at_distance(rank, distance)) for distance in every)
     if not distances:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,35 +108,19 @@ class Layout:
         changes = {key: value for key, value in self.keys().items() if _value(base, key) != value}
         return base.with_keys(changes)
 
-    @staticmethod
-    def of(config: RunConfig) -> Layout:
-        """Return the layout of a configuration."""
-        mesh, train, pipeline = config.mesh, config.train, config.pipeline
-        axes = mesh.axes()
-        schedule = pipeline.schedule
-        if schedule == "auto":
-            schedule = "interleaved" if (pipeline.chunks or 1) > 1 else "1f1b"
-        chunks = pipeline.chunks or (2 if schedule == "interleaved" or schedule in V_SHAPED else 1)
-        samples = train.global_batch // (axes.data_parallel() * train.num_microbatches)
-        inner = Inner(
-            mesh.tp, mesh.cp, mesh.ep, mesh.sequence_parallel, samples, config.recompute.policy, train.compile
-        )
-        return Layout(
-            inner, mesh.pp, mesh.dp_replicate, mesh.dp_shard, train.num_microbatches, schedule,
-            chunks if mesh.pp > 1 else 1, mesh.reshard_after_forward,
-        )  # fmt: skip
-
 
 def _value(config: RunConfig, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
 
-def changed_keys(base: RunConfig, layout: Layout) -> Iterator[tuple[str, Any]]:
-    """Yield the keys by which a layout differs from a configuration."""
-    for key, value in layout.keys().items():
-        if _value(base, key) != value:
-            yield key, value
+LAYOUT_KEYS = tuple(Layout(Inner()).keys())
+"""Keys that a search sets."""
+
+
+def layout_keys(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration's values of the keys that a search sets."""
+    return {key: _value(config, key) for key in LAYOUT_KEYS}
 
 
 def agrees(layout: Layout, fixed: Mapping[str, Any]) -> bool:

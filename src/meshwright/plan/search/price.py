@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import TypeVar
 
 from meshwright.cluster.hardware import Cluster
@@ -18,7 +18,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.pipeline.split_layers import balance_layers, layer_ranges
 from meshwright.plan.cuda_memory import WORKSPACES
-from meshwright.plan.memory import HOLES, LIBRARIES, MemoryEstimate, process_memory
+from meshwright.plan.memory import MemoryEstimate, process_memory
 from meshwright.plan.search.layout import Inner, Layout
 from meshwright.plan.search.probes import Activations, Held, Prices, Probe, State, Times
 from meshwright.plan.search.schedules import Work, held, span, stages_of
@@ -98,21 +98,21 @@ class Pricer:
         )  # fmt: skip
         return self._of(key, layout, lambda: self._probe(layout.inner).times(layout))
 
-    def memory(self, layout: Layout) -> MemoryEstimate:
-        """Return the bytes of the rank with the most, by type."""
+    def memory(self, layout: Layout) -> tuple[MemoryEstimate, int]:
+        """Return the bytes of the rank with the most, by type, and its place in the pipeline."""
         found = zip(self.contents(layout), self._state(layout), self._activations(layout), strict=True)
         ranks = (
-            one for (content, rank), state, sizes in found for one in self._rank(layout, content, rank, state, sizes)
+            (one, rank)
+            for (content, rank), state, sizes in found
+            for one in self._rank(layout, content, rank, state, sizes)
         )
-        return max(ranks, key=self.total)
+        return max(ranks, key=lambda one: self.total(one[0]))
 
     def total(self, memory: MemoryEstimate) -> float:
         """Return the bytes of a rank, as a process if the device is a CPU."""
         return memory.total() if self.on_cuda else process_memory(memory, num_ranks=2)
 
-    def _rank(
-        self, layout: Layout, content: Held, rank: int, state: State, sizes: Activations
-    ) -> list[MemoryEstimate]:
+    def _rank(self, layout: Layout, content: Held, rank: int, state: State, sizes: Activations) -> list[MemoryEstimate]:
         """Return what a rank holds at its peak, or in each moment that may be the peak (`cuda_memory`)."""
         peak, buffers = self._peak(layout, rank, sizes)
         most = MemoryEstimate(
@@ -137,7 +137,7 @@ class Pricer:
     def num_bytes(self, layout: Layout) -> float:
         """Return the bytes of the rank with the most."""
         if layout.pp == 1 or not self.on_cuda:
-            return self.total(self.memory(layout))
+            return self.total(self.memory(layout)[0])
         most = 0.0
         for (_, rank), state, sizes in zip(
             self.contents(layout), self._state(layout), self._activations(layout), strict=True
@@ -170,6 +170,8 @@ class Pricer:
     def _sum_of_ranks(self, layout: Layout, works: list[Work]) -> float:
         """Return the sum of the work of all ranks, as if those between the first and the last were alike."""
         contents = self.contents(layout)
-        middle = [one.total for one, (held, _) in zip(works, contents, strict=True) if not (held.has_first or held.has_last)]
+        middle = [
+            one.total for one, (held, _) in zip(works, contents, strict=True) if not (held.has_first or held.has_last)
+        ]
         ends = [one.total for one, (held, _) in zip(works, contents, strict=True) if held.has_first or held.has_last]
         return sum(ends) + (layout.pp - len(ends)) * (max(middle) if middle else 0.0)

@@ -1,8 +1,8 @@
 """Prices of a few small stages, by which those of any stage follow: each has two or three blocks of a kind, or an end.
 
 What a block adds to a stage's time and memory is the difference between stages with three and with two of them. The
-stages are a plan, made for a division of work inside blocks (`Inner`) and priced by the same functions as a run's; other
-numbers of shards and replicas only change its mesh and its units.
+stages are a plan, made for a division of work inside blocks (`Inner`) and priced by the same functions as a run's;
+other numbers of shards and replicas only change its mesh and its units.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Probe:
             pricer = StagePricer(plan, kernels, sent, performance, MESHWRIGHT, captured=False)
             times = tuple(pricer.times(number) for number in range(len(plan.stages)))
             for number, one in enumerate(times):
-                after = at_end(plan, self._cluster, sent, number, times).total()
+                after = sum(at_end(plan, self._cluster, sent, number, times).values())
                 backward = one.backward_input + one.recompute + host
                 yield Times(one.forward + host, backward, one.backward_weight, after)
 
@@ -200,7 +200,7 @@ class Probe:
         return self._prices(Activations, priced, layout)
 
     def _prices(self, kind: type[T], priced: Callable[[RunPlan], Iterator[T]], layout: Layout) -> Prices[T]:
-        none = (0.0,) * len(kind._fields)
+        none = (0.0,) * len(kind.__annotations__)
         if layout.pp == 1:
             two, *more = (next(priced(self._on_mesh(plan, layout))) for plan in self._alone)
             blocks = tuple(_minus(one, two) for one in more)

@@ -68,6 +68,8 @@ class Misfit:
 
     layout: Layout
     memory: MemoryEstimate
+    place: int
+    """Place of the rank in the pipeline."""
     num_bytes: float
 
 
@@ -78,6 +80,8 @@ class Found:
     base: RunConfig
     cluster: Cluster
     num_devices: int
+    capacity: float
+    """Bytes that a rank may take."""
     best: list[Finalist] = field(default_factory=list)
     front: list[Candidate] = field(default_factory=list)
     """Layouts than which none is both faster and smaller, the fastest first; prices in closed form."""
@@ -101,13 +105,13 @@ class Search:
         self.base, self.cluster, self.num_devices = base, cluster, num_devices
         self.fixed = fixed or {}
         self.pricer = Pricer(base, cluster)
-        self.found = Found(base, cluster, num_devices)
+        self.found = Found(base, cluster, num_devices, self.pricer.capacity)
         self._front: list[tuple[float, float, Layout]] = []
         self._fastest: list[float] = []
 
     def run(self, *, top: int = 3) -> Found:
         """Search, and plan the fastest layouts of different meshes."""
-        found, groups = self.found, []
+        found, groups = self.found, list[tuple[float, int, Layout, float]]()
         for layout, size in self._groups():
             # Recomputation only adds work.
             plain = replace(layout, inner=replace(layout.inner, recompute="none"))
@@ -119,6 +123,10 @@ class Search:
         found.front = [Candidate(layout, us, size) for us, size, layout in self._front]
         self._plan(top)
         return found
+
+    def fits(self) -> bool:
+        """Return whether any layout fits."""
+        return next(self._groups(), None) is not None
 
     def _groups(self) -> Iterator[tuple[Layout, float]]:
         """Yield layouts that keep all rules and fit with all replicas as shards, and their bytes then."""
@@ -259,7 +267,7 @@ class Search:
     def _misfit(self, layout: Layout, size: float) -> None:
         self.found.excluded[MEMORY_RULE] += 1
         if self.found.smallest is None or size < self.found.smallest.num_bytes:
-            self.found.smallest = Misfit(layout, self.pricer.memory(layout), size)
+            self.found.smallest = Misfit(layout, *self.pricer.memory(layout), size)
 
     def _is_late(self, least: float, layout: Layout, size: float, top: int) -> bool:
         """Return whether a layout of at least so much time and memory is neither among the fastest of their meshes nor
