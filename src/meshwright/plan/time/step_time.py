@@ -73,7 +73,7 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
     span = _on_shared_cores(cluster, sent, found, stages)
-    ends = [_at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
+    ends = [at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
     slowest = max(range(len(ends)), key=lambda place: (sum(ends[place].values()), found.busy[place]))
     own = [stages[number] for number in plan.schedule.stages_of(slowest)]
     microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
@@ -163,7 +163,7 @@ def _mean_slower(cluster: Cluster, parts: Times, processes: float) -> float:
     return slower / max(sum(known.values()), TINY_US)
 
 
-def _at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
+def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
     """Return what a rank does after its last backward, by part."""
     performance, numbers = cluster.performance, plan.schedule.stages_of(place)
     held = [plan.stages[number] for number in numbers]
