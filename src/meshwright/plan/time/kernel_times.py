@@ -42,6 +42,12 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
+    def beside(self, performance: Performance, processes: float) -> Work:
+        """Return the work with its times while so many processes share a machine's cores."""
+        names = (one.name for one in fields(self) if one.name != "flops")
+        slower = {name: getattr(self, name) * performance.slower(name, processes) for name in names}
+        return Work(**slower, flops=self.flops)
+
 
 @dataclass(frozen=True)
 class KindWork:
@@ -56,8 +62,9 @@ class KindWork:
 class KernelTimes:
     """Prices of kernels on a device."""
 
-    def __init__(self, device: Device, performance: Performance, stack: Stack) -> None:
-        self._performance, self._stack = performance, stack
+    def __init__(self, device: Device, performance: Performance, stack: Stack, *, processes: float = 1) -> None:
+        """`processes` of a node compute at a time, which matters where they share a CPU's cores."""
+        self._performance, self._stack, self._processes = performance, stack, processes
         self._bytes_per_us = device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
 
     def of_kind(self, kind: LayerSpec, *, samples: int, tokens: int) -> KindWork:
@@ -66,7 +73,8 @@ class KernelTimes:
         found = [self._passes(one, samples, tokens, compiled) for one in kind.operators]
         rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if runs_again(one, kind.recompute))
         forward, to_input, to_weight = (sum((work[number] for work in found), Work()) for number in range(3))
-        return KindWork(forward, to_input, to_weight, sum(rerun, Work()))
+        passes = (forward, to_input, to_weight, sum(rerun, Work()))
+        return KindWork(*(work.beside(self._performance, self._processes) for work in passes))
 
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
@@ -79,10 +87,15 @@ class KernelTimes:
             return to_forward + attention[0], to_input + attention[1], Work()
         if one.kind is OperatorKind.MEMORY or not one.rows:
             return to_forward, to_input, Work()
-        rows = one.rows * samples / one.groups
-        m, k, n = rows, one.inner, one.columns
+        curve = _curve(self._performance.products, one.rate, "products")
+        m, k, n = one.rows * samples / one.groups, one.inner, one.columns
         forward_product, input_product, weight_product = (
-            self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
+            self._product(one, shape, slower, compiled)
+            for shape, slower in (
+                ((m, k, n), 1.0),
+                ((m, n, k), curve.input_gradient_slower),
+                ((k, m, n), curve.weight_gradient_slower),
+            )
         )
         to_input = to_input + input_product if one.inputs else to_input
         return to_forward + forward_product, to_input, weight_product if one.weights else Work()
@@ -92,11 +105,11 @@ class KernelTimes:
         us = moved / self._bytes_per_us * self._stack.slower_memory
         return Work(memory=us, host=self._launches(kernels.launches, compiled))
 
-    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
+    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], slower: float, compiled: bool) -> Work:
         m, k, n = shape
         curve, size = product_curve(self._performance, one.rate), OPERAND_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
-        each = max(curve.seconds(m, k, n) * 1e6, moved)
+        each = max(slower * curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
         return Work(
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
