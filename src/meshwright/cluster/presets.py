@@ -47,6 +47,14 @@ def cluster_preset(name: str) -> Cluster:
     return _preset(key)
 
 
+def preset_on(name: str, link: str) -> Cluster:
+    """Return a preset with another link between its nodes, by the link's name."""
+    table = {**_as_file(name), "between_nodes": link}
+    curves = {**table["performance"]["links"], "between_nodes": _read()["links"][link]["curve"]}
+    performance = {**table["performance"], "links": curves}
+    return cluster_file.cluster_of({**table, "performance": performance}, _read()["links"], f"presets.toml, {name}")
+
+
 def find_cluster(name_or_path: str) -> Cluster:
     """Return the preset of this name, or the cluster of a file, as `meshwright calibrate` writes one.
 

@@ -1,0 +1,148 @@
+"""Plans of published runs: from a row to a configuration, a plan and a cluster. Doesn't import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from itertools import product
+from typing import Any
+
+from meshwright.cluster.hardware import Cluster, Level
+from meshwright.cluster.presets import cluster_preset
+from meshwright.config.schema import RunConfig, run_type
+from meshwright.models.contract.operators import OperatorKind, Rerun
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import violations
+from meshwright.plan.run_plan import LayerSpec, PlannedOperator, RunPlan
+from meshwright_bench.published.programs import PROGRAMS, Program, program_of
+from meshwright_bench.published.rows import Row
+
+GPT = "meshwright_bench.published.gpt:FAMILY"
+POLICIES = {"none": "none", "full": "full", "selective": "selective"}
+VOCABULARY = 51200
+"""Of MT-NLG, whose row doesn't state it: GPT-2's, padded."""
+SYSTEMS = {
+    "A100 40GB, 1600": ("A100-40", "roce200"),
+    "A100 80GB, 1600": ("A100-80", "roce200"),
+    "DGX-A100": ("A100-80", "hdr"),
+    "DGX A100": ("A100-80", "hdr"),
+    "GCP A3": ("H100", "tcpx"),
+    "Grand Teton": ("H100-96", "roce400"),
+    "H100 80GB": ("H100", "roce400"),
+    "H200": ("H200", "ndr"),
+    "4x8 V100": ("V100-16", "edr-eighth"),
+}
+"""Preset and link between nodes, by the beginning of a system's name. LF doesn't name the network of its H100s."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A row with one plan of it."""
+
+    row: Row
+    program: str
+    cluster: str
+    link: str
+    config: RunConfig
+    plan: RunPlan
+    repeats: int
+    """Micro-batches, each with its own reduction, of which the plan has one."""
+
+
+def plans_of(row: Row) -> Iterator[Made]:
+    """Yield the plans of a row: one, or all that differ in what it doesn't state."""
+    name = program_of(row)
+    program = PROGRAMS[name]
+    system = next(one for start, one in SYSTEMS.items() if row.text["system"].startswith(start))
+    for samples, chunks in product(_microbatch_sizes(row), _chunks(row)):
+        repeats = 1
+        config = _config(row, program, samples=samples, chunks=chunks)
+        if program.reduces_each:
+            repeats = config.train.num_microbatches
+            per = config.train.global_batch // repeats
+            config = config.with_keys({"train.num_microbatches": 1, "train.global_batch": per})
+        found = next(violations(config, None), None)
+        if found is not None:
+            raise ValueError(f"{row.id}: {found}")
+        plan = _as_program(make_plan(config, nodes=min(8, row.size("gpus"))), program, row)
+        yield Made(row, name, *system, config, plan, repeats)
+
+
+def _microbatch_sizes(row: Row) -> list[int]:
+    """Return the samples of a micro-batch, or all plausible numbers of them if a row doesn't state it."""
+    stated = row.number("mbs")
+    if stated is not None:
+        return [stated]
+    if row.source == "TT":  # as many micro-batches as stages, by default
+        return [row.size("gbs") // row.size("fsdp") // row.size("pp")]
+    each = row.size("gbs") // _replicas(row)
+    return [1] if row.source == "MTNLG" else [size for size in (1, 2, 4, 8) if each % size == 0]
+
+
+def _chunks(row: Row) -> list[int]:
+    """Return the stages per rank, or all plausible numbers of them if a row doesn't state it."""
+    stated, pp = row.number("vp"), row.size("pp")
+    if stated is not None or pp == 1 or row.source != "NAR":
+        return [stated or 1]
+    return [chunks for chunks in (1, 2, 3, 4, 5, 6) if (row.size("layers") // pp) % chunks == 0]
+
+
+def _replicas(row: Row) -> int:
+    """Return the size of data parallelism, of both kinds."""
+    return row.size("gpus") // (row.size("tp") * row.size("pp") * row.size("cp"))
+
+
+def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConfig:
+    replicas = _replicas(row)
+    shards = (row.number("fsdp") or replicas) if program.sharded else 1
+    microbatches = row.size("gbs") // (replicas * samples)
+    mesh = {
+        "pp": row.size("pp"), "tp": row.size("tp"), "cp": row.size("cp"), "dp_shard": shards,
+        "dp_replicate": replicas // shards, "sequence_parallel": row.text["sp"] == "1",
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "model": _model(row, program),
+        "mesh": mesh,
+        "train": {
+            "seq_len": row.size("seq_len"), "global_batch": row.size("gbs"), "num_microbatches": microbatches,
+            "precision": "bfloat16", "compile": program.compiled, "loss_chunk": 0,
+        },
+        "recompute": {"policy": next(p for p in POLICIES if row.text["recompute"].startswith(p))},
+    }  # fmt: skip
+    if chunks > 1:
+        values["pipeline"] = {"chunks": chunks, "schedule": "interleaved"}
+    return run_type(values["model"]["kind"]).model_validate(values)
+
+
+def _model(row: Row, program: Program) -> dict[str, Any]:
+    sizes = {
+        "num_layers": row.size("layers"), "dim": row.size("hidden"), "num_heads": row.size("heads"),
+        "ffn_dim": row.size("ffn_hidden"), "vocab_size": row.number("vocab") or VOCABULARY,
+    }  # fmt: skip
+    if "llama" in row.text["model"].lower():
+        return {"kind": "llama", "num_kv_heads": row.size("kv_heads"), **sizes}
+    return {"kind": GPT, "scores": program.scores, "bias": program.bias, **sizes}
+
+
+def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
+    """Return a plan with what a program does otherwise than Meshwright."""
+    reduce = "bfloat16" if "PURE" in row.text["notes"] else program.reduce
+    rates = {"fp8": "float8", "fp16": "float16"}
+    rate = rates.get(row.text["dtype"], "bfloat16")
+
+    def of_kind(kind: LayerSpec) -> LayerSpec:
+        units = tuple(replace(unit, reduce=reduce) for unit in kind.units)
+        operators = tuple(_as_run(one, program, rate, is_block=kind.is_block) for one in kind.operators)
+        return replace(kind, units=units, operators=operators)
+
+    stages = tuple(replace(stage, root=replace(stage.root, reduce=reduce)) for stage in plan.stages)
+    return replace(plan, kinds=tuple(map(of_kind, plan.kinds)), stages=stages)
+
+
+def _as_run(one: PlannedOperator, program: Program, rate: str, *, is_block: bool) -> PlannedOperator:
+    """Return an operator with the rate of a row's dtype; plans have no float16, which takes as many bytes as bfloat16,
+    and in float8 are only the products of blocks."""
+    if one.rate == "bfloat16" and (rate == "float16" or (is_block and one.kind is OperatorKind.PRODUCT)):
+        one = replace(one, rate=rate)
+    return replace(one, rerun=Rerun.ALWAYS) if one.name in program.reruns else one

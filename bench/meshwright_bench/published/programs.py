@@ -1,0 +1,63 @@
+"""Programs that trained the published runs: their software stacks, and what in a run depends on them.
+
+Parameters belong to a program or a device, never to a run or a model. Those that were fitted are in `fitted.toml`.
+Doesn't import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.cluster.stacks import Stack
+from meshwright_bench.published.rows import Row
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that trains models, as far as a plan depends on it."""
+
+    stack: Stack
+    sharded: bool = True
+    """Whether parameters and optimizer states are sharded over data-parallel ranks (FSDP), or replicated (DDP)."""
+    reduce: str = "float32"
+    """Dtype of the sums of gradients."""
+    reduces_each: bool = False
+    """Whether gradients are reduced after every micro-batch, and not only after the last."""
+    scores: bool = False
+    """Whether attention keeps its scores (before FlashAttention)."""
+    bias: bool = True
+    compiled: bool = False
+    reruns: tuple[str, ...] = ()
+    """Products that selective recomputation runs again."""
+    dense_head: bool = True
+
+
+FLASH = {"scores": False}
+PROGRAMS = {
+    "llm-foundry": Program(Stack("llm-foundry"), reduces_each=True, bias=False),
+    "llm-foundry-fp8": Program(Stack("llm-foundry-fp8"), reduces_each=True, bias=False),
+    "megatron-2021": Program(Stack("megatron-2021", hides_reductions=False), sharded=False, reduce="bfloat16", scores=True),
+    "megatron-2022": Program(Stack("megatron-2022", hides_reductions=False), sharded=False, reduce="bfloat16", scores=True),
+    "oneflow": Program(Stack("oneflow"), sharded=False, reduce="bfloat16", scores=True),
+    "torchtitan-eager": Program(Stack("torchtitan-eager"), reruns=("attention.wk", "attention.wo", "ffn.up")),
+    "torchtitan": Program(Stack("torchtitan"), compiled=True, reruns=("attention.wk", "attention.wo", "ffn.up")),
+    "torchtitan-async-tp": Program(
+        Stack("torchtitan-async-tp"), compiled=True, reruns=("attention.wk", "attention.wo", "ffn.up")
+    ),
+    "maxtext": Program(Stack("maxtext", fused=True), compiled=True),
+}
+
+
+def program_of(row: Row) -> str:
+    """Return the name of the program that trained a row."""
+    notes, source = row.text["notes"], row.source
+    if source == "LF":
+        return "llm-foundry-fp8" if row.text["dtype"] == "fp8" else "llm-foundry"
+    if source == "OF":
+        return "megatron-2021" if notes.startswith("Megatron-LM") else "oneflow"
+    if source == "TT":
+        if "async" in notes.lower():
+            return "torchtitan-async-tp"
+        return "torchtitan-eager" if notes.startswith("eager") else "torchtitan"
+    return {"NAR": "megatron-2021", "MTNLG": "megatron-2021", "KOR": "megatron-2022", "MT": "maxtext"}[source]
