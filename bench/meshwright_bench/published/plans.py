@@ -14,7 +14,7 @@ from meshwright.config.schema import RunConfig, run_type
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
-from meshwright.plan.run_plan import LayerSpec, PlannedOperator, RunPlan
+from meshwright.plan.run_plan import LayerSpec, PlannedKernels, PlannedOperator, RunPlan, Stage, Unit
 from meshwright_bench.published.programs import PROGRAMS, Program, program_of
 from meshwright_bench.published.rows import Row
 
@@ -99,7 +99,7 @@ def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConf
     microbatches = row.size("gbs") // (replicas * samples)
     mesh = {
         "pp": row.size("pp"), "tp": row.size("tp"), "cp": row.size("cp"), "dp_shard": shards,
-        "dp_replicate": replicas // shards, "sequence_parallel": row.text["sp"] == "1",
+        "dp_replicate": replicas // shards, "cp_method": "ring" if row.size("cp") > 1 else "auto", "sequence_parallel": row.text["sp"] == "1",
     }  # fmt: skip
     values: dict[str, Any] = {
         "model": _model(row, program),
@@ -128,21 +128,44 @@ def _model(row: Row, program: Program) -> dict[str, Any]:
 def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
     """Return a plan with what a program does otherwise than Meshwright."""
     reduce = "bfloat16" if "PURE" in row.text["notes"] else program.reduce
-    rates = {"fp8": "float8", "fp16": "float16"}
-    rate = rates.get(row.text["dtype"], "bfloat16")
+    rate = {"fp8": "float8", "fp16": "float16"}.get(row.text["dtype"], "bfloat16")
 
     def of_kind(kind: LayerSpec) -> LayerSpec:
-        units = tuple(replace(unit, reduce=reduce) for unit in kind.units)
         operators = tuple(_as_run(one, program, rate, is_block=kind.is_block) for one in kind.operators)
+        units = tuple(replace(unit, reduce=reduce) for unit in kind.units) if not program.reduces_whole else ()
         return replace(kind, units=units, operators=operators)
 
-    stages = tuple(replace(stage, root=replace(stage.root, reduce=reduce)) for stage in plan.stages)
-    return replace(plan, kinds=tuple(map(of_kind, plan.kinds)), stages=stages)
+    kinds = {kind.name: of_kind(kind) for kind in plan.kinds}
+    stages = tuple(replace(stage, root=_root(plan, stage, reduce, program.reduces_whole)) for stage in plan.stages)
+    return replace(plan, kinds=tuple(kinds.values()), stages=stages)
+
+
+def _root(plan: RunPlan, stage: Stage, reduce: str, whole: bool) -> Unit:
+    """Return the root unit, which has all of a stage's parameters if they are reduced as a whole."""
+    if not whole:
+        return replace(stage.root, reduce=reduce)
+    held = dict.fromkeys(f"{kind.name}/{one.name}" for kind, _ in plan.held(stage) for one in kind.parameters)
+    return replace(stage.root, reduce=reduce, parameters=tuple(held))
 
 
 def _as_run(one: PlannedOperator, program: Program, rate: str, *, is_block: bool) -> PlannedOperator:
     """Return an operator with the rate of a row's dtype; plans have no float16, which takes as many bytes as bfloat16,
     and in float8 are only the products of blocks."""
-    if one.rate == "bfloat16" and (rate == "float16" or (is_block and one.kind is OperatorKind.PRODUCT)):
+    is_product = one.kind is OperatorKind.PRODUCT
+    if one.rate == "bfloat16" and (rate == "float16" or (is_block and is_product)):
         one = replace(one, rate=rate)
-    return replace(one, rerun=Rerun.ALWAYS) if one.name in program.reruns else one
+    if one.rate == "float8":
+        one = _with_casts(one)
+    # torchtitan keeps the results of PyTorch's product, which is not the one in float8.
+    again = one.name in program.reruns or (program.reruns and one.rate == "float8" and one.rerun is not Rerun.NEVER)
+    return replace(one, rerun=Rerun.ALWAYS) if again else one
+
+
+def _with_casts(one: PlannedOperator) -> PlannedOperator:
+    """Return a product with the kernels that cast its operands to float8: they read two bytes and write one, and the
+    backward also transposes, as products in float8 take operands in one order only."""
+    inputs, outputs = one.rows * one.inner, one.rows * one.columns
+    weight = one.inner * one.columns
+    ahead = PlannedKernels(2, 3 * inputs, 3 * weight)
+    back = PlannedKernels(3, 2 * inputs + 5 * outputs, 2 * weight)
+    return replace(one, forward=ahead, backward=back, fused_forward=ahead, fused_backward=back)

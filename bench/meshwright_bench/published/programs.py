@@ -6,8 +6,7 @@ Doesn't import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from meshwright.cluster.stacks import Stack
 from meshwright_bench.published.rows import Row
@@ -20,6 +19,8 @@ class Program:
     stack: Stack
     sharded: bool = True
     """Whether parameters and optimizer states are sharded over data-parallel ranks (FSDP), or replicated (DDP)."""
+    reduces_whole: bool = False
+    """Whether replicas sum all gradients as one tensor."""
     reduce: str = "float32"
     """Dtype of the sums of gradients."""
     reduces_each: bool = False
@@ -30,21 +31,22 @@ class Program:
     compiled: bool = False
     reruns: tuple[str, ...] = ()
     """Products that selective recomputation runs again."""
-    dense_head: bool = True
 
 
-FLASH = {"scores": False}
+SAC = ("attention.wk", "attention.wo", "ffn.up")
+"""Every second product of a block, which torchtitan's selective recomputation runs again."""
+TITAN = Program(Stack("torchtitan"), compiled=True, reruns=SAC)
 PROGRAMS = {
     "llm-foundry": Program(Stack("llm-foundry"), reduces_each=True, bias=False),
     "llm-foundry-fp8": Program(Stack("llm-foundry-fp8"), reduces_each=True, bias=False),
-    "megatron-2021": Program(Stack("megatron-2021", hides_reductions=False), sharded=False, reduce="bfloat16", scores=True),
-    "megatron-2022": Program(Stack("megatron-2022", hides_reductions=False), sharded=False, reduce="bfloat16", scores=True),
+    "megatron-2021": Program(Stack("megatron-2021", hides_reductions=False), sharded=False, reduces_whole=True, reduce="bfloat16", scores=True),
+    "megatron-2022": Program(Stack("megatron-2022", hides_reductions=False), sharded=False, reduces_whole=True, reduce="bfloat16", scores=True),
     "oneflow": Program(Stack("oneflow"), sharded=False, reduce="bfloat16", scores=True),
-    "torchtitan-eager": Program(Stack("torchtitan-eager"), reruns=("attention.wk", "attention.wo", "ffn.up")),
-    "torchtitan": Program(Stack("torchtitan"), compiled=True, reruns=("attention.wk", "attention.wo", "ffn.up")),
-    "torchtitan-async-tp": Program(
-        Stack("torchtitan-async-tp"), compiled=True, reruns=("attention.wk", "attention.wo", "ffn.up")
-    ),
+    "torchtitan-eager": replace(TITAN, stack=Stack("torchtitan-eager"), compiled=False),
+    "torchtitan": TITAN,
+    "torchtitan-rowwise": replace(TITAN, stack=Stack("torchtitan-rowwise")),
+    "torchtitan-async-tp": replace(TITAN, stack=Stack("torchtitan-async-tp")),
+    "torchtitan-async-tp-rowwise": replace(TITAN, stack=Stack("torchtitan-async-tp-rowwise")),
     "maxtext": Program(Stack("maxtext", fused=True), compiled=True),
 }
 
@@ -57,7 +59,6 @@ def program_of(row: Row) -> str:
     if source == "OF":
         return "megatron-2021" if notes.startswith("Megatron-LM") else "oneflow"
     if source == "TT":
-        if "async" in notes.lower():
-            return "torchtitan-async-tp"
-        return "torchtitan-eager" if notes.startswith("eager") else "torchtitan"
+        tp, rowwise = "-async-tp" * ("async" in notes.lower()), "-rowwise" * ("rowwise" in notes)
+        return "torchtitan-eager" if notes.startswith("eager") else f"torchtitan{tp}{rowwise}"
     return {"NAR": "megatron-2021", "MTNLG": "megatron-2021", "KOR": "megatron-2022", "MT": "maxtext"}[source]

@@ -97,14 +97,15 @@ class KernelTimes:
         return to_forward + forward_product, to_input + input_product, weight_product if one.weights else Work()
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
-        seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory
+        moved = kernels.num_bytes * samples + kernels.bytes_once
+        seconds = moved / self._bytes_per_us * self._stack.slower_memory
         return Work(memory=seconds, host=self._launches(kernels.launches, compiled))
 
     def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
         m, k, n = shape
         curve, size = product_curve(self._performance, one.rate), RATE_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
-        each = max(curve.seconds(m, k, n) * 1e6, moved)
+        each = max(curve.seconds(m, k, n) * 1e6 * self._stack.slower_products, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
         return Work(
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
@@ -113,7 +114,7 @@ class KernelTimes:
     def _attention(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work]:
         curve = _curve(self._performance.attention, one.rate, "attention")
         flops = float(one.attention_flops * samples)
-        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens
+        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens * self._stack.slower_attention
         backward = ATTENTION_BACKWARD * forward * curve.backward_slower
         host = self._launches(1, compiled)
         return (

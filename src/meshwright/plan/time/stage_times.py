@@ -4,7 +4,8 @@ Rules of what hides what: kernels of a device run beside the host that launches 
 both, unless the device is the host's CPU. Collectives of operators wait for their input and are waited for, and take
 their whole time, but for the share that a stack hides. A unit's gather starts with the work of the block before it,
 as FSDP2's do; reductions follow each block of the last backward on a stream of their own, and what is left after it is
-exposed. On a CPU nothing hides anything, as gloo's threads and the kernels share cores.
+exposed. Gathers take their turn on the same links. What is hidden slows the work beside it, if a stack says how much.
+On a CPU nothing hides anything, as gloo's threads and the kernels share cores.
 """
 
 from __future__ import annotations
@@ -162,7 +163,10 @@ class StagePricer:
             gathered = max(gathered, started if self._hides() else ready) + one.gather[backward]
             started = max(ready, gathered)
             exposed = {str(Purpose.WEIGHTS): started - ready} if started > ready else {}
-            ready = started + work.on_device + again.on_device + sum(sent.values())
+            on_device = work.on_device + again.on_device
+            beside = self._stack.slower_beside * min(one.gather[backward], on_device) if self._hides() else 0.0
+            exposed = added(exposed, {str(Purpose.WEIGHTS): beside})
+            ready = started + on_device + beside + sum(sent.values())
             host += work.host + again.host + self._host(one, backward=backward)
             own = {name: getattr(work, name) for name in PARTS} | {"recompute": again.on_device}
             parts += [own, sent, exposed]
@@ -184,9 +188,11 @@ class StagePricer:
         for one in reversed(steps):
             work, again, sent = one.of_pass(backward=True)
             ended += work.on_device + again.on_device + sum(sent.values())
-            free = max(free, ended) + sum(one.reduce)
+            free = max(free, ended) + one.gather[True] + sum(one.reduce)
         names = (Purpose.GRADIENTS, Purpose.REPLICAS)
         total = {str(name): sum(one.reduce[index] for one in steps) for index, name in enumerate(names)}
         every = sum(total.values())
-        left = free - ended if self._hides() and self._stack.hides_reductions else every
+        hides = self._hides() and self._stack.hides_reductions
+        left = min(every, free - ended) if hides else every
+        left += self._stack.slower_beside * (every - left)
         return {purpose: left * us / every for purpose, us in total.items() if us}
