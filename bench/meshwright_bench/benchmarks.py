@@ -59,6 +59,7 @@ class Benchmark(StrEnum):
     FLOAT8 = "float8"
     MUON = "muon"
     LOSS = "loss"
+    PLAN = "plan"
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ BENCHMARKS = {
     ),
     Benchmark.LOSS: BenchmarkEntry(
         "head and loss by chunks of tokens against all logits at once", "meshwright_bench.loss.benchmark:bench_loss"
+    ),
+    Benchmark.PLAN: BenchmarkEntry(
+        "predicted step times and memory against published runs", "meshwright_bench.published.benchmark:bench_plan"
     ),
 }
 

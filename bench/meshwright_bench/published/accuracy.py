@@ -8,6 +8,8 @@ from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.presets import preset_on
 from meshwright.cluster.stacks import Stack
 from meshwright.plan.cuda_memory import predict_cuda_memory
+from meshwright.plan.memory import by_pipeline_rank
+from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.time.step_time import predict_step
 from meshwright_bench.published.plans import Made, plans_of
 from meshwright_bench.published.programs import PROGRAMS
@@ -35,6 +37,12 @@ class Prediction:
         assert measured is not None  # or the row would be out
         return measured / self.seconds - 1.0
 
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured memory, minus 1, if it was measured."""
+        measured = self.row.memory_bytes
+        return None if measured is None else self.memory_bytes / measured - 1.0
+
 
 def predict(made: Made, cluster: Cluster, stack: Stack) -> tuple[float, dict[str, float]]:
     """Return the seconds of a step, and those of its parts. A program that reduces gradients after every micro-batch
@@ -53,4 +61,20 @@ def predict_row(row: Row) -> Prediction:
 def predict_made(made: Made) -> Prediction:
     cluster = preset_on(made.cluster, made.link)
     seconds, parts = predict(made, cluster, PROGRAMS[made.program].stack)
-    return Prediction(made, seconds, parts, predict_cuda_memory(made.plan).total())
+    return Prediction(made, seconds, parts, predict_memory(made))
+
+
+def predict_memory(made: Made) -> int:
+    """Return the bytes of the rank with the most, by the measure that the program's runs state."""
+    program, plan = PROGRAMS[made.program], made.plan
+    allocated = predict_cuda_memory(plan).total()
+    if program.state_bytes is not None:
+        allocated = max(_replicated(plan, place, rank.activations, program.state_bytes)
+                        for place, rank in enumerate(by_pipeline_rank(plan, on_cuda=True)))  # fmt: skip
+    return int(program.reserved * allocated + program.context_bytes)
+
+
+def _replicated(plan: RunPlan, place: int, activations: int, state_bytes: int) -> int:
+    """Return the bytes of a rank without FSDP: its parameters' states, and activations."""
+    held = (plan.stages[number] for number in plan.schedule.stages_of(place))
+    return activations + state_bytes * sum(plan.elements(one) for stage in held for _, _, one in plan.parameters(stage))

@@ -7,6 +7,7 @@ without chance. A weak prior keeps what no row decides near its start. Doesn't i
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,13 @@ def _with_curve(performance: Performance, name: str, value: float) -> Performanc
     return replace(performance, **{kind: curves})
 
 
+def _affects(path: str, made: Made) -> bool:
+    """Return whether a parameter has an effect on a plan's time."""
+    owner = path.partition("/")[0]
+    stack = PROGRAMS[made.program].stack.name
+    return made.cluster in GROUPS.get(owner, ()) or owner in (made.link, stack, "nvlink2")
+
+
 def apply_to_stack(stack: Stack, values: Mapping[str, float]) -> Stack:
     """Return a stack with its parameters."""
     own = {path.partition("/")[2]: value for path, value in values.items() if path.partition("/")[0] == stack.name}
@@ -101,8 +109,20 @@ class Problem:
 
     def errors(self, values: Mapping[str, float]) -> Floats:
         """Return the logarithms of predicted over measured times."""
-        times = ((self._seconds(made, values), row.seconds or 0.0) for row, made in self._best.items())
-        return np.array([np.log(found / measured) for found, measured in times])
+        return np.array([self._error(row, values) for row in self.rows])
+
+    def slopes(self, values: Mapping[str, float], path: str, errors: Floats) -> Floats:
+        """Return the derivatives of the errors by the logarithm of a parameter."""
+        moved = {**values, path: values[path] * math.exp(STEP)}
+        found = [
+            self._error(row, moved) - error if _affects(path, self._best[row]) else 0.0
+            for row, error in zip(self.rows, errors, strict=True)
+        ]
+        return np.array(found) / STEP
+
+    def _error(self, row: Row, values: Mapping[str, float]) -> float:
+        assert row.seconds is not None  # or it would be out
+        return math.log(self._seconds(self._best[row], values) / row.seconds)
 
     def _seconds(self, made: Made, values: Mapping[str, float]) -> float:
         cluster = apply_to_cluster(self._clusters[made.cluster, made.link], made.cluster, made.link, values)
@@ -124,22 +144,19 @@ def fit(problem: Problem, parameters: Sequence[Parameter], say: bool = True) -> 
         problem.choose(values(at))
         errors = problem.errors(values(at))
         best = cost(errors, at)
-        columns = []
-        for index in range(len(parameters)):
-            moved = at.copy()
-            moved[index] += STEP
-            columns.append((problem.errors(values(moved)) - errors) / STEP)
-        jacobian, weights = np.stack(columns, axis=1), 1 / np.sqrt(errors**2 + SMALL**2)
+        found = values(at)
+        jacobian = np.stack([problem.slopes(found, one.path, errors) for one in parameters], axis=1)
+        weights = 1 / np.sqrt(errors**2 + SMALL**2)
         normal = jacobian.T @ (weights[:, None] * jacobian) + SMALL * np.diag(priors**-2)
         slope = jacobian.T @ (weights * errors) + SMALL * (at - start) / priors**2
         for _ in range(5):
             moved = at - np.clip(np.linalg.solve(normal + damping * np.diag(np.diag(normal)), slope), -0.5, 0.5)
-            if (found := cost(problem.errors(values(moved)), moved)) < best:
+            if (after := cost(problem.errors(values(moved)), moved)) < best:
                 at, damping = moved, damping / 3
                 break
             damping *= 5
         if say:
-            print(f"{number}: {best:.4f} → {found:.4f}, median {np.median(np.abs(errors)):.4f}", file=sys.stderr)
-        if best - found < 1e-3:
+            print(f"{number}: {best:.4f} → {after:.4f}, median {np.median(np.abs(errors)):.4f}", file=sys.stderr)
+        if best - after < 1e-3:
             break
     return values(at)

@@ -77,8 +77,8 @@ class GptFamily(Family):
         )  # fmt: skip
         last = KindFacts(
             "head", "", (*_norm_weights(c, "norm"), *linear("head", c.dim, c.vocab_size, tied_to="embed.weight")),
-            saved=Saved(full=c.dim, stream=c.dim), output=float(c.vocab_size), head=HeadFacts("head"),
-            output_divided=True, operators=(_norm("norm", c.dim), product("head", c.dim, c.vocab_size), _loss(c)),
+            saved=Saved(full=c.dim, stream=c.dim), output=float(c.vocab_size), head=HeadFacts("head"), output_divided=True,
+            operators=(_norm("norm", c.dim), product("head", c.dim, c.vocab_size), _loss(c)),
         )  # fmt: skip
         return ModelFacts(
             kinds=(_block(c, tokens),),

@@ -14,7 +14,7 @@ from meshwright.config.schema import RunConfig, run_type
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
-from meshwright.plan.run_plan import LayerSpec, PlannedKernels, PlannedOperator, RunPlan, Stage, Unit
+from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator, RunPlan, SavedBytes, Stage, Unit
 from meshwright_bench.published.programs import PROGRAMS, Program, program_of
 from meshwright_bench.published.rows import Row
 
@@ -133,7 +133,8 @@ def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
     def of_kind(kind: LayerSpec) -> LayerSpec:
         operators = tuple(_as_run(one, program, rate, is_block=kind.is_block) for one in kind.operators)
         units = tuple(replace(unit, reduce=reduce) for unit in kind.units) if not program.reduces_whole else ()
-        return replace(kind, units=units, operators=operators)
+        return replace(kind, units=units, operators=operators, saved=_saved(kind, operators, program),
+                       output_elements=int(program.live_logits * kind.output_elements))
 
     kinds = {kind.name: of_kind(kind) for kind in plan.kinds}
     stages = tuple(replace(stage, root=_root(plan, stage, reduce, program.reduces_whole)) for stage in plan.stages)
@@ -146,6 +147,17 @@ def _root(plan: RunPlan, stage: Stage, reduce: str, whole: bool) -> Unit:
         return replace(stage.root, reduce=reduce)
     held = dict.fromkeys(f"{kind.name}/{one.name}" for kind, _ in plan.held(stage) for one in kind.parameters)
     return replace(stage.root, reduce=reduce, parameters=tuple(held))
+
+
+def _saved(kind: LayerSpec, operators: tuple[PlannedOperator, ...], program: Program) -> SavedBytes | None:
+    """Return what a kind saves. Where a program runs products again, their results aren't kept, nor are those of
+    gathers, as Meshwright's selective recomputation does."""
+    if kind.saved is None or not program.reruns:
+        return kind.saved
+    again = [one for one in operators if one.kind is OperatorKind.PRODUCT and one.rerun is Rerun.ALWAYS]
+    less = sum(one.rows * one.columns for one in again)
+    less += sum(one.forward * one.elements for one in kind.collectives if one.op == "all_gather")
+    return replace(kind.saved, selective=kind.saved.selective - less * BYTES["bfloat16"])
 
 
 def _as_run(one: PlannedOperator, program: Program, rate: str, *, is_block: bool) -> PlannedOperator:

@@ -29,19 +29,28 @@ class Program:
     """Whether attention keeps its scores (before FlashAttention)."""
     bias: bool = True
     compiled: bool = False
+    state_bytes: int | None = None
+    """Bytes per parameter that are held at all times: in Megatron, weights in 16 bits, and gradients, weights and two
+    states in float32 (Korthikanti et al. 2022 count 18). None: as Meshwright, which frees gradients."""
+    live_logits: float = 1.0
+    """Bytes of logits and their gradients over those that plans count: three tensors in float32."""
+    reserved: float = 1.0
+    """Memory that was measured over what is allocated: what PyTorch's allocator reserves."""
+    context_bytes: float = 0.0
+    """What a measurement by nvidia-smi counts besides: CUDA's context and libraries."""
     reruns: tuple[str, ...] = ()
     """Products that selective recomputation runs again."""
 
 
 SAC = ("attention.wk", "attention.wo", "ffn.up")
 """Every second product of a block, which torchtitan's selective recomputation runs again."""
-TITAN = Program(Stack("torchtitan"), compiled=True, reruns=SAC)
+TITAN = Program(Stack("torchtitan"), compiled=True, reruns=SAC, reserved=1.25)
 PROGRAMS = {
-    "llm-foundry": Program(Stack("llm-foundry"), reduces_each=True, bias=False),
-    "llm-foundry-fp8": Program(Stack("llm-foundry-fp8"), reduces_each=True, bias=False),
-    "megatron-2021": Program(Stack("megatron-2021", hides_reductions=False), sharded=False, reduces_whole=True, reduce="bfloat16", scores=True),
-    "megatron-2022": Program(Stack("megatron-2022", hides_reductions=False), sharded=False, reduces_whole=True, reduce="bfloat16", scores=True),
-    "oneflow": Program(Stack("oneflow"), sharded=False, reduce="bfloat16", scores=True),
+    "llm-foundry": Program(Stack("llm-foundry"), reduces_each=True, bias=False, live_logits=1 / 3),
+    "llm-foundry-fp8": Program(Stack("llm-foundry-fp8"), reduces_each=True, bias=False, live_logits=1 / 3),
+    "megatron-2021": Program(Stack("megatron-2021", hides_reductions=False), sharded=False, state_bytes=18, reduces_whole=True, reduce="bfloat16", scores=True),
+    "megatron-2022": Program(Stack("megatron-2022", hides_reductions=False), sharded=False, state_bytes=18, reduces_whole=True, reduce="bfloat16", scores=True),
+    "oneflow": Program(Stack("oneflow"), sharded=False, state_bytes=18, context_bytes=1.2e9, live_logits=0.5, reduce="bfloat16", scores=True),
     "torchtitan-eager": replace(TITAN, stack=Stack("torchtitan-eager"), compiled=False),
     "torchtitan": TITAN,
     "torchtitan-rowwise": replace(TITAN, stack=Stack("torchtitan-rowwise")),
