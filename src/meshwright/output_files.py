@@ -11,6 +11,17 @@ from pathlib import Path
 from meshwright.errors import CONTINUE, InputError, RunError
 
 
+def user_cache() -> Path | None:
+    """Return `$XDG_CACHE_HOME/meshwright`, by default in `~/.cache`; None without a home directory."""
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(configured):  # the XDG specification requires relative paths to be ignored
+        return Path(configured) / "meshwright"
+    try:
+        return Path.home() / ".cache" / "meshwright"
+    except RuntimeError:
+        return None
+
+
 def check_output(path: Path, *, where: str) -> None:
     """Check that `path` is writable, without changing the file; `where` is the option that specified it.
 

@@ -14,8 +14,9 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import unsharded_parameters
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import HOLES, LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.memory import HOLES, LIBRARIES, by_pipeline_rank, predict_memory, predict_process_memory
 from meshwright.plan.rules import load
+from meshwright.plan.run_plan import RunPlan
 from meshwright.train.record.record_files import read_events
 from tests.helpers import meshwright, small_corpus
 from tests.train.jobs import load_words, make_job, run_on
@@ -249,3 +250,19 @@ def test_gradients_of_experts_that_only_this_rank_has_are_not_gathered_too(ep: i
     experts = sum(math.prod(p.shape) for p in kind.parameters if p.name.startswith("moe.experts."))
     unsharded = kind.num_elements - experts + (experts // ep if of_experts else 0)
     assert two - one == 2 * unsharded * 4
+
+
+def stored(plan):
+    """Bytes of the parameters on all places of the pipeline."""
+    return sum(one.parameters for one in by_pipeline_rank(plan))
+
+
+def test_all_stages_are_in_the_memory_of_their_ranks(monkeypatch):
+    """Also where a rank has several; that of a missing one is found."""
+    whole = stored(planned("llama-tiny", ["model.num_layers=8"]))
+    words = ["model.num_layers=8", "mesh.pp=4", "pipeline.schedule=interleaved", "pipeline.chunks=2"]
+    plan = planned("llama-tiny", [*words, "train.num_microbatches=8"])
+    assert stored(plan) == whole
+    right = RunPlan.stages_of
+    monkeypatch.setattr(RunPlan, "stages_of", lambda plan, rank: right(plan, rank)[1:])
+    assert stored(plan) < 0.6 * whole

@@ -44,8 +44,16 @@ def figures(found: Sequence[Prediction]) -> Iterator[Figure]:
     for source in SOURCES:
         own = [one.error for one in found if one.row.source == source]
         if source == "TT":
-            yield Figure("TT.time.mean", 100 * mean(map(abs, own)), "%", at_most=3.0) if own else Figure("TT.time.mean", None)
-            yield Figure("TT.time.worst", 100 * max(map(abs, own)), "%", at_most=8.0) if own else Figure("TT.time.worst", None)
+            yield (
+                Figure("TT.time.mean", 100 * mean(map(abs, own)), "%", at_most=3.0)
+                if own
+                else Figure("TT.time.mean", None)
+            )
+            yield (
+                Figure("TT.time.worst", 100 * max(map(abs, own)), "%", at_most=8.0)
+                if own
+                else Figure("TT.time.worst", None)
+            )
         for name, some in _sets(found):
             of_set = [one.error for one in some if one.row.source == source]
             yield Figure(f"{source}.{name}.rows", len(of_set), "rows")
@@ -56,7 +64,10 @@ def figures(found: Sequence[Prediction]) -> Iterator[Figure]:
 
 
 def _sets(found: Sequence[Prediction]) -> list[tuple[str, list[Prediction]]]:
-    return [(name, [one for one in found if one.row.is_held_out is held]) for name, held in (("fitted", False), ("held_out", True))]
+    return [
+        (name, [one for one in found if one.row.is_held_out is held])
+        for name, held in (("fitted", False), ("held_out", True))
+    ]
 
 
 def _errors(name: str, errors: Sequence[float]) -> Iterator[Figure]:

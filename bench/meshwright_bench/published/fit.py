@@ -21,8 +21,8 @@ from meshwright.cluster.presets import preset_on
 from meshwright.cluster.stacks import Stack
 from meshwright_bench.published.accuracy import predict
 from meshwright_bench.published.plans import Made, plans_of
-from meshwright_bench.published.programs import PROGRAMS, program_of
-from meshwright_bench.published.rows import Row, rows_to_fit
+from meshwright_bench.published.programs import PROGRAMS
+from meshwright_bench.published.rows import Row
 
 Floats = NDArray[np.float64]
 SMALL = 0.02
@@ -32,10 +32,28 @@ ITERATIONS = 8
 MOST_STAGES = 8
 """Rows with more pipeline stages take too long to predict often; they are neither fitted nor held out for it."""
 GROUPS = {
-    "A100": ("A100-40", "A100-80"), "H100": ("H100", "H200", "H100-96"), "H100-700W": ("H100", "H200"),
-    "H100-500W": ("H100-96",), "V100": ("V100-16",), "A100-40": ("A100-40",), "A100-80": ("A100-80",),
+    "A100": ("A100-40", "A100-80"),
+    "H100": ("H100", "H200", "H100-96"),
+    "H100-700W": ("H100", "H200"),
+    "H100-500W": ("H100-96",),
+    "V100": ("V100-16",),
+    "A100-40": ("A100-40",),
+    "A100-80": ("A100-80",),
 }
 """Presets that share a parameter of their curves, as they have the same processor, or power."""
+FAMILIES = {
+    "oneflow": ("oneflow", "oneflow-hybrid"),
+    "torchtitan": (
+        "torchtitan",
+        "torchtitan-eager",
+        "torchtitan-rowwise",
+        "torchtitan-async-tp",
+        "torchtitan-async-tp-rowwise",
+    ),
+    "async-tp": ("torchtitan-async-tp", "torchtitan-async-tp-rowwise"),
+    "rowwise": ("torchtitan-rowwise", "torchtitan-async-tp-rowwise"),
+}
+"""Stacks that share a parameter."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ def _with_curve(performance: Performance, name: str, value: float) -> Performanc
     curves = dict(getattr(performance, kind))
     for one in [one for one in curves if one == rate or (rate == "16" and one.endswith("float16"))]:
         fields = ("half_rows", "half_columns") if field == "half" else (field,)
-        curves[one] = replace(curves[one], **{each: value for each in fields})
+        curves[one] = replace(curves[one], **dict.fromkeys(fields, value))
     return replace(performance, **{kind: curves})
 
 
@@ -82,12 +100,14 @@ def _affects(path: str, made: Made) -> bool:
     """Return whether a parameter has an effect on a plan's time."""
     owner = path.partition("/")[0]
     stack = PROGRAMS[made.program].stack.name
-    return made.cluster in GROUPS.get(owner, ()) or owner in (made.link, stack, "nvlink2")
+    members = (*GROUPS.get(owner, ()), *FAMILIES.get(owner, (owner,)))
+    return made.cluster in members or made.link in members or stack in members or owner == "nvlink2"
 
 
 def apply_to_stack(stack: Stack, values: Mapping[str, float]) -> Stack:
     """Return a stack with its parameters."""
-    own = {path.partition("/")[2]: value for path, value in values.items() if path.partition("/")[0] == stack.name}
+    found = ((path.partition("/"), value) for path, value in values.items())
+    own = {name: value for (owner, _, name), value in found if stack.name in FAMILIES.get(owner, (owner,))}
     return replace(stack, **own)
 
 

@@ -148,9 +148,9 @@ def _flash(c: GptConfig, flops: float) -> tuple[Operator, ...]:
 
 def _scores(c: GptConfig, scores: float) -> tuple[Operator, ...]:
     """Return attention with scores of all pairs of tokens, of which a fused kernel computes the masked softmax."""
+    # The products write and read scores and their gradients, two in the forward and four in the backward.
     core = Operator(
         "attention", OperatorKind.ATTENTION, attention_flops=4.0 * scores * c.dim / c.num_heads,
-        # The products write and read scores and their gradients.
         forward=Kernels(1, DIVIDED.narrow(2.0 * scores + 4.0 * c.dim)),
         backward=Kernels(3, DIVIDED.narrow(4.0 * scores + 8.0 * c.dim)), rerun=Rerun.ALWAYS,
     )  # fmt: skip
@@ -161,7 +161,9 @@ def _elementwise(
     name: str, size: float, forward: float, backward: float, sharding: Sharding, rerun: Rerun = Rerun.FULL
 ) -> Operator:
     """Return a kernel that moves this many elements for each element of a tensor."""
-    passes = [Kernels(1, sharding.narrow(size * moved)) if size and moved else Kernels() for moved in (forward, backward)]
+    passes = [
+        Kernels(1, sharding.narrow(size * moved)) if size and moved else Kernels() for moved in (forward, backward)
+    ]
     return Operator(
         name, OperatorKind.MEMORY, forward=passes[0], backward=passes[1], fused_forward=passes[0],
         fused_backward=passes[1], rerun=rerun,

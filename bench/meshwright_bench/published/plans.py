@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
-from meshwright.cluster.hardware import Cluster, Level
-from meshwright.cluster.presets import cluster_preset
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.plan.make_plan import make_plan
@@ -133,8 +130,13 @@ def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
     def of_kind(kind: LayerSpec) -> LayerSpec:
         operators = tuple(_as_run(one, program, rate, is_block=kind.is_block) for one in kind.operators)
         units = tuple(replace(unit, reduce=reduce) for unit in kind.units) if not program.reduces_whole else ()
-        return replace(kind, units=units, operators=operators, saved=_saved(kind, operators, program),
-                       output_elements=int(program.live_logits * kind.output_elements))
+        return replace(
+            kind,
+            units=units,
+            operators=operators,
+            saved=_saved(kind, operators, program),
+            output_elements=int(program.live_logits * kind.output_elements),
+        )
 
     kinds = {kind.name: of_kind(kind) for kind in plan.kinds}
     stages = tuple(replace(stage, root=_root(plan, stage, reduce, program.reduces_whole)) for stage in plan.stages)

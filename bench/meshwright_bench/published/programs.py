@@ -45,12 +45,30 @@ class Program:
 SAC = ("attention.wk", "attention.wo", "ffn.up")
 """Every second product of a block, which torchtitan's selective recomputation runs again."""
 TITAN = Program(Stack("torchtitan"), compiled=True, reruns=SAC, reserved=1.25)
+ONEFLOW = Program(Stack("oneflow"), sharded=False, state_bytes=18, context_bytes=1.2e9, live_logits=0.5,
+                  reduce="bfloat16", scores=True)  # fmt: skip
 PROGRAMS = {
     "llm-foundry": Program(Stack("llm-foundry"), reduces_each=True, bias=False, live_logits=1 / 3),
     "llm-foundry-fp8": Program(Stack("llm-foundry-fp8"), reduces_each=True, bias=False, live_logits=1 / 3),
-    "megatron-2021": Program(Stack("megatron-2021", hides_reductions=False), sharded=False, state_bytes=18, reduces_whole=True, reduce="bfloat16", scores=True),
-    "megatron-2022": Program(Stack("megatron-2022", hides_reductions=False), sharded=False, state_bytes=18, reduces_whole=True, reduce="bfloat16", scores=True),
-    "oneflow": Program(Stack("oneflow"), sharded=False, state_bytes=18, context_bytes=1.2e9, live_logits=0.5, reduce="bfloat16", scores=True),
+    "megatron-2021": Program(
+        Stack("megatron-2021", hides_reductions=False),
+        sharded=False,
+        state_bytes=18,
+        reduces_whole=True,
+        reduce="bfloat16",
+        scores=True,
+    ),
+    "megatron-2022": Program(
+        Stack("megatron-2022", hides_reductions=False),
+        sharded=False,
+        state_bytes=18,
+        reduces_whole=True,
+        reduce="bfloat16",
+        scores=True,
+    ),
+    "oneflow": ONEFLOW,
+    # With tensor parallelism its collectives run between kernels (nccl_use_compute_stream).
+    "oneflow-hybrid": replace(ONEFLOW, stack=Stack("oneflow-hybrid", hides_reductions=False)),
     "torchtitan-eager": replace(TITAN, stack=Stack("torchtitan-eager"), compiled=False),
     "torchtitan": TITAN,
     "torchtitan-rowwise": replace(TITAN, stack=Stack("torchtitan-rowwise")),
@@ -66,7 +84,8 @@ def program_of(row: Row) -> str:
     if source == "LF":
         return "llm-foundry-fp8" if row.text["dtype"] == "fp8" else "llm-foundry"
     if source == "OF":
-        return "megatron-2021" if notes.startswith("Megatron-LM") else "oneflow"
+        oneflow = "oneflow-hybrid" if row.size("tp") > 1 else "oneflow"
+        return "megatron-2021" if notes.startswith("Megatron-LM") else oneflow
     if source == "TT":
         tp, rowwise = "-async-tp" * ("async" in notes.lower()), "-rowwise" * ("rowwise" in notes)
         return "torchtitan-eager" if notes.startswith("eager") else f"torchtitan{tp}{rowwise}"

@@ -12,29 +12,29 @@ import typer
 
 from meshwright.cli.config_arguments import path_of
 from meshwright.cli.wrapping import show
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, InputError
 from meshwright.units import format_duration
 
 if TYPE_CHECKING:
     from meshwright.calibrate.calibrate import Calibration
 
-DEFAULT_FILE = "cluster.toml"
 OUT_OPTION = "command line, -o"
 
 
 def calibrate(
-    out: Annotated[str, typer.Option("-o", "--out", help="The cluster file to write.")] = DEFAULT_FILE,
+    out: Annotated[
+        str | None, typer.Option("-o", "--out", help="The cluster file to write; by default that of this machine.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON instead of a page.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
     seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 20.0,
 ) -> None:
-    """Measure what this machine achieves, for predictions of time: plan --cluster FILE."""
+    """Measure what this machine achieves, for predictions of time: plan --cluster here, and reports of runs."""
     from meshwright.calibrate.calibrate import calibrate as measure
     from meshwright.cluster.cluster_file import cluster_json, cluster_toml
     from meshwright.output_files import check_output, write_output
 
-    path = path_of("-o", out)
-    assert path is not None
+    path = path_of("-o", out) or _own_file()
     check_output(path, where=OUT_OPTION)
     begin = time.perf_counter()
     found = measure(device=_device(device), budget_s=seconds, say=lambda text: print(text, file=sys.stderr))
@@ -73,7 +73,28 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
-    yield f"written to {path}: use it with --cluster {path}"
+    from meshwright.cluster.presets import HERE, own_file
+
+    yield f"written to {path}: use it with --cluster {HERE if path == own_file() else path}"
+
+
+def _own_file() -> Path:
+    """Return the path of this machine's cluster file, whose folder exists.
+
+    Raises:
+        InputError: there is no home directory, or the folder can't be made.
+    """
+    from meshwright.cluster.presets import own_file
+
+    path, why = own_file(), "there is no home directory"
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path
+        except OSError as error:
+            why = f"{path.parent}: {error.strerror}"
+    rule = "a cluster file is written to this user's cache unless -o names another"
+    raise InputError(f"no place for the cluster file: {why}", where=OUT_OPTION, rule=rule, fix="-o cluster.toml")
 
 
 def _device(wanted: str) -> str:

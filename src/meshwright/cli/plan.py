@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshwright.cli.config_arguments import complete_words, split_words
+from meshwright.cli.config_arguments import complete_words, path_of, split_words
 from meshwright.cli.wrapping import paint, show
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
@@ -41,7 +41,10 @@ def plan(
     ] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE|FILE", help="Predict the time of a step, on a preset or a cluster file."),
+        typer.Option(metavar="DEVICE|FILE", help="Predict the time of a step: a preset, a cluster file, or here."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--against", metavar="RUN", help="Compare the prediction with what a run measured.")
     ] = None,
 ) -> None:
     """Show and verify a run's memory, traffic, stages, units and reductions without starting it."""
@@ -56,6 +59,9 @@ def plan(
         from meshwright.cluster.presets import find_cluster
 
         chosen = find_cluster(cluster)
+    if run is not None:
+        _show_against(run, words, chosen)
+        return
     name, made, config = _plan_of(words, cluster=chosen)
     verify(made, where=name)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
@@ -162,6 +168,15 @@ def _seconds(made: RunPlan, config: RunConfig | None, cluster: Cluster) -> dict[
         "parts": {part: us / 1e6 for part, us in found.parts.items()},
         "tokens_per_s": found.tokens_per_s(made.mesh.num_ranks()),
     }
+
+
+def _show_against(run: str, words: list[str] | None, cluster: Cluster | None) -> None:
+    from meshwright.cli.plan_against import against
+
+    folder = path_of("--against", run)
+    assert folder is not None
+    for line in against(folder, _plan_of(words)[1] if words else None, cluster):
+        show(paint(line, "bold", sys.stdout) if line[0] != " " else line)
 
 
 def _show_differences(first: RunPlan, second: RunPlan) -> None:

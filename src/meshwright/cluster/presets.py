@@ -13,9 +13,12 @@ from typing import Any
 from meshwright.cluster import cluster_file
 from meshwright.cluster.hardware import Cluster, Device, Level
 from meshwright.errors import ConfigError
+from meshwright.output_files import user_cache
 
 RESERVE = 0.06
 """Share of a GPU's memory that is left to CUDA's context, NCCL's buffers and fragmentation."""
+HERE = "here"
+"""Name of this machine as it was calibrated."""
 OWN_KEYS = ("cuda_names", "listed", "host")
 """Keys of a preset that a cluster file doesn't have."""
 
@@ -55,12 +58,25 @@ def preset_on(name: str, link: str) -> Cluster:
     return cluster_file.cluster_of({**table, "performance": performance}, _read()["links"], f"presets.toml, {name}")
 
 
+def own_file() -> Path | None:
+    """Return the path of this machine's cluster file, which `meshwright calibrate` writes unless told another; None
+    without a home directory."""
+    cache = user_cache()
+    return None if cache is None else cache / "cluster.toml"
+
+
 def find_cluster(name_or_path: str) -> Cluster:
-    """Return the preset of this name, or the cluster of a file, as `meshwright calibrate` writes one.
+    """Return the preset of this name, this machine as it was calibrated (`here`), or the cluster of a file.
 
     Raises:
-        ConfigError: neither exists, or the file isn't valid.
+        ConfigError: there is none, or the file isn't valid.
     """
+    if name_or_path == HERE:
+        path = own_file()
+        if path is None or not path.exists():
+            rule = f"{HERE} is this machine as measured"
+            raise ConfigError("this machine isn't calibrated", where="--cluster", rule=rule, fix="meshwright calibrate")
+        return read_cluster(path)
     if name_or_path.upper() in _read()["clusters"]:
         return _preset(name_or_path.upper())
     path = Path(name_or_path)
@@ -77,6 +93,17 @@ def read_cluster(path: Path) -> Cluster:
     """
     presets = {name: _as_file(name) for name in preset_names()}
     return cluster_file.read_cluster(path, presets, _read()["links"])
+
+
+def cluster_of_device(name: str) -> Cluster | None:
+    """Return the cluster of the device that a run records, `cpu` or a GPU's CUDA name: this machine as calibrated, if
+    that is the device's, else its preset; None if there is none."""
+    path, preset = own_file(), _preset("CPU") if name == "cpu" else preset_for(name)
+    if path is None or not path.exists():
+        return preset
+    own = read_cluster(path)
+    is_own = not own.performance.is_async if name == "cpu" else preset and preset.device.name == own.device.name
+    return own if is_own else preset
 
 
 def gpus_by_memory(num_bytes: int) -> tuple[list[Cluster], list[Cluster]]:

@@ -29,6 +29,7 @@ from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
 from meshwright.errors import DataError
 from meshwright.log import get_logger
+from meshwright.output_files import user_cache
 
 MAGIC = b"MWTOKEN1"
 _LENGTH_BYTES = 8
@@ -200,13 +201,7 @@ def preferred_directory(cache_dir: str | None) -> Path | None:
     """Return the configured cache directory or the user's default; None without a home directory."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(configured):  # The XDG specification requires relative paths to be ignored.
-        return Path(configured) / "meshwright"
-    try:
-        return Path.home() / ".cache" / "meshwright"
-    except RuntimeError:
-        return None
+    return user_cache()
 
 
 def writable_directory(preferred: Path | None) -> Path:

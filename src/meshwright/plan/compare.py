@@ -117,12 +117,21 @@ def _diff(first: Any, second: Any, path: str) -> Iterator[Difference]:
     if first == second and type(first) is type(second):
         return
     if isinstance(first, dict) and isinstance(second, dict):
-        for name in first:
-            yield from _diff(first[name], second[name], f"{path}.{name}" if path else name)
+        yield from _diff_fields(first, second, f"{path}.{{}}" if path else "{}")
     elif isinstance(first, list) and isinstance(second, list):
         yield from _diff_lists(first, second, path)
     else:
         yield Difference(path, _shorten(first), _shorten(second))
+
+
+def _diff_fields(one: dict[str, Any], two: dict[str, Any], place: str) -> Iterator[Difference]:
+    """Compare by name; a plan's file may lack what is zero."""
+    for name in (*one, *(name for name in two if name not in one)):
+        if name in one and name in two:
+            yield from _diff(one[name], two[name], place.format(name))
+        else:
+            found = (_shorten(values[name]) if name in values else MISSING for values in (one, two))
+            yield Difference(place.format(name), *found)
 
 
 def _diff_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Difference]:
@@ -136,12 +145,7 @@ def _diff_lists(first: list[Any], second: list[Any], path: str) -> Iterator[Diff
             yield Difference(path, _shorten(first), _shorten(second))
             return
         one, two = ({str(number): value for number, value in enumerate(values)} for values in (first, second))
-    for name in (*one, *(name for name in two if name not in one)):
-        place = f"{path}[{name}]"
-        if name in one and name in two:
-            yield from _diff(one[name], two[name], place)
-        else:
-            yield Difference(place, *(_shorten(found[name]) if name in found else MISSING for found in (one, two)))
+    yield from _diff_fields(one, two, f"{path}[{{}}]")
     if is_named and list(one) != list(two) and one.keys() == two.keys():
         yield Difference(f"{path}, order", _shorten(list(one)), _shorten(list(two)))
 

@@ -10,11 +10,13 @@ from importlib import metadata
 
 import pytest
 
+from meshwright.cluster.presets import cluster_preset
 from meshwright.config.load import load
 from meshwright.errors import InputError
 from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.time.step_time import predict_step
 from meshwright.train.report.figures import MAX_POINTS, PALETTE, Line, chart, downsample
 from meshwright.train.report.page import report
 from meshwright.train.report.run_data import read_run
@@ -213,6 +215,20 @@ def test_the_log_files_of_ranks_are_in_order(tmp_path):
     for rank in (10, 2):
         (folder / "logs" / f"rank-{rank}.log").write_text("x\n")
     assert [name for name, _ in read_run(folder).logs()] == ["rank-0.log", "rank-2.log", "rank-10.log"]
+
+
+@pytest.mark.parametrize(("device", "cluster"), [("cpu", "CPU"), ("NVIDIA H200", "H200"), ("NVIDIA of 2040", "")])
+def test_the_time_of_a_step_is_compared_by_part(tmp_path, device, cluster):
+    folder = write_folder(tmp_path / "run", PIPELINE)
+    events = (folder / "events.jsonl").read_text().replace('"device": "cpu"', f'"device": "{device}"')
+    (folder / "events.jsonl").write_text(events)
+    _, _, *parts = read(folder).text.split("Predicted time of a step")  # the first is in the table of contents
+    section = "".join(parts).partition("Timeline of a step")[0]
+    if not cluster:
+        assert "no preset has a NVIDIA of 2040" in section
+        return
+    time = predict_step(make_plan(load(PIPELINE[0], PIPELINE[1:])), cluster_preset(cluster))
+    assert f"on {cluster}, with rates of" in section and f"a step {time.total / 1e3:.3g} ms" in section
 
 
 def test_memory_is_compared_by_type_and_adds_up(tmp_path):

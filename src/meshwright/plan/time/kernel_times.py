@@ -81,12 +81,12 @@ class KernelTimes:
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
         forward, backward = one.forward, one.backward
-        if compiled:
+        if compiled or (one.fused_on_cuda and self._performance.is_async):
             forward, backward = one.fused_forward or NOTHING, one.fused_backward or NOTHING
         to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
         if one.kind is OperatorKind.ATTENTION:
             attention = self._attention(one, samples, tokens, compiled)
-            return to_forward + attention[0], to_input + attention[1], Work()
+            return _of_attention(attention[0], to_forward), _of_attention(attention[1], to_input), Work()
         if one.kind is OperatorKind.MEMORY or not one.rows:
             return to_forward, to_input, Work()
         rows = one.rows * samples / one.groups
@@ -94,7 +94,8 @@ class KernelTimes:
         forward_product, input_product, weight_product = (
             self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
         )
-        return to_forward + forward_product, to_input + input_product, weight_product if one.weights else Work()
+        to_input = to_input + input_product if one.inputs else to_input
+        return to_forward + forward_product, to_input, weight_product if one.weights else Work()
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
         moved = kernels.num_bytes * samples + kernels.bytes_once
@@ -125,6 +126,12 @@ class KernelTimes:
     def _launches(self, number: float, compiled: bool) -> float:
         host = self._performance.host
         return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def _of_attention(work: Work, kernels: Work) -> Work:
+    """Return attention's work, which takes the longer of its operations and of what its kernels read and write."""
+    longer = max(work.attention, kernels.memory)
+    return Work(attention=longer, host=work.host + kernels.host, flops=work.flops)
 
 
 def product_curve(performance: Performance, rate: str) -> ProductCurve:

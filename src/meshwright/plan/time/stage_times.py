@@ -10,7 +10,7 @@ On a CPU nothing hides anything, as gloo's threads and the kernels share cores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.cluster.performance import Performance
@@ -155,24 +155,31 @@ class StagePricer:
 
     def _pass(self, steps: Sequence[_Step], *, backward: bool) -> tuple[float, Times]:
         """Return the time of a forward or a full backward of a micro-batch, and its parts."""
-        ready = gathered = started = host = 0.0
+        ready = host = 0.0
         parts: list[Times] = []
+        for one, waited, beside, ended in self._timeline(steps, backward=backward):
+            ready = ended
+            work, again, sent = one.of_pass(backward=backward)
+            host += work.host + again.host + self._host(one, backward=backward)
+            own = {name: getattr(work, name) for name in PARTS} | {"recompute": again.on_device}
+            parts += [own, sent, {str(Purpose.WEIGHTS): waited + beside} if waited + beside else {}]
+        host = 0.0 if self._captured else host
+        waits = max(0.0, host - ready) if self._performance.is_async else host
+        return ready + waits, added(*parts, {"host": waits})
+
+    def _timeline(self, steps: Sequence[_Step], *, backward: bool) -> Iterator[tuple[_Step, float, float, float]]:
+        """Yield each step with the time that it waits for its gather, that by which gathers beside it slow it, and
+        when it ends."""
+        ready = gathered = started = 0.0
         for one in reversed(steps) if backward else steps:
             work, again, sent = one.of_pass(backward=backward)
             # The gather starts with the block before, if the stack prefetches, and otherwise once that has ended.
             gathered = max(gathered, started if self._hides() else ready) + one.gather[backward]
-            started = max(ready, gathered)
-            exposed = {str(Purpose.WEIGHTS): started - ready} if started > ready else {}
-            on_device = work.on_device + again.on_device
-            beside = self._stack.slower_beside * min(one.gather[backward], on_device) if self._hides() else 0.0
-            exposed = added(exposed, {str(Purpose.WEIGHTS): beside})
+            waited = max(0.0, gathered - ready)
+            on_device, started = work.on_device + again.on_device, ready + waited
+            beside = self._stack.slower_beside * min(max(0.0, one.gather[backward] - waited), on_device)
             ready = started + on_device + beside + sum(sent.values())
-            host += work.host + again.host + self._host(one, backward=backward)
-            own = {name: getattr(work, name) for name in PARTS} | {"recompute": again.on_device}
-            parts += [own, sent, exposed]
-        host = 0.0 if self._captured else host
-        waits = max(0.0, host - ready) if self._performance.is_async else host
-        return ready + waits, added(*parts, {"host": waits})
+            yield one, waited, beside, ready
 
     def _hides(self) -> bool:
         return self._stack.prefetches and self._performance.is_async
@@ -185,10 +192,11 @@ class StagePricer:
     def _reductions(self, steps: Sequence[_Step]) -> dict[str, float]:
         """Return what is left of reductions after the last backward, by purpose."""
         ended = free = 0.0
-        for one in reversed(steps):
-            work, again, sent = one.of_pass(backward=True)
-            ended += work.on_device + again.on_device + sum(sent.values())
-            free = max(free, ended) + one.gather[True] + sum(one.reduce)
+        for one, *_, now in self._timeline(steps, backward=True):
+            # Gathers of the block before take their turn on the same links while a block runs.
+            free = max(free, ended) + (one.gather[True] if ended else 0.0)
+            ended = now
+            free = max(free, ended) + sum(one.reduce)
         names = (Purpose.GRADIENTS, Purpose.REPLICAS)
         total = {str(name): sum(one.reduce[index] for one in steps) for index, name in enumerate(names)}
         every = sum(total.values())

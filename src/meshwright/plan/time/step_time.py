@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
@@ -17,7 +17,7 @@ from meshwright.cluster.stacks import MESHWRIGHT, Stack
 from meshwright.errors import ConfigError
 from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
 from meshwright.pipeline.timeline import Timeline
-from meshwright.plan.run_plan import BYTES, LayerSpec, Parameter, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, Parameter, RunPlan, Stage
 from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, product_curve, residuals
 from meshwright.plan.time.stage_times import StagePricer, StageTimes
@@ -35,8 +35,8 @@ class StepTime:
     """Lower end of the interval of one standard deviation, from the residuals of the cluster's performance."""
     high: float
     parts: Mapping[str, float] = field(hash=False)
-    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, and `bubble`,
-    `optimizer` and `step`, the host's work per step."""
+    """By part, of the slowest rank, so that they add up to the total: those of `StageTimes`, `bubble`, `cores`, in
+    which processes wait for those that they share, `optimizer`, and `step`, the host's work per step."""
     place: int
     """Place of that rank in the pipeline."""
     stages: tuple[StageTimes, ...] = field(hash=False)
@@ -66,7 +66,8 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
     """
     _check(plan)
     performance = cluster.performance
-    kernels, sent = KernelTimes(cluster.device, performance, stack), Communication(plan, cluster)
+    kernels = KernelTimes(cluster.device, performance, _on_ring(stack, plan))
+    sent = Communication(plan, cluster)
     pricer = StagePricer(plan, kernels, sent, performance, stack, captured=captured)
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
@@ -77,7 +78,8 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
     microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
     each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
     actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
-    parts = added(ends[slowest], *each, {"host": actions, "bubble": span - busy})
+    waits = {"bubble": found.makespan - busy, "cores": span - found.makespan}
+    parts = added(ends[slowest], *each, {"host": actions}, waits)
     total = span + sum(ends[slowest].values())
     deviation = _deviation(plan, performance, parts)
     return StepTime(
@@ -91,6 +93,14 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
         tokens=plan.batch.global_batch * plan.batch.tokens,
     )
+
+
+def _on_ring(stack: Stack, plan: RunPlan) -> Stack:
+    """Return a stack whose attention is as slow as on the plan's ring."""
+    layers = (kind.attention for kind in plan.kinds if kind.attention is not None)
+    rings = [plan.mesh.size(*one.axes) for one in layers if one.method is ContextMethod.RING]
+    slower = 1 + stack.slower_ring * (max(rings, default=1) - 1)
+    return replace(stack, slower_attention=stack.slower_attention * slower)
 
 
 def _check(plan: RunPlan) -> None:
@@ -170,6 +180,6 @@ def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, floa
     known |= {"optimizer": performance.memory_residual, "step": performance.host.residual}
     known["recompute"] = known["products"]
     links = max((one.residual for one in performance.links.values()), default=0.0)
-    work = {name: us for name, us in parts.items() if name != "bubble"}
+    work = {name: us for name, us in parts.items() if name not in ("bubble", "cores")}
     variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
     return math.sqrt(variance) / max(sum(work.values()), TINY_US)

@@ -27,6 +27,7 @@ SECTIONS: tuple[Callable[[RunData, str], Section | None], ...] = (
     sections.start,
     sections.curves,
     sections.time_of_step,
+    sections.predicted_time,
     sections.timelines,
     sections.memory,
     sections.traffic,

@@ -86,6 +86,11 @@ class RunData:
         return found if is_of_plan else None
 
     @property
+    def device(self) -> str:
+        """Device that ranks ran on last: `cpu`, or the CUDA name of a GPU; empty if it isn't known."""
+        return str((self.last_event("start") or {}).get("device", ""))
+
+    @property
     def end(self) -> Mapping[str, Any] | None:
         """Event that ended the last attempt; None if it runs, or was killed."""
         attempt = [event for event in self.events if event["event"] in ("start", "end")]

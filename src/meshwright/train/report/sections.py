@@ -7,22 +7,30 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from meshwright.cluster.presets import cluster_of_device
+from meshwright.errors import ConfigError
 from meshwright.pipeline.timeline import from_values
 from meshwright.plan.compare import hashes
-from meshwright.plan.cuda_memory import predict_cuda_memory
-from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
-from meshwright.plan.run_plan import RunPlan
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.time.step_time import predict_step
 from meshwright.plan.traffic import LinkBytes, predict_traffic
 from meshwright.settings.violation import format_value
 from meshwright.train.record.step_parts import StepParts
+from meshwright.train.report.comparison import (
+    PARTS,
+    as_rows,
+    compare_memory,
+    compare_time,
+    format_difference,
+    memory_name,
+)
 from meshwright.train.report.figures import MAX_LANES, SMALL, Image, Line, bars, chart, interval, timeline_figure
 from meshwright.train.report.run_data import RunData
 from meshwright.units import counted, format_bytes, format_count, format_duration
@@ -35,16 +43,6 @@ MAX_STAGES = 64
 OUTCOMES = {"complete": "complete", "stopped": "stopped as requested", "failed": "failed"}
 MAX_BARS = 8
 """Most ranks with a bar of their own; of more, the fastest, median and slowest in computing are shown."""
-PARTS = {
-    "compute": "forward and backward",
-    "communication": "exposed communication",
-    "bubble": "pipeline bubble",
-    "data": "data",
-    "optimizer": "optimizer",
-    "core": "waiting for a core",
-    "other": "other",
-}
-"""Name of each field of `StepParts`, in the order of the bars."""
 NO_MEASUREMENT = (
     "Not measured: the run has not ended or it failed, or the steps to measure were profiled or captured graphs."
 )
@@ -334,9 +332,28 @@ def time_of_step(run: RunData, prefix: str) -> Section:
         for part, seconds in times.items()
     ]
     section.table(("part", "mean, ms", "fastest rank, ms", "slowest rank, ms", "share"), table)
-    if (run.last_event("start") or {}).get("device") != "cpu":
+    if run.device != "cpu":
         section.paragraph("On a GPU, communication inside blocks counts as forward and backward.")
     return section
+
+
+def predicted_time(run: RunData, prefix: str) -> Section | None:
+    """Return the section on the time of a step, predicted against measured by part."""
+    if run.plan is None or run.measured is None:
+        return None
+    section = Section("Predicted time of a step", prefix=prefix)
+    try:
+        cluster = cluster_of_device(run.device)
+        if cluster is None:
+            return section.paragraph(f"Not predicted: no preset has a {run.device}; meshwright calibrate measures it.")
+        time = predict_step(run.plan, cluster, captured=run.config.get("capture.scope") == ["layer"])
+    except ConfigError as error:
+        return section.paragraph(f"Not predicted: {error.what}.")
+    ends = " to ".join(f"{us / 1e3:.3g}" for us in (time.low, time.high))
+    section.paragraph(f"Expected from {ends} ms on {cluster.name}, with rates of {cluster.performance.source}.")
+    ranks = [StepParts(**parts) for parts in run.measured["parts"]]
+    rows = as_rows(compare_time(time, ranks, on_cpu=run.device == "cpu"), lambda seconds: f"{1000 * seconds:.3g} ms")
+    return section.table(("part", "predicted", "measured", "difference"), rows)
 
 
 def timelines(run: RunData, prefix: str) -> Section | None:
@@ -365,13 +382,13 @@ def memory(run: RunData, prefix: str) -> Section | None:
     section = Section("Memory of a rank", prefix=prefix)
     found = run.measured
     if found is None:
-        rows = [(_name(name), format_bytes(size)) for name, size in vars(predicted).items() if size]
+        rows = [(memory_name(name), format_bytes(size)) for name, size in vars(predicted).items() if size]
         section.paragraph("Predicted, of the rank with the most; not measured.")
         return section.table(("type", "predicted"), [*rows, ("total", format_bytes(predicted.total()))])
     rank = max(range(len(found["memory"])), key=lambda rank: found["memory"][rank]["peak"])
     section.paragraph(f"Predicted for the rank with the most, measured on rank {rank}, which held the most.")
-    on_cpu = (run.last_event("start") or {}).get("device") == "cpu"
-    compared = _memory_rows(run.plan, found["memory"][rank], on_cpu=on_cpu)
+    on_cpu = run.device == "cpu"
+    compared = as_rows(compare_memory(run.plan, found["memory"][rank], on_cpu=on_cpu), format_bytes)
     return section.table(("type", "predicted", "measured", "difference"), compared)
 
 
@@ -407,41 +424,6 @@ def traffic(run: RunData, prefix: str) -> Section | None:
     return section
 
 
-def _memory_rows(plan: RunPlan, measured: Mapping[str, int], *, on_cpu: bool) -> list[tuple[str, str, str, str]]:
-    """Return a row for each type that can be measured, and one for the others, whose sum is."""
-    predicted = predict_memory(plan)
-    alone = [field.name for field in fields(predicted) if field.name in measured]
-    apart = {*measured, "workspace"} if on_cpu else measured.keys()
-    others = [_name(field.name) for field in fields(predicted) if field.name not in apart]
-    types = [(_name(name), getattr(predicted, name), measured[name]) for name in alone]
-    base = LIBRARIES if on_cpu else measured["base"]
-    total = predict_process_memory(plan) if on_cpu else base + predict_cuda_memory(plan).total()
-    others += ["holes between tensors"] * on_cpu
-    rows = [
-        ("Python and its libraries" if on_cpu else "held before the run", base, measured["base"]),
-        *types,
-        (
-            f"{', '.join(others[:-1])} and {others[-1]}",
-            total - base - sum(one for _, one, _ in types),
-            max(0, measured["peak"] - measured["base"] - sum(one for _, _, one in types)),
-        ),
-        ("total", total, measured["peak"]),
-    ]
-    return [(name, format_bytes(one), format_bytes(other), _difference(one, other))
-            for name, one, other in rows if one or other]  # fmt: skip
-
-
-def _name(name: str) -> str:
-    return {"errors": "error feedback", "buffers": "receive buffers"}.get(name, name.replace("_", " "))
-
-
-def _difference(predicted: int, measured: int) -> str:
-    """Return how far the measured value is from the predicted one."""
-    if predicted == measured:
-        return "0"
-    return f"{measured / predicted - 1:+.1%}" if predicted else f"+{format_bytes(measured)}"
-
-
 def _by_link(one: LinkBytes) -> dict[str, int]:
     return {"inside a node": one.inside_node, "between nodes": one.between_nodes}
 
@@ -450,7 +432,8 @@ def _compared_links(name: str, predicted: LinkBytes, found: LinkBytes) -> Iterat
     """Yield a row for each kind of link that is used."""
     for (link, one), other in zip(_by_link(predicted).items(), _by_link(found).values(), strict=True):
         if one or other:
-            yield f"{name}, {link}", format_bytes(one), format_bytes(other), _difference(one, other)
+            written = format_bytes(other)
+            yield f"{name}, {link}", format_bytes(one), written, format_difference(one, other, written)
 
 
 def _shown_ranks(ranks: Sequence[StepParts]) -> list[tuple[str, StepParts]]:
