@@ -38,51 +38,34 @@ def bench_plan(options: Options, say: Say) -> Report:
 def figures(found: Sequence[Prediction]) -> Iterator[Figure]:
     """Yield errors in percent: of tokens per second by set and source, and of memory."""
     yield Figure("rows", len(found), "rows")
-    for name, some in _sets(found):
-        yield Figure(f"{name}.rows", len(some), "rows")
+    sets = [("all", list(found))]
+    for name, is_held in (("fitted", False), ("held_out", True)):
+        sets.append((name, [one for one in found if one.row.is_held_out is is_held]))
+    for name, some in sets:
         yield from _errors(f"{name}.time", [one.error for one in some])
     for source in SOURCES:
-        own = [one.error for one in found if one.row.source == source]
-        if source == "TT":
-            yield (
-                Figure("TT.time.mean", 100 * mean(map(abs, own)), "%", at_most=3.0)
-                if own
-                else Figure("TT.time.mean", None)
-            )
-            yield (
-                Figure("TT.time.worst", 100 * max(map(abs, own)), "%", at_most=8.0)
-                if own
-                else Figure("TT.time.worst", None)
-            )
-        for name, some in _sets(found):
-            of_set = [one.error for one in some if one.row.source == source]
-            yield Figure(f"{source}.{name}.rows", len(of_set), "rows")
-            yield from _spread(f"{source}.{name}.time", of_set)
-    for name, some in [("all", found), *_sets(found)]:
+        for name, some in sets[1:]:
+            own = [one.error for one in some if one.row.source == source]
+            yield from _errors(f"{source}.{name}", own, has_targets=False)
+    titan = [100 * abs(one.error) for one in found if one.row.source == "TT"]
+    if titan:
+        yield Figure("TT.mean", mean(titan), "%", at_most=3.0)
+        yield Figure("TT.worst", max(titan), "%", at_most=8.0)
+    for name, some in sets:
         yield from _errors(f"{name}.memory", [one.memory_error for one in some if one.memory_error is not None])
     yield Figure("impossible", sum(not fits(one) for one in found), "rows", at_most=0.0)
 
 
-def _sets(found: Sequence[Prediction]) -> list[tuple[str, list[Prediction]]]:
-    return [
-        (name, [one for one in found if one.row.is_held_out is held])
-        for name, held in (("fitted", False), ("held_out", True))
-    ]
-
-
-def _errors(name: str, errors: Sequence[float]) -> Iterator[Figure]:
-    """Yield figures of errors that have targets."""
+def _errors(name: str, errors: Sequence[float], *, has_targets: bool = True) -> Iterator[Figure]:
+    """Yield the number of rows, and the median, the last tenth's least and the largest of the errors' magnitudes."""
     sizes = [100 * abs(error) for error in errors]
-    yield Figure(f"{name}.median", median(sizes) if sizes else None, "%", at_most=MEDIAN, note="no such row")
-    tenth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else None
-    yield Figure(f"{name}.p90", tenth, "%", at_most=TENTH, note="fewer than two rows")
-    yield Figure(f"{name}.worst", max(sizes, default=None), "%", note="no such row")
-
-
-def _spread(name: str, errors: Sequence[float]) -> Iterator[Figure]:
-    """Yield figures of errors without targets."""
-    for one in _errors(name, errors):
-        yield Figure(one.name, one.value, one.unit, note=one.note)
+    yield Figure(f"{name}.rows", len(sizes), "rows")
+    if not sizes:
+        return
+    tenth = quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
+    yield Figure(f"{name}.median", median(sizes), "%", at_most=MEDIAN if has_targets else None)
+    yield Figure(f"{name}.p90", tenth, "%", at_most=TENTH if has_targets else None)
+    yield Figure(f"{name}.worst", max(sizes), "%")
 
 
 def fits(one: Prediction) -> bool:

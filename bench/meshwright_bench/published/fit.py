@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +19,10 @@ from numpy.typing import NDArray
 from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
 from meshwright.cluster.presets import preset_on
-from meshwright.cluster.stacks import Stack
 from meshwright_bench.published.accuracy import predict
 from meshwright_bench.published.plans import Made, plans_of
-from meshwright_bench.published.programs import PROGRAMS
-from meshwright_bench.published.rows import Row
+from meshwright_bench.published.programs import ALIKE, FITTED, PROGRAMS, with_parameters
+from meshwright_bench.published.rows import Row, rows_to_fit
 
 Floats = NDArray[np.float64]
 SMALL = 0.02
@@ -41,19 +41,6 @@ GROUPS = {
     "A100-80": ("A100-80",),
 }
 """Presets that share a parameter of their curves, as they have the same processor, or power."""
-FAMILIES = {
-    "oneflow": ("oneflow", "oneflow-hybrid"),
-    "torchtitan": (
-        "torchtitan",
-        "torchtitan-eager",
-        "torchtitan-rowwise",
-        "torchtitan-async-tp",
-        "torchtitan-async-tp-rowwise",
-    ),
-    "async-tp": ("torchtitan-async-tp", "torchtitan-async-tp-rowwise"),
-    "rowwise": ("torchtitan-rowwise", "torchtitan-async-tp-rowwise"),
-}
-"""Stacks that share a parameter."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,37 @@ class Parameter:
     path: str
     start: float
     prior: float = 0.5
-    """Standard deviation of the logarithm, relative to the start."""
+    """Standard deviation of its logarithm from that of the start."""
+
+
+RATE, HALF, INNER = "products/16/flops_per_s", "products/16/half", "products/16/half_inner"
+ATTENTION, LENGTH = "attention/16/flops_per_s", "attention/16/half_length"
+PARAMETERS = (
+    # Large products reach about 80 % of an A100's peak rate, 75 % of a V100's, and 65 to 70 % of an H100's, whose power
+    # is limited. FlashAttention 2's forward reaches 60 % of an A100's peak, and 35 to 40 % of an H100's (Dao 2023).
+    Parameter(f"A100-40/{RATE}", 2.5e14), Parameter(f"A100-80/{RATE}", 2.5e14), Parameter(f"A100/{HALF}", 200),
+    Parameter(f"A100/{INNER}", 100), Parameter(f"A100/{ATTENTION}", 1.87e14, 0.05),
+    Parameter(f"A100/{LENGTH}", 256), Parameter("A100/memory_efficiency", 0.85, 0.1),
+    Parameter(f"H100-700W/{RATE}", 6.5e14), Parameter("H100-700W/products/float8/flops_per_s", 1.2e15, 0.3),
+    Parameter(f"H100-500W/{RATE}", 5.8e14, 0.2), Parameter("H100-500W/products/float8/flops_per_s", 1.0e15, 0.3),
+    Parameter(f"H100/{HALF}", 200), Parameter(f"H100/{INNER}", 100),
+    Parameter(f"H100-700W/{ATTENTION}", 4e14, 0.1), Parameter(f"H100-500W/{ATTENTION}", 3e14, 0.1),
+    Parameter(f"H100/{LENGTH}", 256), Parameter("H100/memory_efficiency", 0.85, 0.1),
+    Parameter(f"V100/{RATE}", 9.5e13, 0.05), Parameter(f"V100/{HALF}", 200), Parameter(f"V100/{INNER}", 100),
+    Parameter(f"V100/{ATTENTION}", 6e13, 0.2), Parameter("V100/memory_efficiency", 0.85, 0.05),
+    # Links
+    Parameter("tcpx/efficiency", 0.6), Parameter("nvlink2/efficiency", 0.85, 0.2),
+    Parameter("edr-eighth/efficiency", 0.85, 0.2), Parameter("edr-eighth/half_bytes", 3e6),
+    # Programs
+    Parameter("llm-foundry/slower_attention", 1.6), Parameter("llm-foundry/slower_memory", 1.1),
+    Parameter("llm-foundry/slower_beside", 0.15), Parameter("llm-foundry-fp8/slower_attention", 1.6, 0.2),
+    Parameter("llm-foundry-fp8/slower_memory", 1.2),
+    Parameter("megatron-2021/slower_attention", 1.5), Parameter("megatron-2021/slower_memory", 1.0),
+    Parameter("megatron-2022/slower_attention", 1.5), Parameter("megatron-2022/slower_memory", 1.0),
+    Parameter("oneflow/slower_attention", 1.2), Parameter("oneflow/slower_memory", 1.0),
+    Parameter("torchtitan/slower_ring", 0.1, 1.0), Parameter("torchtitan-eager/slower_memory", 1.1, 0.3),
+    Parameter("async-tp/hidden_tensor", 0.4), Parameter("rowwise/slower_products", 1.3),
+)  # fmt: skip
 
 
 def apply_to_cluster(cluster: Cluster, preset: str, link: str, values: Mapping[str, float]) -> Cluster:
@@ -82,33 +99,25 @@ def apply_to_cluster(cluster: Cluster, preset: str, link: str, values: Mapping[s
 
 
 def _with_curve(performance: Performance, name: str, value: float) -> Performance:
-    """Return a performance with a field of a curve replaced; those of 16 bits have the same curves."""
+    """Return a performance with a field of it, or of a curve, replaced; both dtypes of 16 bits have the same curves."""
     kind, _, rest = name.partition("/")
-    if not rest:
-        return replace(performance, **{name: value})
-    if kind == "host":
-        return replace(performance, host=replace(performance.host, **{rest: value}))
-    rate, _, field = rest.partition("/")
-    curves = dict(getattr(performance, kind))
-    for one in [one for one in curves if one == rate or (rate == "16" and one.endswith("float16"))]:
+    changes: dict[str, Any] = {kind: value}
+    if rest:
+        rate, _, field = rest.partition("/")
+        curves = dict(getattr(performance, kind))
         fields = ("half_rows", "half_columns") if field == "half" else (field,)
-        curves[one] = replace(curves[one], **dict.fromkeys(fields, value))
-    return replace(performance, **{kind: curves})
+        for one in [one for one in curves if one == rate or (rate == "16" and one.endswith("float16"))]:
+            curves[one] = replace(curves[one], **dict.fromkeys(fields, value))
+        changes = {kind: curves}
+    return replace(performance, **changes)
 
 
 def _affects(path: str, made: Made) -> bool:
     """Return whether a parameter has an effect on a plan's time."""
     owner = path.partition("/")[0]
     stack = PROGRAMS[made.program].stack.name
-    members = (*GROUPS.get(owner, ()), *FAMILIES.get(owner, (owner,)))
+    members = (*GROUPS.get(owner, ()), *ALIKE.get(owner, (owner,)))
     return made.cluster in members or made.link in members or stack in members or owner == "nvlink2"
-
-
-def apply_to_stack(stack: Stack, values: Mapping[str, float]) -> Stack:
-    """Return a stack with its parameters."""
-    found = ((path.partition("/"), value) for path, value in values.items())
-    own = {name: value for (owner, _, name), value in found if stack.name in FAMILIES.get(owner, (owner,))}
-    return replace(stack, **own)
 
 
 class Problem:
@@ -146,10 +155,10 @@ class Problem:
 
     def _seconds(self, made: Made, values: Mapping[str, float]) -> float:
         cluster = apply_to_cluster(self._clusters[made.cluster, made.link], made.cluster, made.link, values)
-        return predict(made, cluster, apply_to_stack(PROGRAMS[made.program].stack, values))[0]
+        return predict(made, cluster, with_parameters(PROGRAMS[made.program].stack, values))[0]
 
 
-def fit(problem: Problem, parameters: Sequence[Parameter], say: bool = True) -> dict[str, float]:
+def fit(problem: Problem, parameters: Sequence[Parameter] = PARAMETERS) -> dict[str, float]:
     """Return the parameters' values."""
     start = np.log([one.start for one in parameters])
     priors, at, damping = np.array([one.prior for one in parameters]), start.copy(), 1e-3
@@ -175,8 +184,20 @@ def fit(problem: Problem, parameters: Sequence[Parameter], say: bool = True) -> 
                 at, damping = moved, damping / 3
                 break
             damping *= 5
-        if say:
-            print(f"{number}: {best:.4f} → {after:.4f}, median {np.median(np.abs(errors)):.4f}", file=sys.stderr)
+        print(f"{number}: cost {best:.4f} → {after:.4f}, median {np.median(np.abs(errors)):.2%}", file=sys.stderr)
         if best - after < 1e-3:
             break
     return values(at)
+
+
+def main() -> None:
+    """Fit all parameters and write them to `fitted.toml`."""
+    problem = Problem(rows_to_fit())
+    found = fit(problem)
+    head = f"# Written by python -m meshwright_bench.published.fit, from {len(problem.rows)} rows\n"
+    lines = (f'"{path}" = {value:.4g}\n' for path, value in found.items())
+    FITTED.write_text(f"{head}[parameters]\n{''.join(lines)}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -77,7 +77,8 @@ class GptFamily(Family):
         )  # fmt: skip
         last = KindFacts(
             "head", "", (*_norm_weights(c, "norm"), *linear("head", c.dim, c.vocab_size, tied_to="embed.weight")),
-            saved=Saved(full=c.dim, stream=c.dim), output=float(c.vocab_size), head=HeadFacts("head"), output_divided=True,
+            saved=Saved(full=c.dim, stream=c.dim), output=float(c.vocab_size), head=HeadFacts("head"),
+            output_divided=True,
             operators=(_norm("norm", c.dim), product("head", c.dim, c.vocab_size), _loss(c)),
         )  # fmt: skip
         return ModelFacts(
@@ -97,7 +98,11 @@ class GptFamily(Family):
     def _plan_only(self, *_: Any) -> NoReturn:
         raise NotImplementedError("the family describes models for plans only")
 
-    build = initial = open_data = task = reference = _plan_only
+    build: Any = _plan_only
+    initial: Any = _plan_only
+    open_data: Any = _plan_only
+    task: Any = _plan_only
+    reference: Any = _plan_only
 
 
 def _block(c: GptConfig, tokens: int) -> KindFacts:
@@ -121,8 +126,8 @@ def _block(c: GptConfig, tokens: int) -> KindFacts:
         parameters,
         saved=plain + core,
         # Selective recomputation is that of the scores only (Korthikanti et al. 2022, section 5). Inputs of layers that
-        # tp shards are gathered again, so those that collectives return aren't kept.
-        kept=Saved(full=-2.0 * dim, stream=3.0 * dim + masks, divided=4.0 * dim + 2.0 * wide),
+        # tp shards are gathered again, so what gathers return isn't kept; what reductions return counts beside this.
+        kept=Saved(full=-2.0 * dim, stream=dim + masks, divided=4.0 * dim + 2.0 * wide),
         operators=(
             _norm("norm1", dim),
             product("attention.qkv", dim, 3 * dim, bias=DIVIDED if c.bias else None),

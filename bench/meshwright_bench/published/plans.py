@@ -96,7 +96,8 @@ def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConf
     microbatches = row.size("gbs") // (replicas * samples)
     mesh = {
         "pp": row.size("pp"), "tp": row.size("tp"), "cp": row.size("cp"), "dp_shard": shards,
-        "dp_replicate": replicas // shards, "cp_method": "ring" if row.size("cp") > 1 else "auto", "sequence_parallel": row.text["sp"] == "1",
+        "dp_replicate": replicas // shards, "sequence_parallel": row.text["sp"] == "1",
+        "cp_method": "ring" if row.size("cp") > 1 else "auto",
     }  # fmt: skip
     values: dict[str, Any] = {
         "model": _model(row, program),
@@ -124,6 +125,7 @@ def _model(row: Row, program: Program) -> dict[str, Any]:
 
 def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
     """Return a plan with what a program does otherwise than Meshwright."""
+    # "PURE" reduces in 16 bits, too.
     reduce = "bfloat16" if "PURE" in row.text["notes"] else program.reduce
     rate = {"fp8": "float8", "fp16": "float16"}.get(row.text["dtype"], "bfloat16")
 
