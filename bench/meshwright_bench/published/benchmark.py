@@ -8,6 +8,7 @@ from statistics import mean, median, quantiles
 
 from meshwright.cluster.presets import cluster_preset
 from meshwright.plan.traffic import Purpose
+from meshwright.units import counted
 from meshwright_bench.benchmarks import Options, Say
 from meshwright_bench.published.accuracy import Prediction, predict_row
 from meshwright_bench.published.rows import counting_rows, read_rows, reasons_out
@@ -75,9 +76,9 @@ def fits(one: Prediction) -> bool:
 
 def notes(found: Sequence[Prediction]) -> Iterator[str]:
     """Yield why rows are out, and the worst ones with the likely reason."""
-    yield f"{len(read_rows())} published runs, of which {len(found)} state what is recomputed and a time"
+    yield f"{counted(len(read_rows()), 'published run')}, of which {len(found)} state what is recomputed and a time"
     for reason, number in reasons_out():
-        yield f"  out: {number} rows, as {reason}"
+        yield f"  out: {counted(number, 'row')}, as {reason}"
     yield "errors are those of tokens per second, predicted over measured; held out: hash of the id, never fitted"
     yield "the worst rows, with the likely reason:"
     for one in sorted(found, key=lambda one: -abs(one.error))[:WORST]:

@@ -7,8 +7,8 @@ without chance. A weak prior keeps what no row decides near its start. Doesn't i
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
 from meshwright.cluster.presets import preset_on
+from meshwright.units import counted
 from meshwright_bench.published.accuracy import predict
 from meshwright_bench.published.plans import Made, plans_of
 from meshwright_bench.published.programs import ALIKE, FITTED, PROGRAMS, with_parameters
@@ -184,7 +185,7 @@ def fit(problem: Problem, parameters: Sequence[Parameter] = PARAMETERS) -> dict[
                 at, damping = moved, damping / 3
                 break
             damping *= 5
-        print(f"{number}: cost {best:.4f} → {after:.4f}, median {np.median(np.abs(errors)):.2%}", file=sys.stderr)
+        logging.info("%d: cost %.4f → %.4f, median %.4f", number, best, after, np.median(np.abs(errors)))
         if best - after < 1e-3:
             break
     return values(at)
@@ -192,9 +193,10 @@ def fit(problem: Problem, parameters: Sequence[Parameter] = PARAMETERS) -> dict[
 
 def main() -> None:
     """Fit all parameters and write them to `fitted.toml`."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     problem = Problem(rows_to_fit())
     found = fit(problem)
-    head = f"# Written by python -m meshwright_bench.published.fit, from {len(problem.rows)} rows\n"
+    head = f"# Written by python -m meshwright_bench.published.fit, from {counted(len(problem.rows), 'row')}\n"
     lines = (f'"{path}" = {value:.4g}\n' for path, value in found.items())
     FITTED.write_text(f"{head}[parameters]\n{''.join(lines)}", encoding="utf-8")
 

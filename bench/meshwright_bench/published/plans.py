@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.rules import violations
+from meshwright.plan.rules import load, violations
 from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator, RunPlan, SavedBytes, Stage, Unit
 from meshwright_bench.published.programs import PROGRAMS, Program, program_of
 from meshwright_bench.published.rows import Row
@@ -118,9 +119,14 @@ def _model(row: Row, program: Program) -> dict[str, Any]:
         "num_layers": row.size("layers"), "dim": row.size("hidden"), "num_heads": row.size("heads"),
         "ffn_dim": row.size("ffn_hidden"), "vocab_size": row.number("vocab") or VOCABULARY,
     }  # fmt: skip
-    if "llama" in row.text["model"].lower():
-        return {"kind": "llama", "num_kv_heads": row.size("kv_heads"), **sizes}
+    if sizes["ffn_dim"] != 4 * sizes["dim"]:  # with a gate, RMS norms and rotary positions
+        return {"kind": _gated_family(), "num_kv_heads": row.size("kv_heads"), **sizes}
     return {"kind": GPT, "scores": program.scores, "bias": program.bias, **sizes}
+
+
+@cache
+def _gated_family() -> str:
+    return load("llama-tiny").model.kind
 
 
 def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:

@@ -29,7 +29,7 @@ class Row:
     """All columns, as written."""
 
     def number(self, column: str) -> int | None:
-        """Return a whole number."""
+        """Return an int."""
         return int(self.text[column]) if self.text[column] else None
 
     def size(self, column: str) -> int:
