@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 from meshwright.cluster.hardware import Cluster
-from meshwright.cluster.presets import preset_on
+from meshwright.cluster.presets import cluster_preset, preset_on
 from meshwright.cluster.stacks import Stack
+from meshwright.pipeline.simulate import Costs, StageCosts, peak_bytes
 from meshwright.plan.cuda_memory import predict_cuda_memory
-from meshwright.plan.memory import by_pipeline_rank
+from meshwright.plan.memory import by_pipeline_rank, stage_bytes
 from meshwright.plan.run_plan import RunPlan
-from meshwright.plan.time.step_time import predict_step
+from meshwright.plan.time.communication import added
+from meshwright.plan.time.step_time import StepTime, predict_step
 from meshwright_bench.published.plans import Made, plans_of
 from meshwright_bench.published.programs import PROGRAMS
 from meshwright_bench.published.rows import Row
@@ -50,12 +53,34 @@ def predict(made: Made, cluster: Cluster, stack: Stack) -> tuple[float, dict[str
     found = predict_step(made.plan, cluster, stack=stack)
     repeats = {name: 1 if name in ("optimizer", "step") else made.repeats for name in found.parts}
     parts = {name: repeats[name] * us / 1e6 for name, us in found.parts.items()}
+    if made.further:
+        each = [_work(made.plan, found, place, cluster) for place in range(made.plan.schedule.num_ranks)]
+        busiest = max(each, key=lambda one: sum(one.values()))
+        parts = added(parts, {name: made.further * us / 1e6 for name, us in busiest.items()})
     return sum(parts.values()), parts
+
+
+def _work(plan: RunPlan, found: StepTime, place: int, cluster: Cluster) -> dict[str, float]:
+    """Return what a micro-batch takes on a rank of a pipeline, in µs by part."""
+    stages = plan.schedule.stages_of(place)
+    actions = 2 * len(stages) * cluster.performance.host.action_us
+    return added(*(found.stages[number].parts for number in stages), {"host": actions})
 
 
 def predict_row(row: Row) -> Prediction:
     """Return the prediction of a row; of what it doesn't state, the fastest that fits."""
-    return min((predict_made(one) for one in plans_of(row)), key=lambda one: one.seconds)
+    return min((predict_made(one) for one in plausible_plans(row)), key=lambda one: one.seconds)
+
+
+def plausible_plans(row: Row) -> list[Made]:
+    """Return a row's plans that fit; all, if none does."""
+    found = list(plans_of(row))
+    return [one for one in found if fits(one, predict_memory(one))] or found
+
+
+def fits(made: Made, memory_bytes: int) -> bool:
+    """Return whether a device has this memory."""
+    return memory_bytes <= cluster_preset(made.cluster).device.memory_bytes
 
 
 def predict_made(made: Made) -> Prediction:
@@ -69,12 +94,20 @@ def predict_memory(made: Made) -> int:
     program, plan = PROGRAMS[made.program], made.plan
     allocated = predict_cuda_memory(plan).total()
     if program.state_bytes is not None:
-        allocated = max(_replicated(plan, place, rank.activations, program.state_bytes)
-                        for place, rank in enumerate(by_pipeline_rank(plan, on_cuda=True)))  # fmt: skip
+        activations = [rank.activations for rank in by_pipeline_rank(plan, on_cuda=True)]
+        activations = _saved(plan) if program.counts_saved else activations
+        states = (program.state_bytes * _parameters(plan, place) for place in range(len(activations)))
+        allocated = max(map(add, activations, states))
     return int(program.reserved * allocated + program.context_bytes)
 
 
-def _replicated(plan: RunPlan, place: int, activations: int, state_bytes: int) -> int:
-    """Return the bytes of a rank without FSDP: its parameters' states, and activations."""
+def _saved(plan: RunPlan) -> list[int]:
+    """Return the bytes that each rank of the pipeline saves for the backward at most."""
+    costs = (StageCosts(activation_bytes=stage_bytes(plan, stage, on_cuda=True).saved) for stage in plan.stages)
+    return [rank.activations for rank in peak_bytes(plan.schedule, Costs(list(costs)))]
+
+
+def _parameters(plan: RunPlan, place: int) -> int:
+    """Return the elements of a rank's parameters."""
     held = (plan.stages[number] for number in plan.schedule.stages_of(place))
-    return activations + state_bytes * sum(plan.elements(one) for stage in held for _, _, one in plan.parameters(stage))
+    return sum(plan.elements(one) for stage in held for _, _, one in plan.parameters(stage))

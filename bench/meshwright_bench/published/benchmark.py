@@ -10,7 +10,7 @@ from meshwright.cluster.presets import cluster_preset
 from meshwright.plan.traffic import Purpose
 from meshwright.units import counted
 from meshwright_bench.benchmarks import Options, Say
-from meshwright_bench.published.accuracy import Prediction, predict_row
+from meshwright_bench.published.accuracy import Prediction, fits, predict_row
 from meshwright_bench.published.rows import counting_rows, read_rows, reasons_out
 from meshwright_bench.report import Figure, Report
 
@@ -54,7 +54,7 @@ def figures(found: Sequence[Prediction]) -> Iterator[Figure]:
         yield Figure("TT.worst", max(titan), "%", at_most=8.0)
     for name, some in sets:
         yield from _errors(f"{name}.memory", [one.memory_error for one in some if one.memory_error is not None])
-    yield Figure("impossible", sum(not fits(one) for one in found), "rows", at_most=0.0)
+    yield Figure("impossible", sum(not fits(one.made, one.memory_bytes) for one in found), "rows", at_most=0.0)
 
 
 def _errors(name: str, errors: Sequence[float], *, has_targets: bool = True) -> Iterator[Figure]:
@@ -67,11 +67,6 @@ def _errors(name: str, errors: Sequence[float], *, has_targets: bool = True) -> 
     yield Figure(f"{name}.median", median(sizes), "%", at_most=MEDIAN if has_targets else None)
     yield Figure(f"{name}.p90", tenth, "%", at_most=TENTH if has_targets else None)
     yield Figure(f"{name}.worst", max(sizes), "%")
-
-
-def fits(one: Prediction) -> bool:
-    """Return whether the predicted memory is that of the device at most."""
-    return one.memory_bytes <= cluster_preset(one.made.cluster).device.memory_bytes
 
 
 def notes(found: Sequence[Prediction]) -> Iterator[str]:

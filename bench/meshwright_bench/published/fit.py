@@ -20,8 +20,8 @@ from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
 from meshwright.cluster.presets import preset_on
 from meshwright.units import counted
-from meshwright_bench.published.accuracy import predict
-from meshwright_bench.published.plans import Made, plans_of
+from meshwright_bench.published.accuracy import plausible_plans, predict
+from meshwright_bench.published.plans import Made
 from meshwright_bench.published.programs import ALIKE, FITTED, PROGRAMS, with_parameters
 from meshwright_bench.published.rows import Row, rows_to_fit
 
@@ -30,8 +30,6 @@ SMALL = 0.02
 """Errors below this count as squares, larger ones as magnitudes."""
 STEP = 0.02
 ITERATIONS = 8
-MOST_STAGES = 8
-"""Rows with more pipeline stages take too long to predict often; they are neither fitted nor held out for it."""
 GROUPS = {
     "A100": ("A100-40", "A100-80"),
     "H100": ("H100", "H200", "H100-96"),
@@ -54,20 +52,23 @@ class Parameter:
     """Standard deviation of its logarithm from that of the start."""
 
 
-RATE, HALF, INNER = "products/16/flops_per_s", "products/16/half", "products/16/half_inner"
+RATE, INNER = "products/16/flops_per_s", "products/16/half_inner"
+ROWS, HALF = "products/16/half_rows", "products/16/half_columns"
 ATTENTION, LENGTH = "attention/16/flops_per_s", "attention/16/half_length"
 PARAMETERS = (
     # Large products reach about 80 % of an A100's peak rate, 75 % of a V100's, and 65 to 70 % of an H100's, whose power
     # is limited. FlashAttention 2's forward reaches 60 % of an A100's peak, and 35 to 40 % of an H100's (Dao 2023).
-    Parameter(f"A100-40/{RATE}", 2.5e14), Parameter(f"A100-80/{RATE}", 2.5e14), Parameter(f"A100/{HALF}", 200),
+    Parameter(f"A100-40/{RATE}", 2.5e14), Parameter(f"A100-80/{RATE}", 2.5e14),
+    Parameter(f"A100/{ROWS}", 100), Parameter(f"A100/{HALF}", 200),
     Parameter(f"A100/{INNER}", 100), Parameter(f"A100/{ATTENTION}", 1.87e14, 0.05),
     Parameter(f"A100/{LENGTH}", 256), Parameter("A100/memory_efficiency", 0.85, 0.1),
     Parameter(f"H100-700W/{RATE}", 6.5e14), Parameter("H100-700W/products/float8/flops_per_s", 1.2e15, 0.3),
     Parameter(f"H100-500W/{RATE}", 5.8e14, 0.2), Parameter("H100-500W/products/float8/flops_per_s", 1.0e15, 0.3),
-    Parameter(f"H100/{HALF}", 200), Parameter(f"H100/{INNER}", 100),
+    Parameter(f"H100/{ROWS}", 100), Parameter(f"H100/{HALF}", 200), Parameter(f"H100/{INNER}", 100),
     Parameter(f"H100-700W/{ATTENTION}", 4e14, 0.1), Parameter(f"H100-500W/{ATTENTION}", 3e14, 0.1),
     Parameter(f"H100/{LENGTH}", 256), Parameter("H100/memory_efficiency", 0.85, 0.1),
-    Parameter(f"V100/{RATE}", 9.5e13, 0.05), Parameter(f"V100/{HALF}", 200), Parameter(f"V100/{INNER}", 100),
+    Parameter(f"V100/{RATE}", 9.5e13, 0.05),
+    Parameter(f"V100/{ROWS}", 100), Parameter(f"V100/{HALF}", 200), Parameter(f"V100/{INNER}", 100),
     Parameter(f"V100/{ATTENTION}", 6e13, 0.2), Parameter("V100/memory_efficiency", 0.85, 0.05),
     # Links
     Parameter("tcpx/efficiency", 0.6), Parameter("nvlink2/efficiency", 0.85, 0.2),
@@ -78,6 +79,7 @@ PARAMETERS = (
     Parameter("llm-foundry-fp8/slower_memory", 1.2),
     Parameter("megatron-2021/slower_attention", 1.5), Parameter("megatron-2021/slower_memory", 1.0),
     Parameter("megatron-2022/slower_attention", 1.5), Parameter("megatron-2022/slower_memory", 1.0),
+    Parameter("deepspeed/slower_memory", 1.5),
     Parameter("oneflow/slower_attention", 1.2), Parameter("oneflow/slower_memory", 1.0),
     Parameter("torchtitan/slower_ring", 0.1, 1.0), Parameter("torchtitan-eager/slower_memory", 1.1, 0.3),
     Parameter("async-tp/hidden_tensor", 0.4), Parameter("rowwise/slower_products", 1.3),
@@ -106,9 +108,8 @@ def _with_curve(performance: Performance, name: str, value: float) -> Performanc
     if rest:
         rate, _, field = rest.partition("/")
         curves = dict(getattr(performance, kind))
-        fields = ("half_rows", "half_columns") if field == "half" else (field,)
         for one in [one for one in curves if one == rate or (rate == "16" and one.endswith("float16"))]:
-            curves[one] = replace(curves[one], **dict.fromkeys(fields, value))
+            curves[one] = replace(curves[one], **{field: value})
         changes = {kind: curves}
     return replace(performance, **changes)
 
@@ -125,7 +126,7 @@ class Problem:
     """Rows to fit, with the plan of each that is the fastest."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self._candidates = {row: list(plans_of(row)) for row in rows if row.size("pp") <= MOST_STAGES}
+        self._candidates = {row: plausible_plans(row) for row in rows}
         self.rows = list(self._candidates)
         self._clusters = {(made.cluster, made.link): preset_on(made.cluster, made.link)
                           for found in self._candidates.values() for made in found}  # fmt: skip

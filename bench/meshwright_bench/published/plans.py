@@ -12,14 +12,27 @@ from meshwright.config.schema import RunConfig, run_type
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load, violations
-from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator, RunPlan, SavedBytes, Stage, Unit
+from meshwright.plan.run_plan import (
+    BYTES,
+    LayerSpec,
+    PlannedKernels,
+    PlannedOperator,
+    RunPlan,
+    SavedBytes,
+    Shard,
+    Stage,
+    Unit,
+)
 from meshwright_bench.published.programs import PROGRAMS, Program, program_of
 from meshwright_bench.published.rows import Row
 
 GPT = "meshwright_bench.published.gpt:FAMILY"
-POLICIES = {"none": "none", "full": "full", "selective": "selective"}
+POLICIES = ("none", "full", "selective")
 VOCABULARY = 51200
 """Of MT-NLG, whose row doesn't state it: GPT-2's, padded."""
+MOST_STAGES = 8
+"""Stages of pipelines that are simulated with all micro-batches. Of longer ones the schedule's period is as long as the
+busiest rank's work, to 0.3 %, so that they are simulated with as many micro-batches as stages."""
 SYSTEMS = {
     "A100 40GB, 1600": ("A100-40", "roce200"),
     "A100 80GB, 1600": ("A100-80", "roce200"),
@@ -44,8 +57,10 @@ class Made:
     link: str
     config: RunConfig
     plan: RunPlan
-    repeats: int
+    repeats: int = 1
     """Micro-batches, each with its own reduction, of which the plan has one."""
+    further: int = 0
+    """Micro-batches besides the plan's, each of which takes as long as the busiest rank of a long pipeline."""
 
 
 def plans_of(row: Row) -> Iterator[Made]:
@@ -54,17 +69,25 @@ def plans_of(row: Row) -> Iterator[Made]:
     program = PROGRAMS[name]
     system = next(one for start, one in SYSTEMS.items() if row.text["system"].startswith(start))
     for samples, chunks in product(_microbatch_sizes(row), _chunks(row)):
-        repeats = 1
-        config = _config(row, program, samples=samples, chunks=chunks)
-        if program.reduces_each:
-            repeats = config.train.num_microbatches
-            per = config.train.global_batch // repeats
-            config = config.with_keys({"train.num_microbatches": 1, "train.global_batch": per})
+        config, repeats, further = _config(row, program, samples=samples, chunks=chunks), 1, 0
         found = next(violations(config, None), None)
         if found is not None:
             raise ValueError(f"{row.id}: {found}")
+        if program.reduces_each:
+            config, repeats = _with_microbatches(config, 1)
+        elif config.mesh.pp > MOST_STAGES:
+            microbatches = config.train.num_microbatches
+            config, further = _with_microbatches(config, config.mesh.pp)[0], microbatches - config.mesh.pp
         plan = _as_program(make_plan(config, nodes=min(8, row.size("gpus"))), program, row)
-        yield Made(row, name, *system, config, plan, repeats)
+        yield Made(row, name, *system, config, plan, repeats, further)
+
+
+def _with_microbatches(config: RunConfig, number: int) -> tuple[RunConfig, int]:
+    """Return a configuration with fewer micro-batches of the same size, and how many times as many there were."""
+    train = config.train
+    batch = train.global_batch * number // train.num_microbatches
+    keys = {"train.num_microbatches": number, "train.global_batch": batch}
+    return config.with_keys(keys), train.num_microbatches // number
 
 
 def _microbatch_sizes(row: Row) -> list[int]:
@@ -148,7 +171,10 @@ def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
 
     kinds = {kind.name: of_kind(kind) for kind in plan.kinds}
     stages = tuple(replace(stage, root=_root(plan, stage, reduce, program.reduces_whole)) for stage in plan.stages)
-    return replace(plan, kinds=tuple(kinds.values()), stages=stages)
+    plan = replace(plan, kinds=tuple(kinds.values()), stages=stages)
+    tp = plan.mesh.view("tp")
+    # Each tp rank sends its part of what it has whole, and gathers it (Narayanan et al. 2021, section 4.1).
+    return replace(plan, edge=replace(plan.edge, shards=(Shard(0, tp),))) if program.scatters and tp else plan
 
 
 def _root(plan: RunPlan, stage: Stage, reduce: str, whole: bool) -> Unit:

@@ -37,6 +37,8 @@ class Program:
     """Whether parameters and optimizer states are sharded over data-parallel ranks (FSDP), or replicated (DDP)."""
     reduces_whole: bool = False
     """Whether replicas sum all gradients as one tensor."""
+    scatters: bool = False
+    """Whether tp ranks send parts of what goes from stage to stage."""
     reduce: str = "float32"
     """Dtype of the sums of gradients."""
     reduces_each: bool = False
@@ -50,6 +52,8 @@ class Program:
     """Products that selective recomputation runs again."""
     state_bytes: int | None = None
     """Bytes per parameter that a rank holds at all times; None as Meshwright, which frees gradients."""
+    counts_saved: bool = False
+    """Whether a memory figure counts states and saved activations only, as a paper's own formula does."""
     live_logits: float = 1.0
     """Bytes of logits and their gradients over those that plans count: three tensors in float32."""
     reserved: float = 1.0
@@ -77,8 +81,8 @@ SAC = ("attention.wk", "attention.wo", "ffn.up")
 FOUNDRY = Program(Stack("llm-foundry"), reduces_each=True, bias=False, live_logits=1 / 3)
 """FSDP1, whose trainer reduces gradients after each micro-batch; cross-entropy by one kernel, on logits in 16 bits."""
 MEGATRON = Program(
-    Stack("megatron", hides_reductions=False), sharded=False, reduces_whole=True, reduce="float16", scores=True,
-    state_bytes=18,
+    Stack("megatron", hides_reductions=False), sharded=False, reduces_whole=True, scatters=True, reduce="float16",
+    scores=True, state_bytes=18,
 )  # fmt: skip
 """Replicas that sum gradients once, after the last backward. Weights in 16 bits, and gradients, weights and two states
 in float32 are held at all times (18 bytes: Korthikanti et al. 2022, section 6)."""
@@ -104,7 +108,8 @@ PROGRAMS = {
         ("llm-foundry", FOUNDRY, {}),
         ("llm-foundry-fp8", FOUNDRY, {}),
         ("megatron-2021", MEGATRON, {}),
-        ("megatron-2022", MEGATRON, {}),
+        ("megatron-2022", MEGATRON, {"counts_saved": True}),
+        ("deepspeed", MEGATRON, {}),
         ("oneflow", ONEFLOW, {}),
         ("oneflow-hybrid", HYBRID, {}),
         ("torchtitan-eager", TITAN, {"compiled": False}),
@@ -128,4 +133,4 @@ def program_of(row: Row) -> str:
     if source == "TT":
         is_async, rowwise = "-async" * ("async" in notes.lower()), "-rowwise" * ("rowwise" in notes)
         return "torchtitan-eager" if notes.startswith("eager") else f"torchtitan{is_async}{rowwise}"
-    return {"NAR": "megatron-2021", "MTNLG": "megatron-2021", "KOR": "megatron-2022", "MT": "maxtext"}[source]
+    return {"NAR": "megatron-2021", "MTNLG": "deepspeed", "KOR": "megatron-2022", "MT": "maxtext"}[source]

@@ -28,6 +28,13 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON instead of a page.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
     seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 20.0,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Scale known rates to what a run measured instead; repeat it."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="DEVICE|FILE", help="With --from: the cluster to scale; by default the run's.")
+    ] = None,
 ) -> None:
     """Measure what this machine achieves, for predictions of time: plan --cluster here, and reports of runs."""
     from meshwright.calibrate.calibrate import calibrate as measure
@@ -36,9 +43,17 @@ def calibrate(
 
     path = path_of("-o", out) or _own_file()
     check_output(path, where=OUT_OPTION)
+    comment = "Written by meshwright calibrate. docs/clusters.md explains the keys."
+    if runs:
+        from meshwright.cli.calibrate_from import scale
+
+        scaled, lines = scale(runs, cluster)
+        write_output(path, cluster_toml(scaled, comment), where=OUT_OPTION)
+        for line in [cluster_json(scaled)] if as_json else [*lines, _written(path)]:
+            show(line)
+        return
     begin = time.perf_counter()
     found = measure(device=_device(device), budget_s=seconds, say=lambda text: print(text, file=sys.stderr))
-    comment = "Written by meshwright calibrate. docs/clusters.md explains the keys."
     write_output(path, cluster_toml(found.cluster, comment), where=OUT_OPTION)
     if as_json:
         print(cluster_json(found.cluster))
@@ -73,9 +88,13 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
+    yield _written(path)
+
+
+def _written(path: Path) -> str:
     from meshwright.cluster.presets import HERE, own_file
 
-    yield f"written to {path}: use it with --cluster {HERE if path == own_file() else path}"
+    return f"written to {path}: use it with --cluster {HERE if path == own_file() else path}"
 
 
 def _own_file() -> Path:

@@ -39,6 +39,8 @@ class StepTime:
     which processes wait for those that they share, `optimizer`, and `step`, the host's work per step."""
     place: int
     """Place of that rank in the pipeline."""
+    at_end: Mapping[str, float] = field(hash=False)
+    """What follows the last backward on that rank."""
     stages: tuple[StageTimes, ...] = field(hash=False)
     timeline: Timeline = field(hash=False)
     """Actions of the first rank of each place of the pipeline, in µs."""
@@ -65,10 +67,8 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         ConfigError: the family doesn't describe its operators, or the cluster has no rate of a dtype.
     """
     _check(plan)
-    performance = cluster.performance
-    kernels = KernelTimes(cluster.device, performance, _on_ring(stack, plan))
-    sent = Communication(plan, cluster)
-    pricer = StagePricer(plan, kernels, sent, performance, stack, captured=captured)
+    performance, sent = cluster.performance, Communication(plan, cluster)
+    pricer = stage_pricer(plan, cluster, sent, stack=stack, captured=captured)
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
     span = _on_shared_cores(plan, cluster, found)
@@ -88,11 +88,26 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         high=total * math.exp(deviation),
         parts={name: us for name, us in parts.items() if abs(us) > TINY_US},
         place=slowest,
+        at_end=ends[slowest],
         stages=stages,
         timeline=found.timeline,
         flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
         tokens=plan.batch.global_batch * plan.batch.tokens,
     )
+
+
+def stage_pricer(
+    plan: RunPlan,
+    cluster: Cluster,
+    sent: Communication | None = None,
+    *,
+    stack: Stack = MESHWRIGHT,
+    captured: bool = False,
+) -> StagePricer:
+    """Return the prices of a plan's stages on a cluster."""
+    kernels = KernelTimes(cluster.device, cluster.performance, _on_ring(stack, plan))
+    sent = sent or Communication(plan, cluster)
+    return StagePricer(plan, kernels, sent, cluster.performance, stack, captured=captured)
 
 
 def _on_ring(stack: Stack, plan: RunPlan) -> Stack:
