@@ -16,21 +16,12 @@ from meshwright.cluster.hardware import Device
 from meshwright.cluster.performance import Performance, ProductCurve
 from meshwright.cluster.stacks import Stack
 from meshwright.errors import ConfigError
-from meshwright.models.contract.operators import OperatorKind, Rerun
-from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator
+from meshwright.models.contract.operators import OperatorKind
+from meshwright.plan.costs import ATTENTION_BACKWARD, OPERAND_BYTES, runs_again
+from meshwright.plan.run_plan import LayerSpec, PlannedKernels, PlannedOperator
 
 C = TypeVar("C")
 NOTHING = PlannedKernels()
-RATE_BYTES = {**BYTES, "float8": 1}
-RERUN = {
-    RecomputePolicy.NONE: (),
-    RecomputePolicy.SELECTIVE: (Rerun.ALWAYS,),
-    RecomputePolicy.FULL: (Rerun.ALWAYS, Rerun.FULL),
-}
-"""Operators that a policy runs again."""
-ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward over its forward's: five products for two (Dao 2023, section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +71,7 @@ class KernelTimes:
         """Return the work of a kind on a micro-batch of `samples` samples of `tokens` tokens."""
         compiled = kind.compiled or self._stack.fused
         found = [self._passes(one, samples, tokens, compiled) for one in kind.operators]
-        again = RERUN[kind.recompute]
-        rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if one.rerun in again)
+        rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if runs_again(one, kind.recompute))
         forward, to_input, to_weight = (sum((work[number] for work in found), Work()) for number in range(3))
         passes = (forward, to_input, to_weight, sum(rerun, Work()))
         return KindWork(*(work.beside(self._performance, self._processes) for work in passes))
@@ -112,12 +102,12 @@ class KernelTimes:
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
         moved = kernels.num_bytes * samples + kernels.bytes_once
-        seconds = moved / self._bytes_per_us * self._stack.slower_memory
-        return Work(memory=seconds, host=self._launches(kernels.launches, compiled))
+        us = moved / self._bytes_per_us * self._stack.slower_memory
+        return Work(memory=us, host=self._launches(kernels.launches, compiled))
 
     def _product(self, one: PlannedOperator, shape: tuple[float, float, float], slower: float, compiled: bool) -> Work:
         m, k, n = shape
-        curve, size = product_curve(self._performance, one.rate), RATE_BYTES[one.rate]
+        curve, size = product_curve(self._performance, one.rate), OPERAND_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
         each = max(slower * curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups

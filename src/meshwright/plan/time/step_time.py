@@ -40,8 +40,8 @@ class StepTime:
     which processes wait for those that they share, `optimizer`, and `step`, the host's work per step."""
     place: int
     """Place of that rank in the pipeline."""
-    at_end: Mapping[str, float] = field(hash=False)
-    """What follows the last backward on that rank."""
+    at_end: tuple[Mapping[str, float], ...] = field(hash=False)
+    """What follows the last backward, by place in the pipeline and part."""
     stages: tuple[StageTimes, ...] = field(hash=False)
     timeline: Timeline = field(hash=False)
     """Actions of the first rank of each place of the pipeline, in µs."""
@@ -73,15 +73,17 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
     span = _on_shared_cores(cluster, sent, found, stages)
-    ends = [_at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
-    slowest = max(range(len(ends)), key=lambda place: (sum(ends[place].values()), found.busy[place]))
+    ends = [at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
+    lasts = _last_ends(found)
+    # A rank whose backwards end early reduces its gradients while others still have some.
+    slowest = max(range(len(ends)), key=lambda place: lasts[place] + sum(ends[place].values()))
     own = [stages[number] for number in plan.schedule.stages_of(slowest)]
     microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
     each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
     actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
-    waits = {"bubble": found.makespan - busy, "cores": span - found.makespan}
+    waits = {"bubble": lasts[slowest] - busy, "cores": span - found.makespan}
     parts = added(ends[slowest], *each, {"host": actions}, waits)
-    total = span + sum(ends[slowest].values())
+    total = lasts[slowest] + waits["cores"] + sum(ends[slowest].values())
     deviation = _deviation(plan, performance, parts)
     return StepTime(
         total=total,
@@ -89,12 +91,21 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         high=total * math.exp(deviation),
         parts={name: us for name, us in parts.items() if abs(us) > TINY_US},
         place=slowest,
-        at_end=ends[slowest],
+        at_end=tuple(ends),
         stages=stages,
         timeline=found.timeline,
         flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
         tokens=plan.batch.global_batch * plan.batch.tokens,
     )
+
+
+def _last_ends(found: Simulation) -> list[float]:
+    """Return when each rank's last action has ended."""
+    lasts = [0.0] * found.timeline.num_ranks
+    for span in found.timeline.spans:
+        lasts[span.rank] = max(lasts[span.rank], span.end)
+    waits = found.makespan - max(lasts)
+    return [one + waits for one in lasts]
 
 
 def stage_pricer(
@@ -163,7 +174,7 @@ def _mean_slower(cluster: Cluster, parts: Times, processes: float) -> float:
     return slower / max(sum(known.values()), TINY_US)
 
 
-def _at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
+def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
     """Return what a rank does after its last backward, by part."""
     performance, numbers = cluster.performance, plan.schedule.stages_of(place)
     held = [plan.stages[number] for number in numbers]
