@@ -10,7 +10,7 @@ p: ranks, m: micro-batches, v: chunks per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min")
 """Schedules that split the backward."""
@@ -19,8 +19,7 @@ CHUNKS = (2, 3, 4, 8)
 """Chunks of the interleaved schedules that are candidates."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Work of a rank per micro-batch, over all of its chunks."""
 
     forward: float
