@@ -22,10 +22,11 @@ from meshwright.plan.time.communication import added
 from meshwright.plan.time.step_time import StepTime, predict_step
 from meshwright.units import format_bytes
 
-FEW, MORE = 2, 3
-"""Micro-batches per pipeline rank and chunk of the two simulations."""
-ENOUGH = 5
-"""Micro-batches per pipeline rank and chunk from which on a step isn't simulated whole."""
+CYCLES = {False: (2, 3), True: (4, 6)}
+"""Micro-batches per pipeline rank of the two simulations, by whether the schedule is interleaved, which is steady later.
+"""
+ENOUGH = 2
+"""Ratio of a step's micro-batches to those simulated from which on it isn't simulated whole."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) 
     Raises:
         MeshwrightError: it violates a rule, or doesn't fit.
     """
-    config, cycle = layout.configured(base), layout.pp * layout.chunks
-    fewer = layout.pp > 1 and layout.num_microbatches > ENOUGH * cycle
-    number = MORE * cycle if fewer else layout.num_microbatches
+    config = layout.configured(base)
+    few, more = (layout.pp * one for one in CYCLES[layout.schedule == "interleaved"])
+    fewer = layout.pp > 1 and layout.num_microbatches > ENOUGH * more
+    number = more if fewer else layout.num_microbatches
     plan = _planned(config, layout, number, cluster)
     if (broken := next(violations(_with(config, layout, number), None), None)) is not None:
         raise broken.kind(broken.what, where=broken.key, rule=broken.rule)
@@ -58,8 +60,8 @@ def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) 
         raise LayoutError(f"{format_bytes(size)} on the fullest rank")
     step = predict_step(plan, cluster)
     if fewer:
-        before = predict_step(_planned(config, layout, FEW * cycle, cluster), cluster)
-        step = _extended(before, step, FEW * cycle, number, layout.num_microbatches)
+        before = predict_step(_planned(config, layout, few, cluster), cluster)
+        step = _extended(before, step, few, number, layout.num_microbatches)
     return Finalist(layout, config, step, memory, size, number)
 
 

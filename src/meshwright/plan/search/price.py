@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from operator import mul
 from typing import TypeVar
 
 from meshwright.cluster.hardware import Cluster
@@ -25,10 +26,12 @@ from meshwright.plan.cuda_memory import WORKSPACES
 from meshwright.plan.memory import MemoryEstimate, process_memory
 from meshwright.plan.search.layout import Inner, Layout
 from meshwright.plan.search.probes import Activations, Held, Passes, Prices, Probe, Shards, State
-from meshwright.plan.search.schedules import Work, held, span, stages_of
+from meshwright.plan.search.schedules import Work, held, span, spread, stages_of
 
 T = TypeVar("T", Passes, Shards, State, Activations)
 NO_SHARDS = Shards(0.0, 0.0, 0.0)
+MORE_IN_CHUNKS = 1.004
+"""Ratio by which several chunks per rank take more memory than the closed form says, at most, among those tested."""
 FAR = 64
 """Ratio of two numbers of shards between which state is interpolated."""
 
@@ -86,15 +89,17 @@ class Pricer:
         )  # fmt: skip
         ranges, kinds, found = layer_ranges(split), tuple(dict.fromkeys(facts.layers)), dict[Held, int]()
         for rank in range(p):
-            stages = stages_of(schedule, p, v, rank)
+            stages, weights = stages_of(schedule, p, v, rank), spread(schedule, p, v, rank)
             names = [facts.layers[layer] for stage in stages for layer in ranges[stage]]
-            content = Held(tuple(map(names.count, kinds)), 0 in stages, p * v - 1 in stages, len(stages))
-            found.setdefault(content, rank)
+            counts = [len(ranges[stage]) for stage in stages]
+            weighted = sum(map(mul, counts, weights)) * len(counts) / max(1.0, sum(weights) * sum(counts))
+            blocks = tuple(map(names.count, kinds))
+            found.setdefault(Held(blocks, 0 in stages, p * v - 1 in stages, len(stages), weighted), rank)
         return tuple(found.items())
 
     def contents(self, layout: Layout) -> tuple[tuple[Held, int], ...]:
         """Return what a layout's ranks hold, each different content once, with the first rank that holds it."""
-        return self._contents(layout.pp, layout.chunks, layout.schedule if layout.is_v_shaped else "1f1b")
+        return self._contents(layout.pp, layout.chunks, "zb-v" if layout.is_v_shaped else "interleaved")
 
     def _of(self, key: object, layout: Layout, make: Callable[[], Prices[T]]) -> list[T]:
         """Return the amounts of each content of a layout's ranks, counted once."""
@@ -169,7 +174,7 @@ class Pricer:
 
     def _rank(self, layout: Layout, content: Held, rank: int, state: State, sizes: Activations) -> list[MemoryEstimate]:
         """Return what a rank holds at its peak, or in each moment that may be the peak (`cuda_memory`)."""
-        peak, buffers = self._peak(layout, rank, sizes)
+        peak, buffers = self._peak(layout, content, rank, sizes)
         most = MemoryEstimate(
             int(state.parameters), int(state.gradients), int(state.optimizer), int(_gathered(layout, state)),
             int(peak), int(buffers), int(state.errors), WORKSPACES if self.on_cuda else 0,
@@ -181,25 +186,25 @@ class Pricer:
         last = replace(most, gradients=int(state.end_gradients), activations=int(sizes.saved + sizes.running))
         return [loss, last, replace(most, activations=int(every + sizes.running))]
 
-    def _peak(self, layout: Layout, rank: int, sizes: Activations) -> tuple[float, float]:
+    def _peak(self, layout: Layout, content: Held, rank: int, sizes: Activations) -> tuple[float, float]:
         """Return the bytes of activations, and of receive buffers, that a rank holds at its peak."""
         if layout.pp == 1:
             return sizes.saved + max(sizes.running, sizes.output), 0.0
         count = held(layout.schedule, layout.pp, layout.chunks, layout.num_microbatches, rank)
         received = count * layout.chunks if rank or layout.chunks > 1 else 0.0
-        return count * sizes.saved + max(sizes.running, sizes.output), (received + 1) * sizes.stream
+        return count * sizes.saved * content.uneven + max(sizes.running, sizes.output), (received + 1) * sizes.stream
 
     def num_bytes(self, layout: Layout) -> float:
         """Return the bytes of the rank with the most."""
         if layout.pp == 1 or not self.on_cuda:
             return self.total(self.memory(layout)[0])
         most = 0.0
-        for (_, rank), state, sizes in zip(
+        for (content, rank), state, sizes in zip(
             self.contents(layout), self._state(layout), self._activations(layout), strict=True
         ):
-            peak, buffers = self._peak(layout, rank, sizes)
+            peak, buffers = self._peak(layout, content, rank, sizes)
             most = max(most, sum(state[:4]) + _gathered(layout, state) + peak + buffers)
-        return most + WORKSPACES
+        return (most + WORKSPACES) * (MORE_IN_CHUNKS if layout.chunks > 1 else 1.0)
 
     def time(self, layout: Layout) -> float:
         """Return the time of a step in µs."""

@@ -86,6 +86,8 @@ class Held(NamedTuple):
     has_first: bool = True
     has_last: bool = True
     num_stages: int = 1
+    uneven: float = 1.0
+    """Blocks per micro-batch that it holds, over the mean of its stages: the first ones hold more micro-batches."""
 
 
 T = TypeVar("T", Passes, Shards, State, Activations)
