@@ -63,6 +63,7 @@ class Benchmark(StrEnum):
     MUON = "muon"
     LOSS = "loss"
     STEPS = "steps"
+    PLAN = "plan"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ BENCHMARKS = {
     ),
     Benchmark.STEPS: BenchmarkEntry(
         "predicted against measured times and memory of steps here", "meshwright_bench.steps.benchmark:bench_steps"
+    ),
+    Benchmark.PLAN: BenchmarkEntry(
+        "predicted step times and memory against published runs", "meshwright_bench.published.benchmark:bench_plan"
     ),
 }
 

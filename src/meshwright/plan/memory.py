@@ -122,14 +122,14 @@ def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
         parameters=stored * master + saved + kept,
         gradients=trained * master,
         optimizer=state,
-        gathered=_gathered(plan, stages),
+        gathered=gathered_bytes(plan, stages),
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
         errors=feedback_bytes(plan, rank),
     )
 
 
-def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
+def gathered_bytes(plan: RunPlan, stages: list[Stage]) -> int:
     """Return the size in bytes of two blocks and the largest ends, gathered at the same time, with their gradients."""
     if not plan.has_units:
         return 0

@@ -97,6 +97,15 @@ def test_gathers_and_reductions_share_the_links():
     assert sum(short.at_end.values()) == pytest.approx(UNITS * (SCATTER + SUM) - 2.0)
 
 
+def test_hidden_gathers_and_reductions_slow_what_runs_beside():
+    stack = replace(MESHWRIGHT, slower_beside=0.5)
+    alone, slowed = priced(), priced(stack=stack)
+    # The first two gathers are exposed.
+    assert slowed.forward - alone.forward == pytest.approx(0.5 * (UNITS - 2) * GATHER)
+    left = sum(alone.at_end.values())
+    assert sum(slowed.at_end.values()) == pytest.approx(left + 0.5 * (UNITS * (SCATTER + SUM) - left))
+
+
 def test_reductions_on_a_cpu_are_exposed():
     expected = {Purpose.GRADIENTS: UNITS * SCATTER, Purpose.REPLICAS: UNITS * SUM}
     assert priced(is_async=False).at_end == expected

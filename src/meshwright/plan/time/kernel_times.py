@@ -84,7 +84,7 @@ class KernelTimes:
         to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
         if one.kind is OperatorKind.ATTENTION:
             attention = self._attention(one, samples, tokens, compiled)
-            return to_forward + attention[0], to_input + attention[1], Work()
+            return _of_attention(attention[0], to_forward), _of_attention(attention[1], to_input), Work()
         if one.kind is OperatorKind.MEMORY or not one.rows:
             return to_forward, to_input, Work()
         curve = _curve(self._performance.products, one.rate, "products")
@@ -109,7 +109,7 @@ class KernelTimes:
         m, k, n = shape
         curve, size = product_curve(self._performance, one.rate), OPERAND_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
-        each = max(slower * curve.seconds(m, k, n) * 1e6, moved)
+        each = max(slower * curve.seconds(m, k, n) * 1e6 * self._stack.slower_products, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
         return Work(
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
@@ -118,7 +118,7 @@ class KernelTimes:
     def _attention(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work]:
         curve = _curve(self._performance.attention, one.rate, "attention")
         flops = float(one.attention_flops * samples)
-        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens
+        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens * self._stack.slower_attention
         backward = ATTENTION_BACKWARD * forward * curve.backward_slower
         host = self._launches(1, compiled)
         return (
@@ -129,6 +129,12 @@ class KernelTimes:
     def _launches(self, number: float, compiled: bool) -> float:
         host = self._performance.host
         return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def _of_attention(work: Work, kernels: Work) -> Work:
+    """Return attention's work, which takes the longer of its operations and of what its kernels read and write."""
+    longer = max(work.attention, kernels.memory)
+    return Work(attention=longer, host=work.host + kernels.host, flops=work.flops)
 
 
 def product_curve(performance: Performance, rate: str) -> ProductCurve:

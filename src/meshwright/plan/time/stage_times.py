@@ -4,8 +4,8 @@ Rules of what hides what: kernels of a device run beside the host that launches 
 both, unless the device is the host's CPU. Collectives of operators wait for their input and are waited for, and take
 their whole time, but for the share that a stack hides. A unit's gather starts with the work of the block before it,
 as FSDP2's do; reductions follow each block of the last backward. Both share the links, so that one waits for the other,
-and what is left after the last block is exposed. On a CPU nothing hides anything, as gloo's threads and the kernels
-share cores.
+and what is left after the last block is exposed; what is hidden slows the work beside it, if a stack says so. On a
+CPU nothing hides anything, as gloo's threads and the kernels share cores.
 """
 
 from __future__ import annotations
@@ -81,12 +81,14 @@ class _Placed:
     """Start and end of its units' gathers, and of their reductions."""
     reduce: tuple[float, float]
     waited: float
-    """Time for which the device waits for them."""
+    """Time for which the device waits for them, or is slower beside them."""
     started: float
+    beside: float
 
     @property
     def ended(self) -> float:
-        return self.started + self.work.on_device + self.again.on_device + sum(self.sent.values())
+        on_device = self.work.on_device + self.again.on_device + self.beside
+        return self.started + on_device + sum(self.sent.values())
 
 
 class Lane(StrEnum):
@@ -207,7 +209,9 @@ class StagePricer:
         for number, one in enumerate(ordered):
             work, again, sent = one.of_pass(backward=backward)
             before, started = ready, max(ready, gather[1])
-            ready = started + work.on_device + again.on_device + sum(sent.values())
+            on_device = work.on_device + again.on_device
+            beside = self._stack.slower_beside * min(max(0.0, one.gather[backward] - (started - before)), on_device)
+            ready = started + on_device + beside + sum(sent.values())
             own = gather
             if number + 1 < len(ordered):
                 # The next gather starts with this block, if the stack prefetches, and otherwise once it has ended.
@@ -216,7 +220,17 @@ class StagePricer:
             reduce = max(sending, ready)
             sending = reduce + sum(one.reduce) if reduces else sending
             ready = sending if reduces and not self._hides() else ready
-            yield _Placed(one, work, again, sent, own, (reduce, sending), waited=started - before, started=started)
+            yield _Placed(
+                one,
+                work,
+                again,
+                sent,
+                own,
+                (reduce, sending),
+                waited=started - before + beside,
+                started=started,
+                beside=beside,
+            )
 
     def _pass(self, steps: Sequence[_Step], *, backward: bool) -> tuple[float, Times]:
         """Return the time of a forward or a full backward of a micro-batch, and its parts."""
@@ -268,4 +282,5 @@ class StagePricer:
         if every and self._hides() and self._stack.hides_reductions:
             (*_, without), (*_, last) = (self._walk(steps, backward=True, reduces=one) for one in (False, True))
             left = max(last.ended, last.reduce[1]) - without.ended
+            left += self._stack.slower_beside * (every - left)
         return {purpose: left * us / every for purpose, us in total.items() if us}

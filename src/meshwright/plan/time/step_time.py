@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from meshwright.cluster.hardware import Cluster
@@ -18,7 +18,7 @@ from meshwright.cluster.stacks import MESHWRIGHT, Stack
 from meshwright.errors import ConfigError
 from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
 from meshwright.pipeline.timeline import Timeline
-from meshwright.plan.run_plan import BYTES, LayerSpec, Parameter, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, Parameter, RunPlan, Stage
 from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, product_curve, residuals
 from meshwright.plan.time.stage_times import StagePricer, StageTimes
@@ -118,8 +118,16 @@ def stage_pricer(
 ) -> StagePricer:
     """Return the prices of a plan's stages on a cluster."""
     sent, performance = sent or Communication(plan, cluster), cluster.performance
-    kernels = KernelTimes(cluster.device, performance, stack, processes=sent.processes)
+    kernels = KernelTimes(cluster.device, performance, _on_ring(stack, plan), processes=sent.processes)
     return StagePricer(plan, kernels, sent, performance, stack, captured=captured, processes=sent.processes)
+
+
+def _on_ring(stack: Stack, plan: RunPlan) -> Stack:
+    """Return a stack whose attention is as slow as on the plan's ring."""
+    layers = (kind.attention for kind in plan.kinds if kind.attention is not None)
+    rings = [plan.mesh.size(*one.axes) for one in layers if one.method is ContextMethod.RING]
+    slower = 1 + stack.slower_ring * (max(rings, default=1) - 1)
+    return replace(stack, slower_attention=stack.slower_attention * slower)
 
 
 def _check(plan: RunPlan) -> None:
