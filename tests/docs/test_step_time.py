@@ -19,7 +19,10 @@ def shown(text: str) -> dict[str, tuple[float, float]]:
     found = {}
     for owner, name, value, unit in ROW.findall(text):
         digits = len(value.partition(".")[2])
-        found[f"{owner}/{name.replace('.', '/')}"] = (float(value) * FACTORS[unit], 0.5001 * 10**-digits * FACTORS[unit])
+        found[f"{owner}/{name.replace('.', '/')}"] = (
+            float(value) * FACTORS[unit],
+            0.5001 * 10**-digits * FACTORS[unit],
+        )
     return found
 
 

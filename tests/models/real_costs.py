@@ -75,6 +75,7 @@ COUNTED_TOO = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     # Rows, or columns, are divided among groups, of which either the second operand or the result has a matrix each.
+    aten.addmm_: lambda total, a, b, **named: 2 * a[0] * a[1] * b[1],
     aten._grouped_mm: lambda a, b, *_, **named: 2 * a[-2] * a[-1] * b[-1],
 }
 """Formulas by the shapes of operands, of kernels that `FlopCounterMode` doesn't know by itself."""
@@ -85,6 +86,28 @@ def count_flops(run: Pass) -> int:
     with FlopCounterMode(display=False, custom_mapping=COUNTED_TOO) as counter:
         run()
     return counter.get_total_flops()
+
+
+def count_local_flops(run: Pass) -> int:
+    """Operations of this rank, of whose DTensors `FlopCounterMode` would count all ranks' parts."""
+    with _LocalFlops() as counter:
+        run()
+    return counter.flops
+
+
+class _LocalFlops(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self._formulas = 0, FlopCounterMode(display=False, custom_mapping=COUNTED_TOO).flop_registry
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, own = kwargs or {}, [one for one in types if one.__torch_dispatch__ is not Tensor.__torch_dispatch__]
+        if any(hasattr(one, "__tensor_flatten__") for one in own):
+            return NotImplemented  # until it runs operators on plain tensors
+        out = func(*args, **kwargs)
+        if not own and func._overloadpacket in self._formulas:  # others are fake, to propagate shardings
+            self.flops += self._formulas[func._overloadpacket](*args, **kwargs, out_val=out)
+        return out
 
 
 ALLOCATIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.features.head_loss.apply import LossHead
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.costs import Costs
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import LayerSpec, RunPlan
+from meshwright.train.train_step import vocab_context
 from meshwright_bench.recompute.live_bytes import inputs_of_last_block
 from tests.models.real_costs import Measured
 from tests.train.jobs import job_of, load_words, make_task
@@ -22,11 +25,20 @@ from tests.train.jobs import job_of, load_words, make_task
 class MicroBatch:
     """A micro-batch of a plan, and of the same model built for real."""
 
-    def __init__(self, words: Sequence[str], policy: RecomputePolicy, *, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        policy: RecomputePolicy,
+        *,
+        dtype: str = "float32",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         words = [*words, f"recompute.policy={policy}"]
-        job, step = job_of(load_words(words), 0, 1)
+        job, step = job_of(load_words(words), rank, world_size)
         self.plan = without_windows(make_plan(load_words([*words, f"train.precision={dtype}"])))
         self._task, self.module = make_task(load_words(words)), job.parts()[0].module.to(getattr(torch, dtype))
+        self._job = job
         batch = step.pipeline.tokens.localize(self._task.batch(range(self.plan.batch.samples)))
         self._inputs = [_cast(one, dtype) for one in (batch.inputs, *batch.conditions)]
         self._targets = batch.targets
@@ -40,10 +52,17 @@ class MicroBatch:
         """Passes of the model and its loss."""
         self.module.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
-        return (
-            lambda: losses.append(self._task.loss_sum(self.module(*self._inputs), self._targets)),
-            lambda: losses[0].backward(),
-        )
+
+        def forward() -> None:
+            heads = [one.computing_loss_of(self._targets) for one in self.module.modules() if isinstance(one, LossHead)]
+            with heads[0] if heads else nullcontext(), vocab_context(self._job):
+                losses.append(self._task.loss_sum(self.module(*self._inputs), self._targets))
+
+        def backward() -> None:
+            with vocab_context(self._job):
+                losses[0].backward()
+
+        return forward, backward
 
     def of_block(self, *, trained: bool = True) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """Passes of the last block."""

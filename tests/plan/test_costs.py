@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.costs import CostModel, PartCosts, costs_of_stage, costs_of_step
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import PlannedOperator
+from tests.helpers import quick_and_slow
 from tests.models.real_costs import Passes, count_flops, measure
 from tests.plan.micro_batches import MicroBatch, wrong
 from tests.train.jobs import load_words
@@ -25,7 +27,12 @@ SIGMOID = (*MOE, "model.score=sigmoid", "model.normalize=false", "model.z_loss=0
 GROUPS = (*MOE, "model.num_experts=8", "model.num_groups=2", "model.balance_bias=true", "model.balance_loss=0")
 CAPACITY = (*MOE, "model.drop=over-capacity", "model.capacity_factor=1.5")
 VIDEO = ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.num_heads=2")
-CASES = [LLAMA, WINDOWS, MOE, SHARED, SIGMOID, GROUPS, CAPACITY, DIT, VIDEO]
+FLOAT8 = (*LLAMA, "float8.recipe=current")
+DELAYED = (*LLAMA, "float8.recipe=delayed", "float8.modules=['*.ffn.*','*.wq']")
+CHUNKS = (*LLAMA, "train.loss_chunk=100")
+CASES = [LLAMA, WINDOWS, MOE, SHARED, SIGMOID, GROUPS, CAPACITY, DIT, VIDEO, FLOAT8, DELAYED, CHUNKS]
+ONE_EACH = [*zip(CASES, [*RecomputePolicy] * 4, strict=True)]
+"""A policy for each case."""
 BF16 = "bfloat16"
 
 
@@ -37,8 +44,7 @@ def data_of(words: Sequence[str], corpus: Sequence[str]) -> list[str]:
     return [*words] if any(word.startswith("data.source") for word in words) else [*words, *corpus]
 
 
-@pytest.mark.parametrize("policy", RecomputePolicy)
-@pytest.mark.parametrize("words", CASES)
+@pytest.mark.parametrize(("words", "policy"), quick_and_slow(product(CASES, RecomputePolicy), ONE_EACH))
 def test_operations_are_exact(corpus, words, policy):
     batch = MicroBatch(data_of(words, corpus), policy)
     costs = costs_of_stage(batch.plan, batch.plan.stages[0])
@@ -56,7 +62,13 @@ def test_operations_of_gradients_are_exact(corpus, words):
     assert costs.weight_gradient.flops == costs.backward().flops - costs.input_gradient.flops > 0
 
 
-QUICK = [(LLAMA, "none", BF16), (SHARED, "selective", BF16), (DIT, "full", "float32")]
+QUICK = [
+    (LLAMA, "none", BF16),
+    (SHARED, "selective", BF16),
+    (DIT, "full", "float32"),
+    (DELAYED, "full", BF16),
+    (CHUNKS, "none", BF16),
+]
 SLOW = [
     (words, policy, dtype)
     for words in CASES

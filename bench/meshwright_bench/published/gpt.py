@@ -186,7 +186,7 @@ def _norm_weights(c: GptConfig, name: str) -> Any:
 
 def _loss(c: GptConfig) -> Operator:
     """Return the cross-entropy: Megatron's in float32, or llm-foundry's by one kernel."""
-    return cross_entropy("loss", c.vocab_size) if c.scores else _elementwise("loss", c.vocab_size, 1, 2, DIVIDED)
+    return cross_entropy(c.vocab_size) if c.scores else _elementwise("loss", c.vocab_size, 1, 2, DIVIDED)
 
 
 FAMILY = GptFamily()

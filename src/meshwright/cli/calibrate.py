@@ -27,7 +27,7 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON instead of a page.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 24.0,
     runs: Annotated[
         list[Path] | None,
         typer.Option("--from", metavar="RUN", help="Scale known rates to what a run measured instead; repeat it."),
@@ -86,6 +86,12 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         achieved = link.bandwidth_bytes_per_s * curve.efficiency / 1e9
         yield "collectives"
         yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
+    if performance.shared:
+        slower = " · ".join(f"{name} {times:.2f}" for name, times in performance.shared.items())
+        yield f"times while all cores are busy, over those alone: {slower}"
+    if found.counts["steps"]:
+        several = f", of several processes ± {performance.group_residual:.0%}" if performance.group_residual else ""
+        yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}{several}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
     yield _written(path)

@@ -49,11 +49,18 @@ def plan(
     run: Annotated[
         str | None, typer.Option("--against", metavar="RUN", help="Compare the prediction with what a run measured.")
     ] = None,
+    devices: Annotated[
+        str | None, typer.Option(metavar="64xH100", help="Find the fastest layouts on these devices.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option("--global-batch", min=1, help="Samples per step.")] = None,
+    top: Annotated[int, typer.Option(min=1, max=20, help="With --devices: number of layouts.")] = 3,
+    why: Annotated[
+        str | None, typer.Option(metavar="tp=8,pp=4", help="With --devices: what such layouts lack or cost.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="With --devices: dollars per device and hour.")] = None,
 ) -> None:
-    """Show and verify a run's memory, traffic, stages, units and reductions without starting it."""
-    from meshwright.plan.serialize import to_json
-    from meshwright.plan.verify import verify
-
+    """Show and verify a run's memory, traffic, stages, units and reductions without starting it, or with --devices find
+    its layout."""
     for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
         if path is not None and path != STDOUT:
             check_output(path, where=where)
@@ -61,6 +68,11 @@ def plan(
         from meshwright.figure import check_figure
 
         check_figure(figure)
+    if devices is not None:
+        from meshwright.cli.plan_search import search_page
+
+        search_page(words, devices=devices, cluster=cluster, batch=batch, top=top, why=why, price=price, out=out)
+        return
     chosen = None
     if cluster is not None:
         from meshwright.cluster.presets import find_cluster
@@ -69,6 +81,21 @@ def plan(
     if run is not None:
         _show_against(run, words, chosen)
         return
+    _show_plan(words, chosen, json_path, out, diff, figure)
+
+
+def _show_plan(
+    words: list[str] | None,
+    chosen: Cluster | None,
+    json_path: Path | None,
+    out: Path | None,
+    diff: str | None,
+    figure: Path | None,
+) -> None:
+    """Show a plan or its differences from another, and write the files that were asked for."""
+    from meshwright.plan.serialize import to_json
+    from meshwright.plan.verify import verify
+
     name, made, config = _plan_of(words, cluster=chosen)
     verify(made, where=name)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]

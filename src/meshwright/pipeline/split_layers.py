@@ -50,13 +50,16 @@ def balance_layers(
         following: list[tuple[float, float]] = []
         chosen: list[int] = []
         for stop in range(num_layers + 1):
-            options = []
-            for start in range(stop - fewest + 1):
+            cheapest, begin = (math.inf, math.inf), 0
+            for start in range(stop - fewest, -1, -1):
                 cost = stage_cost(stage, start, stop)
-                options.append(((max(best[start][0], cost), best[start][1] + cost * cost), -start))
-            cheapest = min(options, default=((math.inf, math.inf), 0))
-            following.append(cheapest[0])
-            chosen.append(-cheapest[1])
+                if cost > cheapest[0]:  # as are all stages that start earlier
+                    break
+                found = (max(best[start][0], cost), best[start][1] + cost * cost)
+                if found < cheapest:
+                    cheapest, begin = found, start
+            following.append(cheapest)
+            chosen.append(begin)
         best = following
         choices.append(chosen)
     counts, stop = [], num_layers

@@ -15,7 +15,8 @@ from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOp
 
 ATTENTION_BACKWARD = 2.5
 """Operations of attention's backward over those of its forward: five products instead of two (Dao 2023)."""
-FLOAT8_BYTES = 1
+OPERAND_BYTES = {**BYTES, "float8": 1}
+"""Bytes of an element that a product multiplies, by `PlannedOperator.rate`."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ class CostModel:
     def product(self, one: PlannedOperator) -> Costs:
         """Return the costs of one of a product's three passes: all have the same operands."""
         rows = self.samples * one.rows
-        operand = FLOAT8_BYTES if one.rate == "float8" else BYTES[one.rate]
+        operand = OPERAND_BYTES[one.rate]
         result = max(operand, BYTES[self.dtype])
         weights = one.groups * one.inner * one.columns
         num_bytes = operand * (rows * one.inner + weights) + result * rows * one.columns
-        return Costs(self.samples * one.flops, num_bytes, 1)
+        return Costs(self.samples * one.flops, num_bytes, 1 if one.kind is OperatorKind.GROUPED else one.groups)
 
     def _kernels(self, eager: PlannedKernels, fused: PlannedKernels | None, fuses: bool) -> Costs:
         found = (fused or PlannedKernels()) if fuses else eager

@@ -40,18 +40,23 @@ def predict_cuda_memory(plan: RunPlan) -> MemoryEstimate:
 def _moments(plan: RunPlan, stage: Stage, rank: MemoryEstimate) -> Iterator[MemoryEstimate]:
     """Yield what a rank holds in each moment, given what it holds of each type at most."""
     sizes = stage_bytes(plan, stage, on_cuda=True)
-    yield replace(rank, gradients=0, gathered=_kept_weights(plan, stage), activations=sizes.saved + sizes.output)
-    ends = sum(
+    yield replace(rank, gradients=0, gathered=kept_weight_bytes(plan, stage), activations=sizes.saved + sizes.output)
+    ends = end_gradient_bytes(plan, stage)
+    yield replace(rank, gradients=ends, activations=sizes.saved + sizes.running)
+    yield replace(rank, activations=sizes.saved // max(1, len(stage.kinds)) + sizes.running)
+
+
+def end_gradient_bytes(plan: RunPlan, stage: Stage) -> int:
+    """Return the bytes of the gradients of a stage's ends after its blocks."""
+    return sum(
         plan.elements(one, sharded=plan.unit_of(stage, kind, one).sharded) * BYTES[plan.masters]
         for kind in map(plan.kind, stage.after)
         for one in kind.parameters
         if one.trained
     )
-    yield replace(rank, gradients=ends, activations=sizes.saved + sizes.running)
-    yield replace(rank, activations=sizes.saved // max(1, len(stage.kinds)) + sizes.running)
 
 
-def _kept_weights(plan: RunPlan, stage: Stage) -> int:
+def kept_weight_bytes(plan: RunPlan, stage: Stage) -> int:
     """Return the bytes of gathered weights, or shards of them, that are kept from the forward to the backward."""
     if not plan.has_units:
         return 0

@@ -117,12 +117,15 @@ def _step(axes: Axes, time: StepTime, rows: int) -> None:
             axes.barh([row for row, _ in found], [millis * (one.end - one.start) for _, one in found],
                       left=[millis * one.start for _, one in found], height=0.75, color=color, label=label,
                       edgecolor="white", linewidth=0.2)  # fmt: skip
-    left = span
-    for name, us in (*time.at_end.items(), ("cores", time.parts.get("cores", 0.0))):
-        if us > SHOWN * time.total:
-            axes.barh(range(rows), [millis * us] * rows, left=millis * left, height=0.75, color=NAMES.get(name, OTHER),
-                      label=name, hatch="///", edgecolor="white", linewidth=0.2)  # fmt: skip
-        left += us
+    ends = [max(one.end for one in timeline.of_rank(row)) for row in range(rows)]
+    cores = {"cores": time.parts.get("cores", 0.0)}
+    for name in dict.fromkeys(name for at_end in (*time.at_end[:rows], cores) for name in at_end):
+        times = [(at_end | cores).get(name, 0.0) for at_end in map(dict, time.at_end[:rows])]
+        if max(times) > SHOWN * time.total:
+            color, left = NAMES.get(name, OTHER), [millis * end for end in ends]
+            axes.barh(range(rows), [millis * us for us in times], left=left, height=0.75, color=color, label=name,
+                      hatch="///", edgecolor="white", linewidth=0.2)  # fmt: skip
+        ends = [end + us for end, us in zip(ends, times, strict=True)]
     _rows(axes, [f"rank {row}" for row in range(rows)], "ms",
           f"a step: {format_time(time.total)}, {format_time(time.low)} to {format_time(time.high)}")  # fmt: skip
 

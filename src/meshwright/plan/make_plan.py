@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ScheduleError
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts
 from meshwright.optim.catalogue import planned_optimizer
-from meshwright.pipeline.generate import generate
+from meshwright.pipeline.generate import generate, one_f_one_b
 from meshwright.pipeline.lower import LowerOptions, lower
 from meshwright.pipeline.schedule_table import Schedule, single_stage
 from meshwright.pipeline.split_layers import balance_layers, layer_ranges
@@ -59,13 +59,34 @@ def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) 
 
 @lru_cache(maxsize=8)
 def _make_plan(config: RunConfig, version: Hashable, nodes: int | tuple[int, ...] | None) -> RunPlan:
-    facts, axes, train = model_facts(config), config.mesh.axes(), config.train
-    mesh, table = Mesh.of(axes, ep=config.mesh.ep, nodes=nodes), lowered_table(config)
+    facts = model_facts(config)
+    mesh, table = Mesh.of(config.mesh.axes(), ep=config.mesh.ep, nodes=nodes), lowered_table(config)
+    ranges = layer_ranges(layers_per_stage(config))
+    parts = [(layers, stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
+    return _assemble(config, facts, mesh, table, parts)
+
+
+StageParts = tuple[Sequence[int], bool, bool]
+"""Layers of a stage, and whether the ends before and after them are on it."""
+
+
+def make_stages(config: RunConfig, parts: Sequence[StageParts], facts: ModelFacts, *, nodes: int) -> RunPlan:
+    """Make a plan of given stages of a model, one a pipeline rank, in place of those that a run has, to price them. A
+    layer may be given several times, and the schedule has computations only."""
+    mesh = Mesh.of(replace(config.mesh.axes(), pp=len(parts)), ep=config.mesh.ep, nodes=nodes)
+    table = one_f_one_b(len(parts), config.train.num_microbatches)
+    return _assemble(config, facts, mesh, table, parts)
+
+
+def _assemble(
+    config: RunConfig, facts: ModelFacts, mesh: Mesh, table: Schedule, parts: Sequence[StageParts]
+) -> RunPlan:
+    axes, train = config.mesh.axes(), config.train
     maker = _StageMaker(config, facts, mesh, table)
-    stages = maker.stages()
+    stages = maker.stages(parts)
     kinds = maker.kind_maker.kinds()
     shared = _shared(kinds, stages)
-    data, pipelines = mesh.view("batch") + mesh.view("cp"), ("pp",) if axes.pp > 1 else ()
+    data, pipelines = mesh.view("batch") + mesh.view("cp"), ("pp",) if mesh.sizes["pp"] > 1 else ()
     return RunPlan(
         format=FORMAT,
         mesh=mesh,
@@ -138,21 +159,20 @@ class _StageMaker:
         self.edge = Edge(one.name, one.shape, config.train.precision, shards)
         """Tensor sent between stages."""
 
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self, parts: Sequence[StageParts]) -> tuple[Stage, ...]:
         """Return the stages in model order."""
-        ranges = layer_ranges(layers_per_stage(self._config))
-        return tuple(self._stage(number, layers) for number, layers in enumerate(ranges))
+        return tuple(self._stage(number, *part) for number, part in enumerate(parts))
 
-    def _stage(self, number: int, layers: range) -> Stage:
+    def _stage(self, number: int, layers: Sequence[int], is_first: bool, is_last: bool) -> Stage:
         facts, last = self._facts, self._table.num_stages - 1
-        firsts, lasts = facts.first if number == 0 else (), facts.last if number == last else ()
+        firsts, lasts = facts.first if is_first else (), facts.last if is_last else ()
         before = [self._end(kind, firsts, lasts, layers) for kind in firsts]
         before += [self.kind_maker.kind(kind, None) for kind in facts.every]
         blocks = [self.kind_maker.kind(facts.kind_of(n), n, units=self._block_units(facts.kind_of(n))) for n in layers]
         after = [self._end(kind, firsts, lasts, layers) for kind in lasts]
         return Stage(
             pp_rank=self._table.stage_ranks[number],
-            layers=(layers.start, layers.stop),
+            layers=(layers.start, layers.stop) if isinstance(layers, range) else (layers[0], layers[0] + len(layers)),
             kinds=tuple(kind.name for kind in blocks),
             before=tuple(kind.name for kind in before),
             after=tuple(kind.name for kind in after),
@@ -163,7 +183,7 @@ class _StageMaker:
         )
 
     def _end(
-        self, facts: KindFacts, firsts: tuple[KindFacts, ...], lasts: tuple[KindFacts, ...], layers: range
+        self, facts: KindFacts, firsts: tuple[KindFacts, ...], lasts: tuple[KindFacts, ...], layers: Sequence[int]
     ) -> LayerSpec:
         """Return an end. Its vocabulary gets its own unit only if larger than a block; a smaller one isn't worth a
         separate collective. Parameters tied within a stage stay in the root unit, which covers both modules."""

@@ -25,6 +25,7 @@ from meshwright.plan.traffic import two_stage_peers
 from meshwright.units import MIB
 
 if TYPE_CHECKING:
+    from meshwright.nn.attention.mask_spec import MaskSpec, Shard
     from meshwright.plan.context.exchange import Exchange
     from meshwright.plan.context.method import AttentionDims
 
@@ -70,15 +71,19 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
 def by_pipeline_rank(plan: RunPlan, *, on_cuda: bool = False) -> list[MemoryEstimate]:
     """Return what a rank in each place of the pipeline holds of each type at most, though not all at one time."""
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
-    return [_on_rank(plan, place * size, peak) for place, peak in enumerate(_peaks(plan, on_cuda))]
+    return [rank_bytes(plan, place * size, peak) for place, peak in enumerate(_peaks(plan, on_cuda))]
 
 
 def predict_process_memory(plan: RunPlan) -> int:
     """Predict the peak resident memory in bytes of the rank with the most on CPUs: libraries, tensors and holes."""
-    memory = predict_memory(plan)
+    return process_memory(predict_memory(plan), num_ranks=plan.mesh.num_ranks())
+
+
+def process_memory(memory: MemoryEstimate, *, num_ranks: int) -> int:
+    """Return the peak resident memory of a rank on a CPU, given that of its tensors."""
     # One rank frees tensors in reverse order, which leaves no holes; buffers of collectives are freed in between.
     # FSDP2 copies gathered blocks out of, and gradients into, flat buffers of the same size.
-    holes = memory.gathered + HOLES * (memory.gradients + memory.activations) if plan.mesh.num_ranks() > 1 else 0
+    holes = memory.gathered + HOLES * (memory.gradients + memory.activations) if num_ranks > 1 else 0
     return LIBRARIES + memory.total() + int(holes)
 
 
@@ -88,7 +93,8 @@ def _peaks(plan: RunPlan, on_cuda: bool) -> tuple[PeakBytes, ...]:
     return peak_bytes(plan.schedule, costs)
 
 
-def _on_rank(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
+def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
+    """Return what a rank holds of each type at most, given the peak of its activations."""
     stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
     master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
     for stage in stages:
@@ -268,8 +274,7 @@ def kept_by_context(plan: RunPlan, kind: LayerSpec) -> SavedBytes:
     layer = kind.attention
     if layer is None or not layer.axes:
         return SavedBytes(0, 0, 0)
-    from meshwright.plan.context.exchange import make_exchange  # only where cp shards tokens
-    from meshwright.plan.context.layers import attention_dims, batch_shards
+    from meshwright.plan.context.layers import attention_dims, batch_shards  # only where cp shards tokens
 
     dims = attention_dims(layer, plan.mesh, plan.edge.dtype)
     if layer.method is ContextMethod.HEADS:
@@ -278,14 +283,25 @@ def kept_by_context(plan: RunPlan, kind: LayerSpec) -> SavedBytes:
         output = plan.rank_tokens * dims.token_bytes(dims.num_heads)
         inputs = plan.rank_tokens * dims.token_bytes(dims.num_heads + 2 * dims.num_kv_heads)
         return SavedBytes(output, inputs + output, 0)
-    exchange = make_exchange(layer.mask, batch_shards(plan, None), plan.batch.tokens)
-    found = [_of_ring(exchange, rank, plan.rank_tokens, dims) for rank in range(exchange.num_ranks)]
+    return _most_of_ring(layer.mask, batch_shards(plan, None), plan.batch.tokens, plan.rank_tokens, dims)
+
+
+@lru_cache(maxsize=256)
+def _most_of_ring(
+    mask: MaskSpec, shards: tuple[Shard, ...], tokens: int, rank_tokens: int, dims: AttentionDims
+) -> SavedBytes:
+    """Return the bytes of the ring's rank that keeps the most."""
+    from meshwright.plan.context.exchange import make_exchange  # only where cp shards tokens
+
+    exchange = make_exchange(mask, shards, tokens)
+    distances = exchange.distances()
+    found = [_of_ring(exchange, distances, rank, rank_tokens, dims) for rank in range(exchange.num_ranks)]
     return SavedBytes(max(one.none for one in found), max(one.selective for one in found), 0)
 
 
-def _of_ring(exchange: Exchange, rank: int, num_tokens: int, dims: AttentionDims) -> SavedBytes:
+def _of_ring(exchange: Exchange, every: tuple[int, ...], rank: int, num_tokens: int, dims: AttentionDims) -> SavedBytes:
     """Return the bytes of a rank: received keys and values, and per distance its output before and after merging."""
-    distances = sum(any(exchange.at_distance(rank, distance)) for distance in exchange.distances())
+    distances = sum(any(exchange.at_distance(rank, distance)) for distance in every)
     if not distances:
         return SavedBytes(0, 0, 0)
     # Results are merged in at least float32; narrower ones are kept before and after they are widened.

@@ -76,6 +76,17 @@ def rms_norm(name: str, dim: int, sharding: Sharding = STREAM) -> Operator:
     )
 
 
+def layer_norm(name: str, dim: int, sharding: Sharding = STREAM) -> Operator:
+    """Return a layer norm with weight and bias (Ba et al. 2016)."""
+    forward = Kernels(1, sharding.narrow(2.0 * dim) + sharding.wide(2))
+    backward = Kernels(1, sharding.narrow(3.0 * dim) + sharding.wide(2))
+    return Operator(
+        name, OperatorKind.MEMORY, forward=forward, backward=backward, fused_forward=forward,
+        # The gradient of the input, then those of weight and bias.
+        fused_backward=Kernels(2, sharding.narrow(5.0 * dim)),
+    )  # fmt: skip
+
+
 def rotary_embedding(name: str, *sizes: int) -> Operator:
     """Return the rotation of queries and keys of these elements per token (Su et al. 2021)."""
     number, size = len(sizes), float(sum(sizes))
@@ -145,10 +156,14 @@ def embedding(name: str, num_rows: int, dim: int, *, tokens: float = 1.0) -> Ope
     )
 
 
-def cross_entropy(name: str, vocab_size: int, sharding: Sharding = DIVIDED) -> Operator:
+LOSS = "loss"
+"""Name of the loss, which features may compute otherwise."""
+
+
+def cross_entropy(vocab_size: int, sharding: Sharding = DIVIDED) -> Operator:
     """Return the cross-entropy of logits, computed in at least float32."""
     return Operator(
-        name,
+        LOSS,
         OperatorKind.MEMORY,
         forward=Kernels(2, sharding.wide(2.0 * vocab_size), casts=1, cast=sharding.narrow(vocab_size)),
         backward=Kernels(2, sharding.wide(4.0 * vocab_size), casts=1, cast=sharding.narrow(vocab_size)),

@@ -117,7 +117,7 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         operators=(
             rms_norm("norm", spec.dim),
             product("head", spec.dim, spec.vocab_size),
-            cross_entropy("loss", spec.vocab_size),
+            cross_entropy(spec.vocab_size),
         ),
     )
     return ModelFacts(

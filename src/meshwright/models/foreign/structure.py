@@ -126,7 +126,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
     flops = {block.name: block.flops for block in structure.blocks}
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
     shards_logits = any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
-    loss = cross_entropy("loss", structure.vocab_size, DIVIDED if shards_logits else FULL)
+    loss = cross_entropy(structure.vocab_size, DIVIDED if shards_logits else FULL)
     last = replace(last, operators=(*last.operators, loss) if last.operators else ())
     has_every = structure.every.parameters or structure.every.buffers
     return ModelFacts(
@@ -212,7 +212,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 20
+FORMAT = 21
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

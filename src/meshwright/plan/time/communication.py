@@ -41,6 +41,8 @@ class Communication:
     def __init__(self, plan: RunPlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
         self._on_node = min(plan.mesh.num_ranks(), cluster.devices_per_node)
+        self.processes = max(1.0, self._on_node / plan.mesh.size("pp"))
+        """Ranks on a node that are at the same place of the pipeline."""
         self._lines: dict[Atoms, tuple[int, ...]] = {}
         self._shapes: dict[tuple[int, ...], GroupShape] = {}
 

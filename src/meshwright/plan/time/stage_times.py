@@ -115,9 +115,9 @@ class StagePricer:
     """Prices of the stages of a plan; kinds are priced once."""
 
     def __init__(self, plan: RunPlan, kernels: KernelTimes, sent: Communication, performance: Performance,
-                 stack: Stack, *, captured: bool) -> None:  # fmt: skip
+                 stack: Stack, *, captured: bool, processes: float = 1) -> None:  # fmt: skip
         self._plan, self._kernels, self._sent, self._performance = plan, kernels, sent, performance
-        self._stack, self._captured = stack, captured
+        self._stack, self._captured, self._processes = stack, captured, processes
         self._works: dict[str, tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]] = {}
 
     def times(self, number: int) -> StageTimes:
@@ -270,8 +270,9 @@ class StagePricer:
 
     def _host(self, one: _Step, *, backward: bool) -> float:
         """Return the host's time for a kind beside launches."""
-        host = self._performance.host
-        return host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
+        host, slower = self._performance.host, self._performance.slower("host", self._processes)
+        own = host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
+        return own * slower
 
     def _reductions(self, steps: Sequence[_Step]) -> dict[str, float]:
         """Return by how much reductions make the last backward longer, by purpose."""
