@@ -23,8 +23,7 @@ from meshwright.plan.time.step_time import StepTime, predict_step
 from meshwright.units import format_bytes
 
 CYCLES = {False: (2, 3), True: (4, 6)}
-"""Micro-batches per pipeline rank of the two simulations, by whether the schedule is interleaved, which is steady later.
-"""
+"""Micro-batches per pipeline rank of the two simulations, by whether the schedule is interleaved: it's steady later."""
 ENOUGH = 2
 """Ratio of a step's micro-batches to those simulated from which on it isn't simulated whole."""
 
