@@ -12,6 +12,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import cast
 
+from meshwright.cluster.presets import HERE
 from meshwright.errors import InputError
 from meshwright_bench.report import Report
 
@@ -31,6 +32,8 @@ class Options:
     device: DeviceChoice = DeviceChoice.AUTO
     rounds: int | None = None
     """Rounds per comparison; None for the benchmark's default."""
+    cluster: str = HERE
+    """Cluster that predictions are for."""
 
 
 Say = Callable[[str], None]
@@ -59,6 +62,8 @@ class Benchmark(StrEnum):
     FLOAT8 = "float8"
     MUON = "muon"
     LOSS = "loss"
+    STEPS = "steps"
+    PLAN = "plan"
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,12 @@ BENCHMARKS = {
     ),
     Benchmark.LOSS: BenchmarkEntry(
         "head and loss by chunks of tokens against all logits at once", "meshwright_bench.loss.benchmark:bench_loss"
+    ),
+    Benchmark.STEPS: BenchmarkEntry(
+        "predicted against measured times and memory of steps here", "meshwright_bench.steps.benchmark:bench_steps"
+    ),
+    Benchmark.PLAN: BenchmarkEntry(
+        "predicted step times and memory against published runs", "meshwright_bench.published.benchmark:bench_plan"
     ),
 }
 

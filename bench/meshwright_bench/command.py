@@ -11,6 +11,7 @@ from typing import Annotated, TextIO
 import typer
 
 from meshwright.cli.wrapping import paint, show
+from meshwright.cluster.presets import HERE
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright_bench.benchmarks import BENCHMARKS, DeviceChoice, Options, find_benchmark, load_body
@@ -32,6 +33,9 @@ def bench(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Rounds per comparison, such as 5; by default, chosen by the benchmark.")
     ] = None,
+    cluster: Annotated[
+        str, typer.Option(metavar="DEVICE|FILE", help="Cluster that predictions are for: this machine as calibrated.")
+    ] = HERE,
 ) -> None:
     """Compare a part of Meshwright with an alternative; both sides alternate in one run."""
     from meshwright.train.launch.launcher import context_from_environment
@@ -46,7 +50,7 @@ def bench(
     body = load_body(find_benchmark(part))
     if json_path is not None and json_path != STDOUT:
         check_output(json_path, where=JSON_OPTION)
-    report = body(Options(device, rounds), _say)
+    report = body(Options(device, rounds, cluster), _say)
     _say("")
     to_stdout = json_path == STDOUT
     _show(table(report), sys.stderr if to_stdout else sys.stdout)

@@ -54,7 +54,7 @@ TORCH_FREE = (
     "features/*/__init__.py", "features/*/section.py", "features/*/rules.py",
     "features/*/plan.py",
     "models/__init__.py", "models/contract/__init__.py", "models/contract/model_facts.py", "models/contract/saved.py",
-    "models/contract/operators.py", "models/contract/building_blocks.py",
+    "models/*/operators.py", "models/contract/building_blocks.py",
     "models/contract/family.py", "models/contract/tp_styles.py",
     "models/*/__init__.py", "models/*/family.py", "models/*/config.py", "models/*/description.py", "models/*/rules.py",
     "models/tasks/text_data.py",

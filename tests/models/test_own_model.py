@@ -15,6 +15,8 @@ from meshwright.checkpoint import save_load
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
+from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.costs import costs_of_stage
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.plan.traffic import predict_traffic
@@ -22,6 +24,8 @@ from meshwright.plan.verify import verify
 from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.helpers import clean_environment, meshwright, quick_and_slow, small_corpus
+from tests.models.real_costs import measure
+from tests.plan.micro_batches import MicroBatch, wrong
 from tests.prove.proofs import prove_with, record_on_rank
 from tests.train.jobs import job_of
 from tests.train.runs import final_state
@@ -71,7 +75,7 @@ def outside(home):
 
 def test_it_is_small_and_described_as_it_is_built(home, words):
     files = [path for path in EXAMPLE.rglob("*") if path.suffix in (".py", ".toml")]
-    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= 200
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= 240
     config = load(preset(home), words)
     facts = model_facts(config)
     for part in (Part(range(4)), Part(range(1), 0, 3), Part(range(1, 3), 1, 3), Part(range(3, 4), 2, 3)):
@@ -196,3 +200,12 @@ def test_what_a_family_lacks_is_said(home, words, tmp_path, monkeypatch):
     assert "mesh.sequence_parallel=false" in error.fix
     error = outcome([*words, "train.compile=true", "recompute.policy=full"], preset(home))
     assert "block has activation" in error.what and "recompute.policy=none or train.compile=false" in error.fix
+
+
+@pytest.mark.parametrize("policy", RecomputePolicy)
+def test_costs_are_those_of_the_module(home, words, policy):
+    batch = MicroBatch([str(preset(home)), *words], policy)
+    costs = costs_of_stage(batch.plan, batch.plan.stages[0])
+    forward, backward = measure(batch.of_model)
+    assert not wrong(costs.forward, forward), (costs.forward, forward)
+    assert not wrong(costs.backward(), backward), (costs.backward(), backward)

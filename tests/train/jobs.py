@@ -75,7 +75,7 @@ def load_words(words: Sequence[str]) -> RunConfig:
     """The words of a small run; one of them may be a preset's name."""
     preset = next((word for word in words if "=" not in word), "llama-tiny")
     small = for_pictures(SMALL) if preset.startswith("dit") else SMALL
-    if preset.startswith("hf"):
+    if preset.startswith(("hf", "module")):
         small = tuple(word for word in small if not word.startswith("model."))
     return load(preset, [*small, *(word for word in words if "=" in word)])
 

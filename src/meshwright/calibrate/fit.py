@@ -1,28 +1,32 @@
-"""Fit the curves of `cluster/performance.py` to measured times, by least squares on their logarithms, so that a time of
-1 µs counts as much as one of 1 s. A residual is the standard deviation of log(measured / predicted). Doesn't import
+"""Fit the curves of `cluster/performance.py` to measured times, on logarithms, so that a time of 1 µs counts as much as
+one of 1 s. Each parameter starts at an estimate, from which it departs only as far as measurements ask for it: a prior
+decides what no measurement does. A residual is the standard deviation of log(measured / predicted). Doesn't import
 torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.cluster.collectives import CollectiveOp
-from meshwright.cluster.hardware import Cluster
+from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_us
+from meshwright.cluster.hardware import Cluster, Level
 from meshwright.cluster.performance import AttentionCurve, HostCosts, LinkCurve, ProductCurve
 
+T = TypeVar("T")
 Floats = NDArray[np.float64]
 
-PRIOR_WEIGHT = 0.02
-"""Weight of the prior that half of the rate is reached at `PRIOR_HALF`: it decides what no measurement does."""
-PRIOR_HALF = 16.0
-ITERATIONS = 60
-HOST_WEIGHT = 0.1
-"""Weight of a host cost's first estimate, in runs that the estimate would be wrong in by as much as it is."""
+NOISE = 0.05
+"""Standard deviation of a time's logarithm that measurements are expected to have."""
+WIDE, LOOSE, CLOSE, FIXED = 3.0, 1.0, 0.1, 1e-6
+"""Standard deviations of a parameter's logarithm around its estimate: of a guess, of something like it that was
+measured, of what was measured itself, and of what is no parameter here."""
+ITERATIONS, SLOPE = 40, 1e-3
+OVERHEAD_S = 2e-6
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class TimedProduct:
     rows: int
     inner: int
     columns: int
+    pass_number: int
+    """0 in the memory layout of a linear layer's forward, 1 of its input's gradient, 2 of its weight's."""
     seconds: float
 
 
@@ -37,7 +43,7 @@ class TimedProduct:
 class TimedAttention:
     length: int
     flops: float
-    """Operations of the forward."""
+    """Operations of the forward on the pairs that a causal mask leaves."""
     forward_s: float
     backward_s: float
 
@@ -51,161 +57,192 @@ class TimedCollective:
 
 
 @dataclass(frozen=True)
-class MemoryFit:
-    """Time of kernels bound by memory: a time per kernel, and the bytes that they read and write over a bandwidth."""
-
-    launch_us: float
-    bytes_per_s: float
-    residual: float
-
-
-@dataclass(frozen=True)
 class TimedRun:
     """A run's time per step, and the prediction of it for a cluster."""
 
     predict_us: Callable[[Cluster], float]
     measured_us: float
+    num_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted parameters, and how well they fit."""
+
+    values: list[float]
+    residual: float
+    expected: float
+    """Residual of measurements that the fit hasn't seen: each one's, had it been left out."""
+
+
+def fit_logs(
+    predict: Callable[[Floats], Floats], start: Sequence[float], freedom: Sequence[float], measured: Sequence[float]
+) -> Fit:
+    """Fit positive parameters to times by Gauss–Newton with damped steps (Levenberg and Marquardt).
+
+    Args:
+        predict: function from parameters to times.
+        start: estimates of the parameters.
+        freedom: standard deviation of the logarithm of each.
+        measured: the times.
+    """
+    begin, target = np.array(start, float), np.log(np.array(measured, float))
+    prior: Floats = NOISE / np.array(freedom, float)
+    logs = np.zeros(len(begin))
+
+    def errors(logs: Floats) -> Floats:
+        found = target - np.log(np.maximum(predict(begin * np.exp(logs)), 1e-30))
+        return np.concatenate([found, -prior * logs])
+
+    damping, found = 1e-2, errors(logs)
+    slopes = _slopes(errors, logs, found)
+    for _ in range(ITERATIONS):
+        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(logs)), -slopes.T @ found)
+        other = errors(logs + np.clip(step, -2, 2))
+        gain = 1 - float(other @ other) / max(float(found @ found), 1e-30)
+        if gain <= 0:
+            damping *= 8
+            if damping > 1e6:
+                break
+            continue
+        logs, found, damping = logs + np.clip(step, -2, 2), other, damping / 5
+        slopes = _slopes(errors, logs, found)
+        if gain < 1e-6:
+            break
+    own = found[: len(target)]
+    weights = np.linalg.solve(slopes.T @ slopes, slopes[: len(target)].T)
+    leverage = np.einsum("ij,ji->i", slopes[: len(target)], weights)
+    left_out = own / np.maximum(1 - leverage, 0.1)
+    values = [rounded(float(one)) for one in begin * np.exp(logs)]
+    return Fit(values, rounded(float(np.sqrt(np.mean(own**2)))), rounded(float(np.sqrt(np.mean(left_out**2)))))
+
+
+def _slopes(errors: Callable[[Floats], Floats], logs: Floats, found: Floats) -> Floats:
+    return np.column_stack([(errors(logs + SLOPE * unit) - found) / SLOPE for unit in np.eye(len(logs))])
 
 
 def fit_products(samples: Sequence[TimedProduct]) -> ProductCurve:
-    """Fit the rate of products of a dtype."""
+    """Fit the rate of products of a dtype, beside a time that each has whatever its shape: that of its launch."""
     sizes = np.array([(one.rows, one.inner, one.columns) for one in samples], float)
-    rate, halves, residual = _fit_rate(2 * sizes.prod(axis=1), sizes, np.array([one.seconds for one in samples]))
-    rows, inner, columns = (_rounded(half) for half in halves)
-    return ProductCurve(_rounded(rate), rows, inner, columns, residual=_rounded(residual))
+    flops, passes = 2 * sizes.prod(axis=1), np.array([one.pass_number for one in samples])
+    measured = [one.seconds for one in samples]
+
+    def predict(values: Floats) -> Floats:
+        slower = np.array([1.0, *values[5:]])[passes]
+        seconds: Floats = values[1] + flops / values[0] * slower * (1 + values[2:5] / sizes).prod(axis=1)
+        return seconds
+
+    start = [float((flops / measured).max()), OVERHEAD_S, 8.0, 8.0, 8.0, 1.0, 1.0]
+    found = fit_logs(predict, start, [LOOSE, LOOSE, WIDE, WIDE, WIDE, LOOSE, LOOSE], measured)
+    rate, _, rows, inner, columns, to_input, to_weight = found.values
+    return ProductCurve(rate, rows, inner, columns, to_input, to_weight, found.expected)
 
 
 def fit_attention(samples: Sequence[TimedAttention]) -> AttentionCurve:
     """Fit the rate of attention of a dtype, and how much slower its backward is."""
-    lengths, flops = np.array([[one.length] for one in samples], float), np.array([one.flops for one in samples])
-    rate, halves, _ = _fit_rate(flops, lengths, np.array([one.forward_s for one in samples]))
-    predicted = flops / rate * (1 + halves[0] / lengths[:, 0])
-    forward = np.log([one.forward_s for one in samples] / predicted)
-    backward = np.log([one.backward_s for one in samples] / (2.5 * predicted))
-    slower = float(np.exp(backward.mean()))
-    residual = float(np.concatenate([forward, backward - backward.mean()]).std())
-    return AttentionCurve(_rounded(rate), _rounded(float(halves[0])), _rounded(slower), _rounded(residual))
-
-
-def _fit_rate(flops: Floats, sizes: Floats, seconds: Floats) -> tuple[float, Floats, float]:
-    """Fit `seconds = flops / rate · Π (size + half) / size` by Gauss–Newton on logarithms with damped steps.
-
-    Returns:
-        the rate, a half for each column of `sizes`, and the residual.
-    """
-    target = np.log(seconds / flops)
-    guess = np.concatenate([[target.min()], np.full(sizes.shape[1], np.log(PRIOR_HALF))])
-    prior = np.log(PRIOR_HALF)
-
-    def errors(values: Floats) -> tuple[Floats, Floats]:
-        halves = np.exp(values[1:])
-        found = target - values[0] - np.log1p(halves / sizes).sum(axis=1)
-        slopes = np.column_stack([np.ones(len(target)), halves / (sizes + halves)])
-        kept = np.concatenate([found, PRIOR_WEIGHT * (prior - values[1:])])
-        return kept, np.vstack([slopes, PRIOR_WEIGHT * np.eye(len(values))[1:]])
-
-    damping, (found, slopes) = 1e-2, errors(guess)
-    for _ in range(ITERATIONS):
-        step = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(guess)), slopes.T @ found)
-        tried = guess + np.clip(step, -2, 2)
-        other, other_slopes = errors(tried)
-        if other @ other < found @ found:
-            guess, found, slopes, damping = tried, other, other_slopes, damping / 3
-        else:
-            damping *= 4
-    return float(np.exp(-guess[0])), np.exp(guess[1:]), float(found[: len(target)].std())
-
-
-def fit_memory(samples: Sequence[tuple[int, float]]) -> MemoryFit:
-    """Fit the time of kernels bound by memory to samples of bytes moved and seconds."""
-    seconds = np.array([each for _, each in samples])
-    rows = np.array([(1.0, moved) for moved, _ in samples])
-    (launch, per_byte), residual = fit_positive(rows, seconds)
-    return MemoryFit(_rounded(launch * 1e6), _rounded(1 / max(per_byte, 1e-18)), _rounded(residual))
-
-
-def fit_link(samples: Sequence[TimedCollective], *, cores: int = 0) -> tuple[float, LinkCurve]:
-    """Fit a link inside a node to collectives: its bandwidth in bytes per second, and its curve.
-
-    With `cores`, ranks are processes that share them, which slows collectives of more ranks than cores
-    (`cluster/collectives.py`).
-    """
-    rows = []
-    for one in samples:
-        twice = 2 if one.op == CollectiveOp.ALL_REDUCE else 1
-        slower = max(1.0, one.num_ranks / cores) if cores else 1.0
-        steps = twice * (one.num_ranks - 1) * slower
-        rows.append((steps, steps * one.num_bytes / one.num_ranks))
-    (latency, per_byte), residual = fit_positive(np.array(rows), np.array([one.seconds for one in samples]))
-    return _rounded(1 / max(per_byte, 1e-18)), LinkCurve(_rounded(latency * 1e6), residual=_rounded(residual))
-
-
-def fit_positive(rows: Floats, seconds: Floats) -> tuple[Floats, float]:
-    """Fit non-negative coefficients of `rows` to times by their relative errors; return them and the residual."""
-    scaled, target = rows / seconds[:, None], np.ones(len(seconds))
-    used = np.ones(rows.shape[1], bool)
-    while True:
-        found = np.zeros(rows.shape[1])
-        found[used] = np.linalg.lstsq(scaled[:, used], target, rcond=None)[0]
-        if (found >= 0).all():
-            break
-        used[int(found.argmin())] = False
-    ratios = np.log(scaled @ found)
-    return found * np.exp(-ratios.mean()), float(ratios.std())
-
-
-def fit_host(cluster: Cluster, runs: Sequence[TimedRun]) -> HostCosts:
-    """Fit the host's costs to the times of runs, starting at those of the cluster, which decide what no run does."""
-    host = cluster.performance.host
-    names = [one.name for one in fields(HostCosts) if one.name != "residual"]
-    start = np.array([getattr(host, name) for name in names])
-    scale = np.maximum(start, 1.0)
-    measured = np.array([one.measured_us for one in runs])
+    lengths, flops = np.array([one.length for one in samples], float), np.array([one.flops for one in samples])
+    seconds = [one.forward_s for one in samples] + [one.backward_s for one in samples]
 
     def predict(values: Floats) -> Floats:
-        changed = replace(host, **dict(zip(names, map(float, values), strict=True)))
-        other = replace(cluster, performance=replace(cluster.performance, host=changed))
+        forward = flops / values[0] * (1 + values[1] / lengths)
+        return np.concatenate([forward, 2.5 * values[2] * forward])
+
+    start = [float((flops / seconds[: len(samples)]).max()), 32.0, 1.0]
+    found = fit_logs(predict, start, [LOOSE, WIDE, LOOSE], seconds)
+    rate, length, slower = found.values
+    return AttentionCurve(rate, length, slower, found.expected)
+
+
+def fit_link(cluster: Cluster, samples: Sequence[TimedCollective]) -> Cluster:
+    """Fit latency and bandwidth of the link inside a node to collectives, by the rules that price them."""
+
+    def changed(values: Sequence[float]) -> Cluster:
+        latency, bandwidth, slower = map(float, values)
+        link = replace(cluster.inside_node, latency_us=latency, bandwidth_bytes_per_s=bandwidth)
+        curve = LinkCurve(latency, reduce_scatter_slower=slower)
+        links = {**cluster.performance.links, Level.INSIDE_NODE: curve}
+        return replace(cluster, inside_node=link, performance=replace(cluster.performance, links=links))
+
+    def predict(values: Floats) -> Floats:
+        other = changed(values.tolist())
+        times = [collective_us(other, one.op, one.num_bytes, GroupShape(one.num_ranks)) for one in samples]
+        return np.array(times) / 1e6
+
+    link, curve = cluster.inside_node, cluster.curve(Level.INSIDE_NODE)
+    start = [curve.latency_us, link.bandwidth_bytes_per_s, 1.0]
+    found = fit_logs(predict, start, [WIDE, WIDE, LOOSE], [one.seconds for one in samples])
+    made = changed(found.values)
+    links = dict(made.performance.links)
+    links[Level.INSIDE_NODE] = replace(links[Level.INSIDE_NODE], residual=found.expected)
+    return replace(made, performance=replace(made.performance, links=links))
+
+
+ALONE = {"launch_us": LOOSE, "block_us": LOOSE, "step_us": LOOSE, "parameter_us": 0.3,
+         "products": CLOSE, "attention": 0.3, "memory": 0.5}  # fmt: skip
+"""Costs of the host and factors of kernels' times that runs of one process show, and how far these may move them: their
+kernels find less in caches than kernels that are measured alone."""
+TOGETHER = {"unit_us": WIDE, "styled_us": WIDE, "action_us": WIDE, "latency": 0.3}
+"""Those that runs of several processes show, beside the times on shared cores."""
+HOST = frozenset(one.name for one in fields(HostCosts))
+
+
+def fit_runs(cluster: Cluster, runs: Sequence[TimedRun]) -> Cluster:
+    """Fit the host's costs, and factors of kernels' times, to steps of runs of one process, and what else costs to
+    those of several, which other programs disturb more."""
+    alone, together = ([one for one in runs if (one.num_ranks > 1) is several] for several in (False, True))
+    if alone:
+        cluster, residual = _fit_costs(cluster, alone, ALONE)
+        cluster = replace(cluster, performance=replace(cluster.performance, residual=residual))
+    if together:
+        shared = {f"shared {name}": CLOSE for name in cluster.performance.shared}
+        cluster, residual = _fit_costs(cluster, together, {**TOGETHER, **shared})
+        cluster = replace(cluster, performance=replace(cluster.performance, group_residual=residual))
+    return replace(cluster, performance=rounded(cluster.performance))
+
+
+def _fit_costs(cluster: Cluster, runs: Sequence[TimedRun], freedom: Mapping[str, float]) -> tuple[Cluster, float]:
+    """Fit named costs to runs, and return the cluster with them and their residual."""
+    host = cluster.performance.host
+    start = [max(0.1, getattr(host, name)) if name in HOST else 1.0 for name in freedom]
+
+    def changed(values: Sequence[float]) -> Cluster:
+        costs = dict(zip(freedom, map(float, values), strict=True))
+        made = _scaled(cluster, {name: us for name, us in costs.items() if name not in HOST})
+        own = replace(host, **{name: us for name, us in costs.items() if name in HOST})
+        return replace(made, performance=replace(made.performance, host=own))
+
+    def predict(values: Floats) -> Floats:
+        other = changed(values.tolist())
         return np.array([one.predict_us(other) for one in runs])
 
-    values = start.copy()
-    for _ in range(4):  # nearly linear: what a plan waits for changes with the costs
-        base = predict(values)
-        columns = [(predict(values + scale * unit) - base) / base for unit in np.eye(len(values))]
-        slopes = np.vstack([np.column_stack(columns), HOST_WEIGHT * np.eye(len(values))])
-        target = np.concatenate([np.log(measured / base), HOST_WEIGHT * (start - values) / scale])
-        step = np.linalg.lstsq(slopes, target, rcond=None)[0]
-        values = np.maximum(values + scale * np.clip(step, -2, 2), 0.0)
-    residual = float(np.sqrt(np.mean(np.log(measured / predict(values)) ** 2)))
-    found = {name: _rounded(float(value)) for name, value in zip(names, values, strict=True)}
-    return HostCosts(**found, residual=_rounded(residual))
+    found = fit_logs(predict, start, list(freedom.values()), [one.measured_us for one in runs])
+    return changed(found.values), found.expected
 
 
-def recalibrated(cluster: Cluster, predicted: Mapping[str, float], measured: Mapping[str, float]) -> Cluster:
-    """Return the cluster with the parts of its performance scaled so that a run's predicted parts take what was
-    measured: `products`, `attention`, `memory` and `host`; parts that only one of them has are left as they are."""
-    ratio = {part: measured[part] / us for part, us in predicted.items() if us > 0 and measured.get(part, 0.0) > 0}
-    old = cluster.performance
-    products, attention = ratio.get("products", 1.0), ratio.get("attention", 1.0)
-    host = {
-        one.name: getattr(old.host, one.name) * ratio.get("host", 1.0)
-        for one in fields(HostCosts)
-        if one.name != "residual"
-    }
-    new = replace(
+def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
+    """Return the cluster with the times of parts of the work multiplied by factors."""
+    old, by = cluster.performance, {name: factors.get(name, 1.0) for name in ("products", "attention", "latency")}
+    performance = replace(
         old,
-        source=f"{old.source}; recalibrated by a run",
         products={
-            name: replace(one, flops_per_s=_rounded(one.flops_per_s / products)) for name, one in old.products.items()
+            name: replace(one, flops_per_s=one.flops_per_s / by["products"]) for name, one in old.products.items()
         },
         attention={
-            name: replace(one, flops_per_s=_rounded(one.flops_per_s / attention)) for name, one in old.attention.items()
+            name: replace(one, flops_per_s=one.flops_per_s / by["attention"]) for name, one in old.attention.items()
         },
-        memory_efficiency=_rounded(old.memory_efficiency / ratio.get("memory", 1.0)),
-        host=replace(old.host, **{name: _rounded(us) for name, us in host.items()}),
+        memory_efficiency=old.memory_efficiency / factors.get("memory", 1.0),
+        links={level: replace(one, latency_us=one.latency_us * by["latency"]) for level, one in old.links.items()},
+        shared={name: max(1.0, slower * factors.get(f"shared {name}", 1.0)) for name, slower in old.shared.items()},
     )
-    return replace(cluster, performance=new)
+    return replace(cluster, performance=performance)
 
 
-def _rounded(value: float) -> float:
-    """Round to four digits, which is more than measurements have, so that files are short."""
-    return float(f"{value:.4g}")
+def rounded(value: T) -> T:
+    """Round every number in a value to four digits, which is more than measurements have, so that files are short."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")  # type: ignore[return-value]
+    if isinstance(value, Mapping):
+        return {key: rounded(one) for key, one in value.items()}  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: rounded(getattr(value, one.name)) for one in fields(value)})
+    return value

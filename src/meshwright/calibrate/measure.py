@@ -1,12 +1,12 @@
 """Measure kernels on a device, in rounds that alternate between all cases, so that a slow moment of a shared machine
-hits every case alike. Each round runs a case for `MIN_S` at least; garbage collection is off. Of the rounds the lower
-quartile counts: other programs only ever slow a case down, and the fastest round is an extreme of its own.
+hits every case alike. Each round runs a case for `MIN_S` at least; garbage collection is off. Of the rounds a low
+quantile counts: other programs only ever slow a case down, and the fastest round is an extreme of its own. On a CPU a
+lone thread is timed by the time that it has had a core, so that waiting for one isn't counted.
 """
 
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,17 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.calibrate.fit import TimedAttention, TimedProduct
+from meshwright.train.optimizer import local_squared_norm, scale_gradients
 
 K = TypeVar("K")
 Run = Callable[[], object]
 
-MIN_S = 0.002
-ROUNDS = 9
-CPU_SIZES, CPU_LARGE = (32, 128, 512), ((1024, 1024, 1024), (512, 256, 2048))
-CUDA_SIZES, CUDA_LARGE = (512, 2048, 8192), ((16384, 4096, 4096), (64, 4096, 4096))
-CPU_LENGTHS, CUDA_LENGTHS = (64, 128, 256, 512), (512, 1024, 2048, 4096, 8192)
-HEADS, HEAD_DIM = 4, 64
-CHAIN, NUM_PARAMETERS = 32, 64
+MIN_S = 0.001
+ROUNDS = 20
+QUANTILE = 0.1
+CPU_SIZES, CPU_ROWS, CPU_LENGTHS = (64, 256, 768), (16, 128, 1024), (32, 128, 512)
+CUDA_SIZES, CUDA_ROWS, CUDA_LENGTHS = (512, 2048, 8192), (64, 1024, 16384), (512, 1024, 2048, 4096, 8192)
+LONGEST_S = 0.02
+"""Longest time of a product on a CPU: larger ones are left out, as of a dtype that it has no instructions for."""
+HEADS, HEAD_DIMS, TOKENS = 4, (32, 64), 1024
+CHAIN = 32
+UPDATED = ((64, 64), (2**20, 6))
+"""Elements and number of parameters that are updated: of a time per parameter, and of one per byte."""
+UPDATE_BYTES = 40
+"""Read and written per element: seven tensors by AdamW, one by the norm, two by clipping."""
+HELD_BYTES = 2**25
+"""Results of kernels bound by memory that are held at a time: more than caches, as the activations of a step are."""
 
 
 def synchronise(device: torch.device) -> None:
@@ -39,21 +48,21 @@ def synchronise(device: torch.device) -> None:
 
 def timed(cases: Mapping[K, Run], device: torch.device, *, budget_s: float, rounds: int = ROUNDS) -> dict[K, float]:
     """Return the seconds of each case, over at least two rounds and as many as the budget allows."""
+    end = time.perf_counter() + budget_s
     repeats = {name: _repeats(run, device) for name, run in cases.items()}
     found: dict[K, list[float]] = {name: [] for name in cases}
-    end = time.perf_counter() + budget_s
     with without_collection():
         for number in range(rounds):
             for name, run in cases.items():
                 found[name].append(seconds_of(run, repeats[name], device))
             if number and time.perf_counter() > end:
                 break
-    return {name: lower_quartile(one) for name, one in found.items()}
+    return {name: low_quantile(one) for name, one in found.items()}
 
 
-def lower_quartile(values: Sequence[float]) -> float:
-    """Return the value below which a quarter of the values are."""
-    return sorted(values)[len(values) // 4]
+def low_quantile(values: Sequence[float]) -> float:
+    """Return the value below which a tenth of the values are."""
+    return sorted(values)[int(QUANTILE * len(values))]
 
 
 def _repeats(run: Run, device: torch.device) -> int:
@@ -63,14 +72,16 @@ def _repeats(run: Run, device: torch.device) -> int:
     return max(1, round(MIN_S / max(once, 1e-7)))
 
 
-def seconds_of(run: Run, repeats: int, device: torch.device) -> float:
-    """Return the seconds of a run, the mean over `repeats`."""
+def seconds_of(run: Run, repeats: int, device: torch.device, *, waits: bool = False) -> float:
+    """Return the seconds of a run, the mean over `repeats`; of one that waits for other processes, those of a clock on
+    the wall."""
+    clock = time.thread_time if device.type == "cpu" and not waits else time.perf_counter
     synchronise(device)
-    begin = time.perf_counter()
+    begin = clock()
     for _ in range(repeats):
         run()
     synchronise(device)
-    return (time.perf_counter() - begin) / repeats
+    return (clock() - begin) / repeats
 
 
 @contextmanager
@@ -97,73 +108,77 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def measure_products(
-    device: torch.device, dtype: torch.dtype, *, budget_s: float, overhead_s: float
-) -> list[TimedProduct]:
-    """Time products over a grid of shapes: of each the mean over the memory layouts of a linear layer's forward and of
-    both its gradients, which on some devices differ tenfold.
-
-    `overhead_s` is the time of launching a kernel, which isn't the product's.
-    """
+def measure_products(device: torch.device, dtype: torch.dtype, *, budget_s: float) -> list[TimedProduct]:
+    """Time products over a grid of shapes, in the memory layouts of a linear layer's forward and of both its gradients,
+    which on some devices differ tenfold."""
     is_cuda = device.type == "cuda"
-    sizes, large = (CUDA_SIZES, CUDA_LARGE) if is_cuda else (CPU_SIZES, CPU_LARGE)
-    cases: dict[tuple[tuple[int, int, int], int], Run] = {}
-    for rows, inner, columns in (*product(sizes, sizes, sizes), *large):
-        left, right = (torch.randn(*one, device=device, dtype=dtype) for one in ((rows, inner), (inner, columns)))
+    sizes, rows = (CUDA_SIZES, CUDA_ROWS) if is_cuda else (CPU_SIZES, CPU_ROWS)
+    cases: dict[tuple[int, int, int, int], Run] = {}
+    slowest = [0.0] * 3  # seconds per operation of the last case that was kept, by layout
+    for shape in sorted(product(rows, sizes, sizes), key=lambda one: one[0] * one[1] * one[2]):
+        left, right = (torch.randn(*one, device=device, dtype=dtype) for one in (shape[:2], shape[1:]))
         left_t, right_t = left.t().contiguous().t(), right.t().contiguous().t()
+        flops = 2 * shape[0] * shape[1] * shape[2]
         for number, (x, y) in enumerate(((left, right_t), (left, right), (left_t, right))):
-            cases[(rows, inner, columns), number] = partial(torch.matmul, x, y)
+            if is_cuda or flops * slowest[number] < LONGEST_S:
+                run = cases[(*shape, number)] = partial(torch.matmul, x, y)
+                slowest[number] = seconds_of(run, 1, device) / flops
     found = timed(cases, device, budget_s=budget_s)
-    # On a GPU, kernels queue up behind each other, so that launching them hides.
-    less = 0.0 if is_cuda else overhead_s
-    samples = []
-    for shape in dict.fromkeys(shape for shape, _ in cases):
-        seconds = statistics.fmean(found[shape, number] for number in range(3))
-        samples.append(TimedProduct(*shape, max(seconds - less, 0.2 * seconds)))
-    return samples
+    return [TimedProduct(*case, seconds) for case, seconds in found.items()]
 
 
 def measure_attention(
     device: torch.device, dtype: torch.dtype, *, budget_s: float, overhead_s: float
 ) -> list[TimedAttention]:
-    """Time causal attention by length, forward and backward; all pairs count as operations, as FlopCounterMode does."""
+    """Time causal attention by length and size of heads, forward and backward; `overhead_s` is the time of launching a
+    kernel, which isn't its own."""
     lengths = CUDA_LENGTHS if device.type == "cuda" else CPU_LENGTHS
-    cases: dict[tuple[int, bool], Run] = {}
-    for length in lengths:
-        q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
+    cases: dict[tuple[int, int, bool], Run] = {}
+    for length, dim in product(lengths, HEAD_DIMS):
+        shape = (max(1, TOKENS // length), HEADS, length, dim)
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
         wanted = [one.clone().requires_grad_() for one in (q, k, v)]
         out = F.scaled_dot_product_attention(wanted[0], wanted[1], wanted[2], is_causal=True)
         gradient = torch.ones_like(out)
-        cases[length, False] = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
-        cases[length, True] = partial(torch.autograd.grad, out, wanted, gradient, retain_graph=True)
+        cases[length, dim, False] = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        cases[length, dim, True] = partial(torch.autograd.grad, out, wanted, gradient, retain_graph=True)
     found = timed(cases, device, budget_s=budget_s)
     less = 0.0 if device.type == "cuda" else overhead_s
     net = {key: max(seconds - less, 0.2 * seconds) for key, seconds in found.items()}
-    flops = {length: 4.0 * HEADS * length**2 * HEAD_DIM for length in lengths}
-    return [TimedAttention(length, flops[length], net[length, False], net[length, True]) for length in lengths]
-
-
-def measure_memory(device: torch.device, *, budget_s: float) -> list[tuple[int, float]]:
-    """Time kernels of blocks that are bound by memory, by the bytes that they read and write: of each size the mean
-    over the kernels, as a block has them all."""
-    sizes = (2**20, 2**23, 2**26) if device.type == "cuda" else (2**12, 2**14, 2**16, 2**18, 2**20)
-    cases: dict[tuple[int, str], tuple[int, Run]] = {}
-    for size in sizes:
-        x, y = (torch.randn(size // 64, 64, device=device) for _ in range(2))
-        cases[size, "add"] = 12 * size, partial(torch.add, x, y)
-        cases[size, "multiply"] = 12 * size, partial(torch.mul, x, y)
-        cases[size, "scale"] = 8 * size, partial(torch.mul, x, 0.5)
-        cases[size, "cast"] = 6 * size, partial(x.to, torch.bfloat16)
-        cases[size, "mean"] = 4 * size, partial(x.mean, -1, keepdim=True)
-        cases[size, "silu"] = 8 * size, partial(F.silu, x)
-        cases[size, "softmax"] = 8 * size, partial(torch.softmax, x, -1)
-    found = timed({case: run for case, (_, run) in cases.items()}, device, budget_s=budget_s)
     samples = []
-    for size in sizes:
-        names = [case for case in cases if case[0] == size]
-        moved = round(statistics.fmean(cases[case][0] for case in names))
-        samples.append((moved, statistics.fmean(found[case] for case in names)))
+    for length, dim in product(lengths, HEAD_DIMS):
+        pairs = max(1, TOKENS // length) * length * (length + 1) / 2
+        flops = 4.0 * HEADS * dim * pairs
+        samples.append(TimedAttention(length, flops, net[length, dim, False], net[length, dim, True]))
     return samples
+
+
+def memory_cases(device: torch.device) -> dict[str, tuple[int, Run]]:
+    """Return kernels of blocks that are bound by memory, with the bytes that they read and write. Their results are
+    held for a while, as a step holds activations, so that they come from memory and not from caches."""
+    size = 2**24 if device.type == "cuda" else 2**18
+    x, y = (torch.randn(size // 64, 64, device=device) for _ in range(2))
+    count = max(1, HELD_BYTES // (4 * size))
+    kernels: dict[str, tuple[int, Callable[[], Tensor]]] = {
+        "add": (12, partial(torch.add, x, y)),
+        "multiply": (12, partial(torch.mul, x, y)),
+        "scale": (8, partial(torch.mul, x, 0.5)),
+        "mean": (4, partial(x.mean, -1, keepdim=True)),
+        "silu": (8, partial(F.silu, x)),
+    }
+    return {name: (moved * size * count, partial(_held, run, count)) for name, (moved, run) in kernels.items()}
+
+
+def _held(run: Callable[[], Tensor], count: int) -> None:
+    results = [run() for _ in range(count)]
+    results.clear()
+
+
+def measure_memory(device: torch.device, *, budget_s: float) -> float:
+    """Return the bytes per second that kernels bound by memory achieve."""
+    cases = memory_cases(device)
+    found = timed({name: run for name, (_, run) in cases.items()}, device, budget_s=budget_s)
+    return sum(moved for moved, _ in cases.values()) / sum(found.values())
 
 
 def measure_copy(device: torch.device, *, budget_s: float) -> float:
@@ -175,44 +190,60 @@ def measure_copy(device: torch.device, *, budget_s: float) -> float:
 
 
 def measure_host(device: torch.device, *, budget_s: float) -> dict[str, float]:
-    """Return the host's time in µs of a kernel with autograd, of one without, of a module's call forward and backward,
-    and of the optimizer per parameter.
-    """
+    """Return the host's time in µs of a kernel with autograd, of one without, and of the optimizer per parameter; and
+    the bytes per second that its update of large parameters reads and writes."""
     x = torch.randn(8, 8, device=device)
-    leaf = x.clone().requires_grad_()
-    modules = nn.Sequential(*(_Scale() for _ in range(CHAIN)))
-    parameters = [nn.Parameter(torch.randn(8, 8, device=device)) for _ in range(NUM_PARAMETERS)]
-    for one in parameters:
-        one.grad = torch.randn_like(one)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
-
-    def chain() -> None:
-        y: Tensor = leaf
-        for _ in range(CHAIN):
-            y = y * 0.5
-        torch.autograd.backward(y.sum())
-
-    def bare() -> None:
-        y = x
-        for _ in range(CHAIN):
-            y = y * 0.5
-
-    def step() -> None:
-        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-        optimizer.step()
-
+    small, large = ([torch.zeros(size, device=device) for _ in range(count)] for size, count in UPDATED)
     cases: dict[str, Run] = {
-        "chain": chain, "bare": bare, "modules": lambda: torch.autograd.backward(modules(leaf).sum()), "step": step,
-    }  # fmt: skip
-    found = {name: 1e6 * seconds for name, seconds in timed(cases, device, budget_s=budget_s, rounds=25).items()}
+        "chain": partial(_chain, x.clone().requires_grad_()),
+        "bare": partial(_chain, x),
+        "small": _update(small),
+        "large": _update(large),
+    }
+    found = timed(cases, device, budget_s=budget_s, rounds=25)
+    (_, num_small), (size, num_large) = UPDATED
+    parameter_s = found["small"] / num_small
     return {
-        "launch": found["chain"] / (2 * CHAIN),
-        "bare": found["bare"] / CHAIN,
-        "module": max(0.0, found["modules"] - found["chain"]) / (2 * CHAIN),
-        "parameter": found["step"] / NUM_PARAMETERS,
+        "launch": 1e6 * found["chain"] / (2 * CHAIN),
+        "bare": 1e6 * found["bare"] / CHAIN,
+        "parameter": 1e6 * parameter_s,
+        "update_bytes_per_s": UPDATE_BYTES * size * num_large / (found["large"] - num_large * parameter_s),
     }
 
 
-class _Scale(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0.5
+def _update(tensors: Sequence[Tensor]) -> Run:
+    """Return a function that takes the norm of gradients, clips them and updates parameters, as a step does."""
+    parameters = [nn.Parameter(one) for one in tensors]
+    for one in parameters:
+        one.grad = torch.full_like(one, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+    def update() -> None:
+        local_squared_norm(parameters, num_ranks=1)
+        scale_gradients(parameters, 1.0)
+        optimizer.step()
+
+    return update
+
+
+def _chain(x: Tensor) -> None:
+    """Run tiny kernels, forward and, if `x` wants a gradient, backward."""
+    y = x
+    for _ in range(CHAIN):
+        y = y * 0.5
+    if x.requires_grad:
+        torch.autograd.backward(y.sum())
+
+
+def sharing_cases(device: torch.device) -> dict[str, Run]:
+    """Return a case of each part of the work, to be timed alone and on all cores at a time."""
+    x, y = (torch.randn(256, 256, device=device) for _ in range(2))
+    q, k, v = (torch.randn(4, HEADS, 128, 32, device=device) for _ in range(3))
+    kernels = [run for _, run in memory_cases(device).values()]
+    tiny = torch.randn(8, 8, device=device, requires_grad=True)
+    return {
+        "products": partial(torch.matmul, x, y),
+        "attention": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True),
+        "memory": lambda: [run() for run in kernels],
+        "host": partial(_chain, tiny),
+    }

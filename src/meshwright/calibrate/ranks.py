@@ -1,23 +1,24 @@
-"""Bodies of processes that measure: one measures the device, several the collectives between them. They leave what they
-found in a file, since processes of the launcher return nothing.
+"""Bodies of processes that measure: one measures the device, several the collectives between them, and all of them
+small runs. They leave what they found in a file, since processes of the launcher return nothing.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 from meshwright.calibrate import measure
+from meshwright.calibrate.small_runs import small_runs
 from meshwright.cluster.collectives import CollectiveOp
 from meshwright.comm.collectives import (
     all_gather_rows_into,
@@ -26,13 +27,23 @@ from meshwright.comm.collectives import (
     barrier,
     reduce_scatter_sum,
 )
+from meshwright.config.facts_for_family import run_facts
+from meshwright.config.schema import RunConfig
 from meshwright.mesh.process_groups import process_group
+from meshwright.plan.make_plan import make_plan
+from meshwright.train.build_job import build_job
+from meshwright.train.launch.machine_limits import BusyCores
 from meshwright.train.launch.rank_context import RankContext
+from meshwright.train.train_step import TrainStep
 
 COLLECTIVE_BYTES = (2**10, 2**16, 2**20, 2**23)
-NUM_UNITS, WIDTH = 8, 16
-MOST_ROUNDS = 15
+MOST_ROUNDS = 25
 TIMEOUT_S = 60.0
+SHARES = {"host": 0.05, "copy": 0.03, "memory": 0.07, "runs": 0.4}
+"""Of the time of the process that measures the device; kernels of dtypes take the rest."""
+DTYPE_SHARES = ((0.15, 0.08), (0.08, 0.04), (0.06, 0.04))
+"""Of products and attention, by dtype."""
+GROUP_SHARES = {"sharing": 0.1, "collectives": 0.25, "runs": 0.65}
 
 K = TypeVar("K")
 
@@ -48,26 +59,28 @@ class Request:
 
 def measure_device(context: RankContext, request: Request) -> None:
     """Measure the kernels of a device and of its host."""
-    device, share = _device(context, request), request.budget_s
-    host = measure.measure_host(device, budget_s=0.1 * share)
+    device, share, others = _device(context, request), request.budget_s, BusyCores()
+    host = measure.measure_host(device, budget_s=SHARES["host"] * share)
     found: dict[str, Any] = {"host": host, "products": {}, "attention": {}}
-    for weight, dtype in zip((0.25, 0.2, 0.1), measure.dtypes(device), strict=True):
-        overhead_s, name = host["bare"] / 1e6, measure.name_of(dtype)
-        timed = measure.measure_products(device, dtype, budget_s=weight * share, overhead_s=overhead_s)
+    for (products, attention), dtype in zip(DTYPE_SHARES, measure.dtypes(device), strict=True):
+        name, overhead_s = measure.name_of(dtype), host["bare"] / 1e6
+        timed = measure.measure_products(device, dtype, budget_s=products * share)
         found["products"][name] = [asdict(one) for one in timed]
-        attention = measure.measure_attention(device, dtype, budget_s=0.06 * share, overhead_s=overhead_s)
-        found["attention"][name] = [asdict(one) for one in attention]
-    found["memory"] = measure.measure_memory(device, budget_s=0.1 * share)
-    found["copy"] = measure.measure_copy(device, budget_s=0.05 * share)
+        attended = measure.measure_attention(device, dtype, budget_s=attention * share, overhead_s=overhead_s)
+        found["attention"][name] = [asdict(one) for one in attended]
+    found["memory"] = measure.measure_memory(device, budget_s=SHARES["memory"] * share)
+    found["copy"] = measure.measure_copy(device, budget_s=SHARES["copy"] * share)
     found["versions"] = f"torch {torch.__version__}"
     is_cuda = device.type == "cuda"
     found["device"] = torch.cuda.get_device_name(device) if is_cuda else platform.machine()
     found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if is_cuda else 0
+    found["runs"] = _step_times(context, request, device, SHARES["runs"] * share)
+    found["others"] = others.count()
     Path(request.out).write_text(json.dumps(found), "utf-8")
 
 
-def measure_collectives(context: RankContext, request: Request) -> None:
-    """Measure collectives among all ranks by size, and what an FSDP unit costs beside them."""
+def measure_group(context: RankContext, request: Request) -> None:
+    """Measure collectives among all ranks by size, kernels that all ranks run at a time, and small runs."""
     device = _device(context, request)
     group = process_group(
         rank=context.rank,
@@ -77,62 +90,85 @@ def measure_collectives(context: RankContext, request: Request) -> None:
         store_path=context.store_path,
     )
     with group:
-        cases: dict[tuple[str, int], measure.Run] = {}
-        for num_bytes in COLLECTIVE_BYTES:
-            full = torch.zeros(num_bytes // 4, device=device)
-            shard = torch.zeros(num_bytes // 4 // context.num_ranks, device=device)
-            runs: dict[CollectiveOp, Callable[[], Tensor]] = {
-                CollectiveOp.ALL_GATHER: partial(all_gather_rows_into, full, shard),
-                CollectiveOp.REDUCE_SCATTER: partial(reduce_scatter_sum, full),
-                CollectiveOp.ALL_REDUCE: partial(all_reduce_sum, full),
-            }
-            cases |= {(str(op), num_bytes): run for op, run in runs.items()}
-        with measure.without_collection():
-            timed = _timed_together(cases, device, request.budget_s)
-        small = COLLECTIVE_BYTES[0]
-        waits = 2 * timed[CollectiveOp.ALL_GATHER, small] + timed[CollectiveOp.REDUCE_SCATTER, small]
-        units = _unit_us(context, device, waits)
+        found: dict[str, Any] = {}
+        share = {name: part * request.budget_s for name, part in GROUP_SHARES.items()}
+        cases = _collectives(context, device)
+        timed = _timed_together(cases, device, share["collectives"])
+        found["timed"] = [(*case, seconds) for case, seconds in timed.items()]
+        if device.type == "cpu":
+            found["shared"] = _slower_together(context, device, share["sharing"])
+        found["runs"] = _step_times(context, request, device, share["runs"])
         if context.rank == 0:
-            found = {"timed": [(*case, seconds) for case, seconds in timed.items()], "unit_us": units}
             Path(request.out).write_text(json.dumps(found), "utf-8")
 
 
-def _timed_together(cases: Mapping[K, measure.Run], device: torch.device, budget_s: float) -> dict[K, float]:
+def _collectives(context: RankContext, device: torch.device) -> dict[tuple[str, int], measure.Run]:
+    cases: dict[tuple[str, int], measure.Run] = {}
+    for num_bytes in COLLECTIVE_BYTES:
+        full = torch.zeros(num_bytes // 4, device=device)
+        shard = torch.zeros(num_bytes // 4 // context.num_ranks, device=device)
+        runs: dict[CollectiveOp, Callable[[], Tensor]] = {
+            CollectiveOp.ALL_GATHER: partial(all_gather_rows_into, full, shard),
+            CollectiveOp.REDUCE_SCATTER: partial(reduce_scatter_sum, full),
+            CollectiveOp.ALL_REDUCE: partial(all_reduce_sum, full),
+        }
+        cases |= {(str(op), num_bytes): run for op, run in runs.items()}
+    return cases
+
+
+def _slower_together(context: RankContext, device: torch.device, budget_s: float) -> dict[str, float]:
+    """Return the time of each part of the work while all ranks do it, over that while only rank 0 does."""
+    cases = measure.sharing_cases(device)
+    alone = measure.timed(cases, device, budget_s=budget_s / 2) if context.rank == 0 else {}
+    barrier()
+    together = _timed_together(cases, device, budget_s / 2, waits=False)
+    return {name: together[name] / seconds for name, seconds in alone.items()}
+
+
+def _step_times(context: RankContext, request: Request, device: torch.device, budget_s: float) -> list[float]:
+    """Return the seconds of a step of each small run on this number of ranks."""
+    configs = small_runs(context.num_ranks, device=request.device)
+    with ExitStack() as prefetching:
+        steps = {number: _trainer(config, context, device, prefetching) for number, config in enumerate(configs)}
+        timed = _timed_together(steps, device, budget_s, waits=context.num_ranks > 1) if steps else {}
+    return list(timed.values())
+
+
+def _trainer(config: RunConfig, context: RankContext, device: torch.device, prefetching: ExitStack) -> measure.Run:
+    """Return a function that runs the next step of a run, whose batches are prefetched as in any run."""
+    job = build_job(config, make_plan(config), context, device)
+    f = run_facts(config)
+    step = TrainStep(job, config.family.task(f, config.family.open_data(f), device), lambda: False)
+    steps = range(1, config.train.steps + 1)
+    prefetching.enter_context(step.prefetching(steps))
+    numbers = iter(steps)
+    return lambda: step(next(numbers))
+
+
+def _timed_together(
+    cases: Mapping[K, measure.Run], device: torch.device, budget_s: float, *, waits: bool = True
+) -> dict[K, float]:
     """Return the seconds of cases that every rank runs equally often, in rounds that alternate between them."""
-    once = {}
+    end, once = time.perf_counter() + budget_s, {}
     for case, run in cases.items():
         run()
         barrier()
-        slowest = all_reduce_max(torch.tensor(measure.seconds_of(run, 2, device), device=device, dtype=torch.float64))
-        once[case] = max(float(slowest), 1e-6)
+        once[case] = max(_slowest(measure.seconds_of(run, 2, device, waits=waits), device), 1e-6)
     repeats = {case: max(1, round(measure.MIN_S / each)) for case, each in once.items()}
     round_s = sum(repeats[case] * each for case, each in once.items())
+    left = _slowest(end - time.perf_counter(), device)
     found: dict[K, list[float]] = {case: [] for case in cases}
-    for _ in range(max(2, min(MOST_ROUNDS, int(budget_s / round_s)))):
-        for case, run in cases.items():
-            barrier()
-            found[case].append(measure.seconds_of(run, repeats[case], device))
-    return {case: measure.lower_quartile(one) for case, one in found.items()}
+    with measure.without_collection():
+        for _ in range(max(3, min(MOST_ROUNDS, int(left / round_s)))):
+            for case, run in cases.items():
+                barrier()
+                found[case].append(measure.seconds_of(run, repeats[case], device, waits=waits))
+    return {case: measure.low_quantile(one) for case, one in found.items()}
 
 
-def _unit_us(context: RankContext, device: torch.device, gathers_and_reduction_s: float) -> float:
-    """Return the time in µs of an FSDP unit per gather and reduction, beside the collectives themselves."""
-    mesh = init_device_mesh(device.type, (context.num_ranks,))
-    x = torch.randn(8, WIDTH, device=device)
-    runs = []
-    for is_sharded in (False, True):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=device) for _ in range(NUM_UNITS)))
-        if is_sharded:
-            for unit in model:
-                fully_shard(unit, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        runs.append(partial(_forward_backward, model, x))
-    plain, sharded = _timed_together(dict(enumerate(runs)), device, budget_s=1.0).values()
-    return max(0.0, (sharded - plain) / NUM_UNITS - gathers_and_reduction_s) / 3 * 1e6
-
-
-def _forward_backward(model: nn.Module, x: Tensor) -> None:
-    torch.autograd.backward(model(x).sum())
+def _slowest(seconds: float, device: torch.device) -> float:
+    """Return the most of a time over all ranks."""
+    return float(all_reduce_max(torch.tensor(seconds, device=device, dtype=torch.float64)))
 
 
 def _device(context: RankContext, request: Request) -> torch.device:

@@ -1,65 +1,42 @@
-"""Small runs of the engine itself, to whose times the host's costs are fitted that no kernel shows alone: those of
-blocks, units, collectives, actions and steps."""
+"""Small runs of the engine itself, to whose times costs are fitted that no kernel shows alone: those of the host per
+block, unit, collective, action and step, and of kernels whose operands come from memory. Doesn't import torch."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-from meshwright.calibrate.fit import TimedRun, fit_host
-from meshwright.cluster.hardware import Cluster
 from meshwright.config.schema import RunConfig
-from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
-from meshwright.plan.run_plan import RunPlan
 
 PRESET = "llama-tiny"
-STEPS, WARM = 10, 3
-COMMON = (
-    f"train.steps={STEPS}",
-    "train.threads=1",
-    "checkpoint.minutes=0",
-    "checkpoint.at_end=false",
-    "train.validation_samples=0",
+SMALL = ("model.dim=32", "model.num_heads=2", "model.ffn_dim=96", "model.num_layers=6", "train.seq_len=32")
+"""A step whose time is the host's."""
+THIN = ("model.dim=64", "model.num_heads=2", "model.ffn_dim=192", "model.num_layers=2", "train.global_batch=32")
+"""A step whose time is that of kernels bound by memory."""
+MIDDLE = ("model.dim=192", "model.num_heads=6", "model.ffn_dim=512", "model.num_layers=3", "train.global_batch=12")
+LARGE = (
+    "model.dim=384",
+    "model.num_heads=6",
+    "model.ffn_dim=1024",
+    "model.num_layers=2",
+    "train.seq_len=256",
+    "train.global_batch=4",
 )
-LAYOUTS: tuple[tuple[str, ...], ...] = (
-    (),
-    ("train.global_batch=4",),
-    ("mesh.dp_shard=2",),
-    ("mesh.tp=2",),
-    ("mesh.pp=2", "train.num_microbatches=4"),
-)
-
-Steps = Callable[[RunConfig], Sequence[float]]
-"""Trains a configuration and returns the seconds of each step."""
-
-
-@dataclass(frozen=True)
-class SmallRun:
-    """A plan, and its measured time per step."""
-
-    plan: RunPlan
-    measured_us: float
+FOUR = "train.num_microbatches=4"
+RUNS: dict[int, tuple[tuple[str, ...], ...]] = {
+    1: (SMALL, (*SMALL, "model.num_layers=1"), (*SMALL, FOUR), THIN, MIDDLE, (*MIDDLE, FOUR), LARGE),
+    2: (
+        (*SMALL, "mesh.dp_shard=2"),
+        (*MIDDLE, "mesh.dp_shard=2"),
+        (*LARGE, "mesh.dp_replicate=2"),
+        (*SMALL, "mesh.tp=2"),
+        (*MIDDLE, "mesh.tp=2"),
+        (*SMALL, "mesh.pp=2", FOUR),
+        (*MIDDLE, "mesh.pp=2", FOUR),
+    ),
+    4: ((*SMALL, "mesh.dp_shard=4"), (*MIDDLE, "mesh.dp_shard=2", "mesh.tp=2")),
+}
+"""Words of the runs by number of processes."""
 
 
-def small_runs(steps: Steps, *, device: str, num_devices: int) -> list[SmallRun]:
-    """Train a tiny model on each layout that the devices allow, and return the times per step."""
-    found = []
-    for words in LAYOUTS:
-        config = load(PRESET, [*COMMON, f"train.device={device}", *words])
-        if config.mesh.axes().num_ranks() <= num_devices:
-            seconds = steps(config)[WARM:]
-            found.append(SmallRun(make_plan(config), statistics.median(seconds) * 1e6))
-    return found
-
-
-def with_host_costs(
-    cluster: Cluster, runs: Sequence[SmallRun], predict_us: Callable[[RunPlan, Cluster], float]
-) -> Cluster:
-    """Return the cluster with its host's costs fitted to runs, whose times `predict_us` predicts."""
-    timed = [
-        TimedRun(lambda other, plan=one.plan: predict_us(plan, other), one.measured_us)  # type: ignore[misc]
-        for one in runs
-    ]
-    return replace(cluster, performance=replace(cluster.performance, host=fit_host(cluster, timed)))
+def small_runs(num_ranks: int, *, device: str) -> list[RunConfig]:
+    """Return the configurations of small runs on so many processes, with one thread each."""
+    return [load(PRESET, [*words, f"train.device={device}", "train.threads=1"]) for words in RUNS.get(num_ranks, ())]

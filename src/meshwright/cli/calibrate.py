@@ -18,6 +18,8 @@ from meshwright.units import format_duration
 if TYPE_CHECKING:
     from meshwright.calibrate.calibrate import Calibration
 
+BUSY_CORES = 0.2
+"""Cores that other programs use from which on a calibration is disturbed."""
 OUT_OPTION = "command line, -o"
 
 
@@ -27,7 +29,14 @@ def calibrate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cluster as JSON instead of a page.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Time of measuring, beside the start of processes.")] = 24.0,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option("--from", metavar="RUN", help="Scale known rates to what a run measured instead; repeat it."),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="DEVICE|FILE", help="With --from: the cluster to scale; by default the run's.")
+    ] = None,
 ) -> None:
     """Measure what this machine achieves, for predictions of time: plan --cluster here, and reports of runs."""
     from meshwright.calibrate.calibrate import calibrate as measure
@@ -36,9 +45,17 @@ def calibrate(
 
     path = path_of("-o", out) or _own_file()
     check_output(path, where=OUT_OPTION)
+    comment = "Written by meshwright calibrate. docs/clusters.md explains the keys."
+    if runs:
+        from meshwright.cli.calibrate_from import scale
+
+        scaled, lines = scale(runs, cluster)
+        write_output(path, cluster_toml(scaled, comment), where=OUT_OPTION)
+        for line in [cluster_json(scaled)] if as_json else [*lines, _written(path)]:
+            show(line)
+        return
     begin = time.perf_counter()
     found = measure(device=_device(device), budget_s=seconds, say=lambda text: print(text, file=sys.stderr))
-    comment = "Written by meshwright calibrate. docs/clusters.md explains the keys."
     write_output(path, cluster_toml(found.cluster, comment), where=OUT_OPTION)
     if as_json:
         print(cluster_json(found.cluster))
@@ -71,11 +88,24 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         achieved = link.bandwidth_bytes_per_s * curve.efficiency / 1e9
         yield "collectives"
         yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
+    if performance.shared:
+        slower = " · ".join(f"{name} {times:.2f}" for name, times in performance.shared.items())
+        yield f"times while all cores are busy, over those alone: {slower}"
+    if found.counts["steps"]:
+        several = f", of several processes ± {performance.group_residual:.0%}" if performance.group_residual else ""
+        yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}{several}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
+    if found.others > BUSY_CORES:
+        yield f"other programs used {found.others:.1f} cores meanwhile: times may be too long"
+        yield "repeat it on an idle machine"
+    yield _written(path)
+
+
+def _written(path: Path) -> str:
     from meshwright.cluster.presets import HERE, own_file
 
-    yield f"written to {path}: use it with --cluster {HERE if path == own_file() else path}"
+    return f"written to {path}: use it with --cluster {HERE if path == own_file() else path}"
 
 
 def _own_file() -> Path:

@@ -189,6 +189,8 @@ def _topology(name: str | None, axis_sizes: tuple[int, ...]) -> Topology | None:
     try:
         return Topology.of(find_cluster(name), axis_sizes)
     except MeshwrightError as error:
+        if error.where:  # a file
+            raise
         raise _located(error, f"{COMMAND_LINE}, --topology", {r"^(\S+).*": r"--topology \1"}) from None
 
 

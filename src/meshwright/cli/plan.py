@@ -43,6 +43,9 @@ def plan(
         str | None,
         typer.Option(metavar="DEVICE|FILE", help="Predict the time of a step: a preset, a cluster file, or here."),
     ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw memory and, with --cluster, the timeline of a step, as .svg or .png.")
+    ] = None,
     run: Annotated[
         str | None, typer.Option("--against", metavar="RUN", help="Compare the prediction with what a run measured.")
     ] = None,
@@ -61,6 +64,10 @@ def plan(
     for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
         if path is not None and path != STDOUT:
             check_output(path, where=where)
+    if figure is not None:
+        from meshwright.figure import check_figure
+
+        check_figure(figure)
     if devices is not None:
         from meshwright.cli.plan_search import search_page
 
@@ -74,11 +81,16 @@ def plan(
     if run is not None:
         _show_against(run, words, chosen)
         return
-    _show_plan(words, chosen, json_path, out, diff)
+    _show_plan(words, chosen, json_path, out, diff, figure)
 
 
 def _show_plan(
-    words: list[str] | None, chosen: Cluster | None, json_path: Path | None, out: Path | None, diff: str | None
+    words: list[str] | None,
+    chosen: Cluster | None,
+    json_path: Path | None,
+    out: Path | None,
+    diff: str | None,
+    figure: Path | None,
 ) -> None:
     """Show a plan or its differences from another, and write the files that were asked for."""
     from meshwright.plan.serialize import to_json
@@ -90,6 +102,8 @@ def _show_plan(
     # Write files first: closing a pager may end the command before the page is complete.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
+    if figure is not None:
+        _draw(name, made, config, chosen, figure)
     figures = "" if json_path is None else json.dumps(_figures(name, made, config, chosen), indent=1)
     if json_path is not None and json_path != STDOUT:
         write_output(json_path, figures + "\n", where=JSON_OPTION)
@@ -190,6 +204,13 @@ def _seconds(made: RunPlan, config: RunConfig | None, cluster: Cluster) -> dict[
         "parts": {part: us / 1e6 for part, us in found.parts.items()},
         "tokens_per_s": found.tokens_per_s(made.mesh.num_ranks()),
     }
+
+
+def _draw(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluster | None, path: Path) -> None:
+    from meshwright.cli.plan_page import is_captured
+    from meshwright.plan.figure import draw_plan
+
+    draw_plan(name, made, path, cluster=cluster, captured=is_captured(config))
 
 
 def _show_against(run: str, words: list[str] | None, cluster: Cluster | None) -> None:

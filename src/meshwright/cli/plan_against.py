@@ -11,8 +11,7 @@ from meshwright.errors import InputError
 from meshwright.plan.compare import hashes
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.time.step_time import predict_step
-from meshwright.train.record.step_parts import StepParts
-from meshwright.train.report.comparison import Compared, as_rows, compare_memory, compare_time
+from meshwright.train.report.comparison import Compared, MeasuredRun, as_rows, compare_memory, compare_time
 from meshwright.train.report.run_data import read_run
 from meshwright.units import format_bytes, format_time
 
@@ -31,27 +30,21 @@ def against(folder: Path, plan: RunPlan | None, cluster: Cluster | None) -> Iter
         InputError: it isn't a run folder, or the run has no measurement or no plan.
         ConfigError: the time can't be predicted.
     """
-    run = read_run(folder)
-    if run.plan is None or run.measured is None:
-        what = f"{folder} has no {'plan' if run.plan is None else 'measured step'}"
-        rule = "a run writes its plan as it starts, and measures its last steps"
-        raise InputError(what, where=WHERE, rule=rule, fix="a run that has ended")
+    run = MeasuredRun.of(read_run(folder))
     cluster = cluster or cluster_of_device(run.device)
     if cluster is None:
         what, fix = f"no preset has a {run.device}", "--cluster FILE, as meshwright calibrate writes it"
         raise InputError(what, where=WHERE, rule="times need a cluster", fix=fix)
     own, on_cpu = plan or run.plan, run.device == "cpu"
-    time = predict_step(own, cluster, captured=run.config.get("capture.scope") == ["layer"])
-    ranks = [StepParts(**parts) for parts in run.measured["parts"]]
-    fullest = max(run.measured["memory"], key=lambda rank: int(rank["peak"]))
+    time = predict_step(own, cluster, captured=run.captured)
     yield f"{folder} · {run.device} · as predicted on {cluster.name}"
     if hashes(own).fingerprint != hashes(run.plan).fingerprint:
         yield "  the run had another plan"
     yield "time of a step"
-    yield from _table(compare_time(time, ranks, on_cpu=on_cpu), lambda seconds: format_time(1e6 * seconds))
+    yield from _table(compare_time(time, run.ranks, on_cpu=on_cpu), lambda seconds: format_time(1e6 * seconds))
     yield f"  expected from {format_time(time.low)} to {format_time(time.high)}"
     yield "memory of the rank with the most"
-    yield from _table(compare_memory(own, fullest, on_cpu=on_cpu), format_bytes)
+    yield from _table(compare_memory(own, run.fullest, on_cpu=on_cpu), format_bytes)
 
 
 def _table(found: Iterable[Compared], write: Callable[[float], str]) -> Iterator[str]:

@@ -107,6 +107,8 @@ def collective_us(
         return slower * _message_us(cluster, num_bytes, list(shape.steps())[-1])
     if op == CollectiveOp.ALL_TO_ALL:
         return slower * _all_to_all_us(cluster, num_bytes, shape)
+    if op == CollectiveOp.REDUCE_SCATTER:
+        num_bytes *= max(cluster.curve(level).reduce_scatter_slower for level in shape.steps())
     ring = _ring_us(cluster, num_bytes, shape)
     if op == CollectiveOp.ALL_REDUCE:
         return slower * min(2 * ring, _tree_us(cluster, num_bytes, shape))

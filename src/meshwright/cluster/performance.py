@@ -21,11 +21,14 @@ class ProductCurve:
     half_rows: float = 0.0
     half_inner: float = 0.0
     half_columns: float = 0.0
+    input_gradient_slower: float = 1.0
+    """Time of the product for an input's gradient over that of a forward of its shape: another memory layout."""
+    weight_gradient_slower: float = 1.0
     residual: float = 0.1
     """Standard deviation of the logarithm of measured over predicted time."""
 
     def seconds(self, rows: float, inner: float, columns: float) -> float:
-        """Return the time of the operations of a product."""
+        """Return the time of the operations of a forward's product."""
         if rows <= 0:
             return 0.0
         shares = ((rows, self.half_rows), (inner, self.half_inner), (columns, self.half_columns))
@@ -56,6 +59,8 @@ class LinkCurve:
     """Share of the link's bandwidth that large messages achieve."""
     half_bytes: float = 0.0
     """Bytes per step at which half of it is reached."""
+    reduce_scatter_slower: float = 1.0
+    """Time of a reduce-scatter's bytes over that of an all-gather's."""
     residual: float = 0.2
 
 
@@ -101,3 +106,21 @@ class Performance:
     """Whether the device runs beside the host that launches its kernels, as a GPU does."""
     cores: int = 0
     """Cores that a machine's processes share, if the device is a CPU; 0 otherwise."""
+    shared: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Time of `products`, `attention`, `memory` and `host` while all cores are busy, over their time alone: cores share
+    caches, bandwidth and, where they are threads of one core, its units."""
+    update_efficiency: float = 0.0
+    """As `memory_efficiency`, of the optimizer's update; 0 if it is the same."""
+    residual: float = 0.0
+    """Standard deviation of the logarithm of measured over predicted times of small runs' steps, on one process."""
+    group_residual: float = 0.0
+    """As `residual`, of several processes."""
+
+    def slower(self, part: str, processes: float) -> float:
+        """Return the time of a part of the work while so many processes share the cores, over its time alone."""
+        if not self.cores or processes <= 1:
+            return 1.0
+        full = self.shared.get(part, 1.0)
+        if processes >= self.cores:
+            return full * processes / self.cores
+        return 1 + (full - 1) * (processes - 1) / (self.cores - 1)

@@ -50,6 +50,14 @@ def cluster_preset(name: str) -> Cluster:
     return _preset(key)
 
 
+def preset_on(name: str, link: str) -> Cluster:
+    """Return a preset with another link between its nodes, by the link's name."""
+    table = {**_as_file(name), "between_nodes": link}
+    curves = {**table["performance"]["links"], "between_nodes": _read()["links"][link]["curve"]}
+    performance = {**table["performance"], "links": curves}
+    return cluster_file.cluster_of({**table, "performance": performance}, _read()["links"], f"presets.toml, {name}")
+
+
 def own_file() -> Path | None:
     """Return the path of this machine's cluster file, which `meshwright calibrate` writes unless told another; None
     without a home directory."""

@@ -26,6 +26,13 @@ class Stack:
     """Whether kernels bound by memory are fused as in compiled blocks, whatever the plan says."""
     slower_memory: float = 1.0
     """Time of kernels bound by memory over that of the operators that a plan describes."""
+    slower_attention: float = 1.0
+    """Time of attention over that of the device's best kernel, as of an older or unfused one."""
+    slower_ring: float = 0.0
+    """Share by which attention is slower for each further rank that it is spread over as a ring: for smaller kernels,
+    merged results and exchanges that nothing hides."""
+    slower_products: float = 1.0
+    """Time of products over that of the device's libraries as they were measured, as of older ones."""
     slower_beside: float = 0.0
     """Share of hidden communication's time by which it slows the work beside it, as it takes processors and bandwidth.
     """

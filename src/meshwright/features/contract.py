@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshwright.config.schema import RunConfig
     from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
     from meshwright.models.contract.tp_styles import LossReductions
-    from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
+    from meshwright.plan.run_plan import LayerSpec, PlannedOperator, RunPlan, Stage
     from meshwright.plan.traffic import LinkBytes, Traffic
     from meshwright.plan.verify.names import PlanError
     from meshwright.prove.record.evidence import Evidence
@@ -64,6 +64,13 @@ class PlanFeature(Generic[P]):
     def saved(self, facts: KindFacts, part: P, *, tp: int, compiled: bool) -> Iterator[Saved]:
         """Yield changes of the tensors that a kind saves for its backward."""
         return iter(())
+
+    def operators(
+        self, facts: KindFacts, part: P, operators: tuple[PlannedOperator, ...], *, samples: int
+    ) -> tuple[PlannedOperator, ...]:
+        """Return what a rank computes in a kind, given what it would without the feature; `samples` are those of a
+        micro-batch."""
+        return operators
 
     def weight_bytes(self, plan: RunPlan, stage: Stage) -> int:
         """Return the bytes of weights that it keeps besides a stage's parameters."""

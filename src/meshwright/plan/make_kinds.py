@@ -49,6 +49,7 @@ from meshwright.plan.run_plan import (
     LayerSpec,
     Mesh,
     Parameter,
+    PlannedOperator,
     SavedBytes,
     Shard,
     Unit,
@@ -136,7 +137,7 @@ class KindMaker:
                 output_elements=int(self._tokens * (facts.output / (self._tp_size if facts.output_divided else 1))),
                 experts=experts,
                 attention=(attention := self._attention(facts, policy)),
-                operators=self._operators.of_kind(facts, used, experts, attention),
+                operators=self._changed(facts, made, self._operators.of_kind(facts, used, experts, attention)),
                 parts=parts,
                 tied=tuple(p.name for p, out in zip(facts.parameters, omitted, strict=True) if out),
                 everywhere=facts in self._facts.every,
@@ -153,6 +154,20 @@ class KindMaker:
             for feature, part in found
             for saved in feature.saved(facts, part, tp=self._tp_size, compiled=compiled)
         ]
+
+    def _changed(
+        self,
+        facts: KindFacts,
+        made: list[tuple[PlanFeature[Any], KindPart | None]],
+        operators: tuple[PlannedOperator, ...],
+    ) -> tuple[PlannedOperator, ...]:
+        """Return the operators of a kind with features; those of an unknown kind stay unknown."""
+        config = self._config
+        samples = config.train.global_batch // (config.mesh.axes().data_parallel() * config.train.num_microbatches)
+        for feature, part in made if operators else ():
+            if part is not None:
+                operators = feature.operators(facts, part, operators, samples=samples)
+        return operators
 
     def _loss_axes(self, loss: AuxiliaryLoss) -> Atoms:
         """Return the tp axis if an auxiliary loss is partial over it."""

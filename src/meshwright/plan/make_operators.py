@@ -75,14 +75,14 @@ class OperatorMaker:
         if one.kind not in (OperatorKind.PRODUCT, OperatorKind.GROUPED):
             return made
         rows, inner, columns = self._sharded(one, weight)
-        groups = 1 if experts is None or one.kind is not OperatorKind.GROUPED else experts.num_experts
+        groups = one.groups if experts is None or one.kind is not OperatorKind.GROUPED else experts.num_experts
         return replace(
             made,
             rows=round(rows * self._tokens),
             inner=inner,
             columns=columns,
             groups=groups // (1 if experts is None or groups == 1 else self._mesh.size(*experts.axes)),
-            weights=int(is_trained),
+            weights=int(is_trained or one.second_gradient),
             inputs=int(one.input_gradient),
         )
 

@@ -24,7 +24,7 @@ from meshwright.comm.compression.catalogue import EXACT, encoded_bytes, find_met
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
 from meshwright.pipeline.split_layers import stage_groups
-from meshwright.plan.run_plan import BYTES, Atoms, Mesh, RunPlan, Stage, StepSum
+from meshwright.plan.run_plan import BYTES, Atoms, ExpertLayer, Mesh, RunPlan, Stage, StepSum
 from meshwright.plan.stage_sizes import COUNT_BYTES, LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
 
 
@@ -201,12 +201,16 @@ def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
 
             for one in sent_by_layer(plan, rank, layer):
                 yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
-        per_sample = plan.batch.samples * layer.num_experts
-        sums = [(axis, layer.num_experts) for axis in layer.counted]
-        for axis, counts in (*sums, *((axis, per_sample) for axis in layer.sample_counted)):
+        for axis, counts in count_sums(plan, layer):
             elements = -(-counts // plan.mesh.size(axis))
             num_bytes = 2 * plan.batch.num_microbatches * elements * COUNT_BYTES
             yield Message(Purpose.EXPERTS, _peers(rank, plan.mesh.line(rank, (axis,))), num_bytes, in_ring=True)
+
+
+def count_sums(plan: RunPlan, layer: ExpertLayer) -> Iterator[tuple[str, int]]:
+    """Yield axis and numbers of each sum of tokens per expert that a forward of a micro-batch needs."""
+    yield from ((axis, layer.num_experts) for axis in layer.counted)
+    yield from ((axis, plan.batch.samples * layer.num_experts) for axis in layer.sample_counted)
 
 
 def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:

@@ -18,8 +18,19 @@ from tests.plan.time.constant_rates import SENT, constant_rates
 WAITS = constant_rates(is_async=False)
 MUON = "llama-tiny mesh.dp_shard=2 mesh.tp=2 train.optimizer=muon"
 DIVERGING = "llama-tiny mesh.dp_replicate=2 mesh.tp=2 comm.gradients=int4"
-MORE = (MUON, DIVERGING, "llama-tiny mesh.cp=4", "llama-tiny mesh.cp=2 mesh.dp_shard=2 train.num_microbatches=2")
-DECODERS = tuple(words for words in (*LAYOUTS, *MORE) if not words.startswith(("dit", "video")))
+EXPERTS = (
+    "moe-tiny mesh.cp=2",
+    "moe-tiny mesh.dp_shard=2 mesh.ep=2",
+    "moe-tiny mesh.dp_shard=4 mesh.ep=2 mesh.tp=2 model.balance_bias=true",
+    "moe-tiny mesh.dp_shard=4 mesh.ep=4 mesh.pp=2 train.num_microbatches=2",
+)
+MORE = (
+    *EXPERTS,
+    MUON,
+    DIVERGING,
+    "llama-tiny mesh.cp=4",
+    "llama-tiny mesh.cp=2 mesh.dp_shard=2 train.num_microbatches=2",
+)
 
 
 def wrong_parts(plan: RunPlan, time: StepTime) -> set[str]:
@@ -31,7 +42,7 @@ def wrong_parts(plan: RunPlan, time: StepTime) -> set[str]:
     return {str(name) for name, (us, expected) in found.items() if us != pytest.approx(expected, rel=1e-9, abs=1e-3)}
 
 
-@pytest.mark.parametrize("words", DECODERS)
+@pytest.mark.parametrize("words", (*LAYOUTS, *MORE))
 def test_each_purpose_takes_the_time_of_its_bytes(words):
     plan = plan_of(words)
     assert wrong_parts(plan, predict_step(plan, WAITS)) == set()
@@ -50,6 +61,7 @@ def test_whole_matrices_take_the_time_of_the_rank_that_sends_the_most():
         ("reduce", "llama-tiny mesh.dp_shard=4", Purpose.GRADIENTS),
         ("of_kind", "llama-tiny mesh.tp=4 model.num_kv_heads=4", Purpose.TENSOR),
         ("of_kind", "llama-tiny mesh.cp=4", Purpose.CONTEXT),
+        ("of_kind", "moe-tiny mesh.dp_shard=2 mesh.ep=2", Purpose.EXPERTS),
         ("at_end", "llama-tiny mesh.pp=2 model.tie_embeddings=true train.num_microbatches=4", Purpose.SHARED),
     ],
 )

@@ -76,6 +76,11 @@ def test_kernels_bound_by_memory_take_the_time_of_their_bytes():
     assert (work.forward, work.backward_input) == (Work(memory=120.0, host=15.0), Work(memory=200.0, host=20.0))
 
 
+def test_tables_are_written_once_per_micro_batch():
+    table = replace(NORM, backward=PlannedKernels(1, 100, bytes_once=5000))
+    assert [work_of(kind(table), samples=n).backward_input.memory for n in (1, 3)] == [51.0, 53.0]
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_gpu_runs_some_kernels_fused_in_eager_blocks_too(is_async):
     fused = kind(replace(NORM, fused_on_cuda=True))

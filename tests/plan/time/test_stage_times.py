@@ -9,7 +9,7 @@ import pytest
 from meshwright.cluster.performance import HostCosts
 from meshwright.cluster.stacks import MESHWRIGHT
 from meshwright.plan.time.kernel_times import KindWork, Work
-from meshwright.plan.time.stage_times import StagePricer
+from meshwright.plan.time.stage_times import Lane, StagePricer
 from meshwright.plan.traffic import Purpose
 from tests.plan.plans import plan_of
 from tests.plan.time.constant_rates import constant_rates
@@ -87,9 +87,23 @@ def test_gathers_that_nothing_hides_are_exposed(without):
 
 def test_reductions_after_the_last_blocks_backward_are_exposed():
     """Those of other blocks hide beside the backward, and the root's comes with the first block of the model."""
-    each = SCATTER + SUM
     assert priced().at_end == pytest.approx({Purpose.GRADIENTS: 2 * SCATTER, Purpose.REPLICAS: 2 * SUM})
-    assert sum(priced(kernels=Blocks(scale=0.01)).at_end.values()) == pytest.approx(UNITS * each - 3 * 2.0)
+
+
+def test_gathers_and_reductions_share_the_links():
+    """Blocks that take 2 µs hide nothing: all gathers and reductions follow each other, and of the backward without
+    reductions, only the last block isn't gathering."""
+    short = priced(kernels=Blocks(scale=0.01))
+    assert sum(short.at_end.values()) == pytest.approx(UNITS * (SCATTER + SUM) - 2.0)
+
+
+def test_hidden_gathers_and_reductions_slow_what_runs_beside():
+    stack = replace(MESHWRIGHT, slower_beside=0.5)
+    alone, slowed = priced(), priced(stack=stack)
+    # The first two gathers are exposed.
+    assert slowed.forward - alone.forward == pytest.approx(0.5 * (UNITS - 2) * GATHER)
+    left = sum(alone.at_end.values())
+    assert sum(slowed.at_end.values()) == pytest.approx(left + 0.5 * (UNITS * (SCATTER + SUM) - left))
 
 
 def test_reductions_on_a_cpu_are_exposed():
@@ -137,3 +151,19 @@ def test_recomputation_runs_before_the_gradients():
     assert again.recompute == again.parts["recompute"] == BLOCKS * 60.0
     assert again.per_microbatch - plain.per_microbatch == BLOCKS * 60.0
     assert again.flops == plain.flops == BLOCKS * (FORWARD + TO_INPUT + TO_WEIGHT)
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_spans_are_those_that_times_consist_of(is_async):
+    """What a lane does never overlaps, and all lanes together take the whole time."""
+    performance = constant_rates(is_async=is_async).performance
+    kernels, sent = Blocks(recompute=60.0), Sent(tensor=7.0)
+    pricer = StagePricer(plan_of(WORDS), kernels, sent, performance, MESHWRIGHT, captured=False)
+    found, times = pricer.spans(0), pricer.times(0)
+    for lanes in ((Lane.COMPUTE, Lane.OPERATORS), (Lane.UNITS,)):
+        spans = sorted((one.start, one.end) for one in found if one.lane in lanes)
+        assert all(one[1] <= other[0] + 1e-9 for one, other in zip(spans, spans[1:], strict=False))
+    assert max(one.end for one in found) == pytest.approx(times.per_microbatch + sum(times.at_end.values()))
+    assert sum(one.end - one.start for one in found if one.name == "recompute") == BLOCKS * 60.0
+    assert sum(one.end - one.start for one in found if one.name == Purpose.TENSOR) == 2 * BLOCKS * 7.0
+    assert sum(one.end - one.start for one in found if one.name == Purpose.GRADIENTS) == UNITS * (SCATTER + SUM)

@@ -10,7 +10,6 @@ import pytest
 from meshwright.cluster.performance import HostCosts
 from meshwright.cluster.presets import cluster_preset
 from meshwright.errors import ConfigError
-from meshwright.pipeline.simulate import Simulation
 from meshwright.plan.matrix_owners import operations_by_owner
 from meshwright.plan.time import step_time
 from meshwright.plan.time.stage_times import StagePricer
@@ -19,7 +18,7 @@ from meshwright.plan.traffic import Purpose
 from tests.plan.plans import LAYOUTS, fake, plan_of
 from tests.plan.time.constant_rates import FLOPS, MOVED, SENT, constant_rates
 
-DECODERS = tuple(words for words in LAYOUTS if not words.startswith(("dit", "video")) and "float64" not in words)
+RATED = (*(words for words in LAYOUTS if "float64" not in words), "moe-tiny mesh.dp_shard=2 mesh.ep=2")
 """Presets of clusters have no rate of float64."""
 PIPELINE = "llama-tiny mesh.pp={pp} train.num_microbatches={microbatches} model.num_layers=8 pipeline.schedule={name}"
 PARAMETERS = 4 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 128) + 2 * 256 * 128 + 128
@@ -31,7 +30,7 @@ def is_a_sum(time):
     return math.isclose(sum(time.parts.values()), time.total, rel_tol=1e-9)
 
 
-@pytest.mark.parametrize("words", DECODERS)
+@pytest.mark.parametrize("words", RATED)
 @pytest.mark.parametrize("device", ["H100", "CPU"])
 def test_parts_add_up_to_the_total(words, device):
     time = predict_step(plan_of(words), cluster_preset(device))
@@ -123,11 +122,21 @@ def test_messages_between_stages_lengthen_a_pipeline():
 def test_processes_that_share_cores_take_their_work_over_the_cores():
     plan = plan_of("llama-tiny mesh.dp_replicate=4")
     own, shared = (predict_step(plan, constant_rates(is_async=False, cores=cores)) for cores in (4, 2))
-    names = ("products", "attention", "memory")
-    work = sum(own.parts[name] for name in names)
-    assert "cores" not in own.parts
-    assert shared.parts["cores"] == pytest.approx(work)
+    for name in ("products", "attention", "memory", "optimizer"):
+        assert shared.parts[name] == pytest.approx(2 * own.parts[name])
     assert is_a_sum(shared)
+
+
+def test_cores_that_share_their_units_gain_nothing_by_a_pipeline():
+    plan = plan_of("llama-tiny mesh.pp=2 train.num_microbatches=4")
+    alone = predict_step(plan_of("llama-tiny train.num_microbatches=4"), constant_rates(is_async=False, cores=2))
+    rates = constant_rates(is_async=False, cores=2)
+    twice = dict.fromkeys(("products", "attention", "memory", "host"), 2.0)
+    rates = replace(rates, performance=replace(rates.performance, shared=twice))
+    names = ("products", "attention", "memory")
+    shared = predict_step(plan, rates)
+    own = sum(shared.parts.get(name, 0.0) for name in (*names, "bubble", "cores", "stages"))
+    assert own == pytest.approx(sum(alone.parts[name] for name in names), rel=0.05)
 
 
 def test_the_interval_is_that_of_independent_parts():
@@ -142,6 +151,16 @@ def test_the_interval_is_that_of_independent_parts():
 def test_blocks_without_operators_are_an_error():
     with pytest.raises(ConfigError, match="block"):
         predict_step(fake(), constant_rates())
+
+
+def test_a_place_that_ends_early_reduces_its_gradients_meanwhile():
+    """The first place ends last, so that it is the one whose reductions count."""
+    plan = plan_of("llama-tiny mesh.pp=2 mesh.dp_shard=2 train.num_microbatches=4")
+    time = predict_step(plan, constant_rates())
+    ends = [max(one.end for one in time.timeline.of_rank(place)) for place in (0, 1)]
+    assert ends[0] > ends[1] and time.place == 0
+    assert time.total == pytest.approx(max(end + sum(own.values()) for end, own in zip(ends, time.at_end, strict=True)))
+    assert sum(time.at_end[0].values()) < sum(time.at_end[1].values())
 
 
 class TestFaults:
@@ -159,7 +178,7 @@ class TestFaults:
 
     def test_a_forgotten_bubble(self, monkeypatch):
         plan = plan_of(PIPELINE.format(pp=4, microbatches=8, name="1f1b"))
-        monkeypatch.setattr(step_time, "simulate", without_idle(step_time.simulate))
+        monkeypatch.setattr(step_time, "_last_ends", lambda found: list(found.busy))
         expected, found = bubble(plan, predict_step(plan, alone()))
         assert found < expected / 10
 
@@ -170,13 +189,3 @@ class TestFaults:
         stages = predict_step(plan, constant_rates()).stages
         assert sum(one.flops for one in stages) * plan.batch.num_microbatches == pytest.approx(whole.flops)
         assert sum(one.flops for one in stages[1:]) * plan.batch.num_microbatches < 0.9 * whole.flops
-
-
-def without_idle(simulate):
-    """Simulate a pipeline as if no rank ever waited."""
-
-    def found(schedule, costs):
-        right = simulate(schedule, costs)
-        return replace(right, makespan=max(right.busy)) if isinstance(right, Simulation) else right
-
-    return found

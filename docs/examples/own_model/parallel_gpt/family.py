@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.errors import LayoutError
+from meshwright.models.contract import building_blocks as ops
 from meshwright.models.contract import model_facts
 from meshwright.models.contract.family import Family, RunFacts
-from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part, Role, linear, vectors
+from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Part, Role, Saved, linear, vectors
+from meshwright.models.contract.operators import Kernels, Operator, OperatorKind, Rerun
 from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, HEAD, ROW, STREAM, VOCABULARY, Style, gather
 from meshwright.settings.violation import Violation
 from parallel_gpt.config import MASK, GptConfig
@@ -19,6 +21,26 @@ STYLES: Mapping[str, Mapping[str, Style]] = {
     "embed": {"embed": VOCABULARY},
     "head": {"norm": STREAM, "head": HEAD},
 }  # fmt: skip
+
+
+def block_operators(d: int, ffn: int, num_heads: int, attention_flops: float) -> tuple[Operator, ...]:
+    """What a block computes, per token, from which plans predict times."""
+    return (
+        ops.layer_norm("norm", d),
+        ops.shared_input("norm", d, 4),
+        *(ops.product(f"attention.{name}", d, d) for name in ("wq", "wk", "wv")),
+        *(ops.rms_norm(f"attention.{name}", d, ops.FULL) for name in ("q_norm", "k_norm")),
+        ops.attention_core("attention", flops=attention_flops, queries=d, keys=d, num_heads=num_heads),
+        ops.product("attention.wo", d, d, bias=ops.FULL),
+        ops.residual_sum("attention", d),
+        ops.product("mlp.0", d, ffn, bias=ops.DIVIDED),
+        ops.activation("mlp.1", ffn),
+        ops.product("mlp.2", ffn, d, bias=ops.FULL),
+        ops.residual_sum("mlp", d),
+        # The mean square of the output, and the sum of both gradients.
+        Operator("activation", OperatorKind.MEMORY, forward=Kernels(6, Saved(full=3.0 * d)),
+                 backward=Kernels(7, Saved(full=10.0 * d)), rerun=Rerun.NEVER),
+    )  # fmt: skip
 
 
 class Gpt(Family):
@@ -41,31 +63,40 @@ class Gpt(Family):
     def describe(self, f: RunFacts) -> ModelFacts:
         c, t = f.section(GptConfig), f.seq_len
         d, ffn = c.dim, c.ffn_dim
-        attention = [weight for name in ("wq", "wk", "wv") for weight in linear(f"attention.{name}", d, d)]
-        attention += vectors(d // c.num_heads, "attention.q_norm.weight", "attention.k_norm.weight")
-        attention += linear("attention.wo", d, d, bias=True)
+        weights = [weight for name in ("wq", "wk", "wv") for weight in linear(f"attention.{name}", d, d)]
+        weights += vectors(d // c.num_heads, "attention.q_norm.weight", "attention.k_norm.weight")
+        weights += linear("attention.wo", d, d, bias=True)
         mlp = [*linear("mlp.0", d, ffn, bias=True), *linear("mlp.2", ffn, d, bias=True)]
+        attention = model_facts.AttentionFacts("attention", MASK, c.num_heads, c.num_heads, d // c.num_heads)
         block = KindFacts(
             "block",
             "blocks.{layer}",
-            (*vectors(d, "norm.weight", "norm.bias"), *attention, *mlp),
-            saved=model_facts.Saved(full=3.0 * d, divided=6.0 * d + 2.0 * ffn),
-            flops=8.0 * d * d + 4.0 * d * ffn + 2.0 * d * t,
-            attention=model_facts.AttentionFacts("attention", MASK, c.num_heads, c.num_heads, d // c.num_heads),
+            (*vectors(d, "norm.weight", "norm.bias"), *weights, *mlp),
+            saved=Saved(full=3.0 * d, divided=6.0 * d + 2.0 * ffn),
+            attention=attention,
+            operators=block_operators(d, ffn, c.num_heads, attention.flops(t)),
             auxiliary=(model_facts.AuxiliaryLoss("activation", c.activation_weight),),
         )
         tokens, positions = linear("embed", d, c.vocab_size, role=Role.EMBEDDING), linear("positions", d, c.max_len)
         seen = model_facts.BufferFacts("seen.value", (c.vocab_size,), "int64", updated=True)
         ends = *vectors(d, "norm.weight", "norm.bias"), *linear("head", d, c.vocab_size, tied_to="embed.weight")
-        flops, head = 2.0 * d * c.vocab_size, model_facts.HeadFacts("head")
-        last = KindFacts("head", "", ends, output=c.vocab_size, head=head, output_divided=True, flops=flops)
+        operators = ops.layer_norm("norm", d), ops.product("head", d, c.vocab_size), ops.cross_entropy(c.vocab_size)
+        head = model_facts.HeadFacts("head")
+        last = KindFacts("head", "", ends, output=c.vocab_size, head=head, output_divided=True, operators=operators)
+        lookup = (
+            ops.embedding("embed", c.vocab_size, d),
+            ops.embedding("positions", c.max_len, d),
+            ops.residual_sum("add", d),
+            ops.masks_and_positions("mask", 1, rotary=False),
+            Operator("seen", OperatorKind.MEMORY, forward=Kernels(11)),  # few counts and positions
+        )
         return ModelFacts(
             kinds=(block,),
             layers=("block",) * c.num_layers,
             edge=model_facts.EdgeFacts("stream", (t, d)),
             tokens=t,
             identity=c.model_dump(exclude={"activation_weight"}),
-            first=(KindFacts("embed", "", (*tokens, *positions), (seen,)),),
+            first=(KindFacts("embed", "", (*tokens, *positions), (seen,), operators=lookup),),
             last=(last,),
             flops_per_token=3.0 * (c.num_layers * block.flops + last.flops),
         )

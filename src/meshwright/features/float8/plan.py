@@ -18,13 +18,16 @@ from meshwright.features.float8.rules import (
     recipe_of,
 )
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
-from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
+from meshwright.models.contract.operators import OperatorKind, Rerun
+from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator, RunPlan, Stage
 from meshwright.plan.verify.names import PlanError, format_count, join_names, qualified_name
 from meshwright.settings.violation import Fix, Violation
 from meshwright.units import counted
 
 MATRIX = "matrix"
 """Role of a linear layer's weight."""
+WIDE = 4
+"""Bytes of float32."""
 
 
 class Float8InPlans(PlanFeature[Float8Layers]):
@@ -77,6 +80,21 @@ class Float8InPlans(PlanFeature[Float8Layers]):
             yield Saved(fixed_bytes=copies * one.width / (tp if one.divided else 1))
             if found == len(one.layers):
                 yield Saved(**{name: -value for name, value in vars(one.freed).items()})
+
+    def operators(
+        self, facts: KindFacts, part: Float8Layers, operators: tuple[PlannedOperator, ...], *, samples: int
+    ) -> tuple[PlannedOperator, ...]:
+        """Return what a kind computes if its layers cast what they multiply. They save their casts, which a recomputed
+        forward makes again even if it needs no product any more."""
+        found: list[PlannedOperator] = []
+        for one in operators:
+            if one.kind is OperatorKind.PRODUCT and one.name in part.layers:
+                readers = next(x.layers for x in facts.linear_inputs if one.name in x.layers)
+                first = next(name for name in readers if name in part.layers)
+                found.append(_casts(one, part, shares_input=one.name != first and not part.history))
+                one = replace(one, rate="float8", rerun=Rerun.FULL)
+            found.append(one)
+        return tuple(found)
 
     def weight_bytes(self, plan: RunPlan, stage: Stage) -> int:
         """Return the bytes of weights kept in float8, whole."""
@@ -176,6 +194,47 @@ def _weights(plan: RunPlan, kind: LayerSpec, float8: Float8Layers) -> Iterator[P
             what = f"the float8 copy of {name}, which {', '.join(sharded)} shard"
             rule = "a cached weight is whole on every rank"
             yield PlanError(what, rule, f"{field}.cached", parameter=name, axis=sharded[0])
+
+
+NUM_SCALE, NUM_CHOICE = 5, 8
+"""Kernels on scalars for a scale, and for choosing it from a history."""
+
+
+def _casts(product: PlannedOperator, part: Float8Layers, *, shares_input: bool) -> PlannedOperator:
+    """Return the casts of a product's operands and of its result's gradient: of the rows of each sample, and of the
+    weight once per micro-batch. In a compiled block, casts that share an input are one."""
+    size, weight = BYTES[product.rate], product.inner * product.columns
+    is_narrow = size < WIDE
+    # In float32: the product with the scale, the clamped one and the result; of a scaled cast also the magnitudes.
+    once = 4 * WIDE + 5 + (size + WIDE) * is_narrow
+    scaled = once + 3 * size
+    each, again = 4 + is_narrow, 2 + NUM_SCALE + is_narrow + NUM_CHOICE * (part.history > 0)
+    num_weights = 0 if part.cached else 1
+    forward = PlannedKernels(
+        (each + again) * (1 + num_weights), scaled * product.rows * product.inner, scaled * weight * num_weights
+    )
+    # The gradient's cast, that of the weight with the same scale, and copies of all three by columns.
+    of_weight = product.weights
+    backward = PlannedKernels(
+        each + again + num_weights * each + product.inputs + 2 * of_weight,
+        product.rows * ((scaled + 2 * of_weight) * product.columns + 2 * of_weight * product.inner),
+        (once * num_weights + 2 * product.inputs) * weight,
+    )
+    # Fused: a cast reads its tensor for the scale, unless a history has it, and once more.
+    reads = 1 if part.history else 2
+    compiled = (reads * size + 1) * product.rows
+    fused_forward = PlannedKernels(
+        reads * (num_weights + (not shares_input)),
+        0 if shares_input else compiled * product.inner,
+        (reads * size + 1) * weight * num_weights,
+    )
+    fused_backward = PlannedKernels(
+        reads + num_weights, (compiled + product.rows * of_weight) * product.columns, (size + 1) * weight * num_weights
+    )
+    return PlannedOperator(
+        product.name, OperatorKind.MEMORY, forward=forward, backward=backward,
+        fused_forward=fused_forward, fused_backward=fused_backward,
+    )  # fmt: skip
 
 
 FEATURE = Float8InPlans()

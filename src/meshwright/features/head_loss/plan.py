@@ -12,9 +12,11 @@ from meshwright.config.facts_for_family import model_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.features.contract import KindPart, PlanFeature
+from meshwright.models.contract.building_blocks import LOSS
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
+from meshwright.models.contract.operators import OperatorKind
 from meshwright.models.contract.tp_styles import LossReductions
-from meshwright.plan.run_plan import BYTES, LayerSpec, RunPlan
+from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator, RunPlan
 from meshwright.plan.verify.names import PlanError
 from meshwright.settings.violation import Violation
 from meshwright.units import counted
@@ -90,6 +92,20 @@ class HeadLossInPlans(PlanFeature[LossChunks]):
     def saved(self, facts: KindFacts, part: LossChunks, *, tp: int, compiled: bool) -> Iterator[Saved]:
         yield Saved(*(-value for value in vars(facts.head.saved).values()))
 
+    def operators(
+        self, facts: KindFacts, part: LossChunks, operators: tuple[PlannedOperator, ...], *, samples: int
+    ) -> tuple[PlannedOperator, ...]:
+        """Return the end's operators if the forward computes the gradients of head and loss, too, chunk by chunk."""
+        found: list[PlannedOperator] = []
+        for one in operators:
+            if one.kind is OperatorKind.PRODUCT and one.name == part.head:
+                chunks = -(-samples * one.rows // part.tokens)
+                product = replace(one, groups=chunks, inputs=0, weights=0, backward=PlannedKernels())
+                found += [*[product] * (1 + one.inputs + one.weights), _loss(one, chunks)]
+            elif one.name != LOSS:
+                found.append(one)
+        return tuple(found)
+
     def faults(self, plan: RunPlan) -> Iterator[PlanError]:
         for kind in plan.kinds:
             if (part := kind.part(LossChunks)) is None:
@@ -137,6 +153,33 @@ def _worthwhile(kind: KindFacts, tokens: int, tp: int, width: int) -> int:
     logits = 2 * WIDE * tokens * columns
     chunk = min(MOST, max(FEWEST, tokens // SHARE))
     return 0 if logits < LARGE_BYTES or logits < 2 * WIDE * columns * width or chunk >= tokens else chunk
+
+
+KERNELS = 24
+"""Of a chunk's loss and its gradient, besides the products."""
+
+
+def _loss(head: PlannedOperator, chunks: int) -> PlannedOperator:
+    """Return the kernels of a loss by chunks: those on a chunk's logits, in float32 at least, and those that add up the
+    head's gradient; the backward multiplies gradients by the loss's own."""
+    size, weight = BYTES[head.rate], head.inner * head.columns
+    wide, is_narrow = max(WIDE, size), size < WIDE
+    logits = 10 * wide + 2 * (size + wide) * is_narrow
+    added = 2 * wide + size if is_narrow else wide
+    forward = PlannedKernels(
+        1 + head.weights + chunks * (KERNELS + (2 + head.weights) * is_narrow),
+        head.rows * head.columns * logits,
+        head.weights * weight * (wide + chunks * added),
+    )
+    backward = PlannedKernels(
+        head.inputs + head.weights * (1 + is_narrow),
+        head.inputs * 2 * size * head.rows * head.inner,
+        head.weights * weight * (2 * wide + (wide + size) * is_narrow),
+    )
+    fused = replace(forward, num_bytes=head.rows * head.columns * 4 * wide, launches=5 * chunks)
+    return PlannedOperator(
+        LOSS, OperatorKind.MEMORY, forward=forward, backward=backward, fused_forward=fused, fused_backward=backward
+    )
 
 
 FEATURE = HeadLossInPlans()

@@ -1,5 +1,5 @@
 """Operators of building blocks, from which families describe what their kinds compute: products, norms, attention,
-feed-forward layers, lookups and losses.
+feed-forward layers, experts, lookups and losses.
 
 Kernels are those that PyTorch 2.13 runs eagerly on the CPU, in the forward and in the backward. On CUDA norms are one
 kernel, and in compiled blocks chains of elementwise operators are; those are their fused kernels. Elements are counted
@@ -76,6 +76,17 @@ def rms_norm(name: str, dim: int, sharding: Sharding = STREAM) -> Operator:
     )
 
 
+def layer_norm(name: str, dim: int, sharding: Sharding = STREAM) -> Operator:
+    """Return a layer norm with weight and bias (Ba et al. 2016)."""
+    forward = Kernels(1, sharding.narrow(2.0 * dim) + sharding.wide(2))
+    backward = Kernels(1, sharding.narrow(3.0 * dim) + sharding.wide(2))
+    return Operator(
+        name, OperatorKind.MEMORY, forward=forward, backward=backward, fused_forward=forward,
+        # The gradient of the input, then those of weight and bias.
+        fused_backward=Kernels(2, sharding.narrow(5.0 * dim)),
+    )  # fmt: skip
+
+
 def rotary_embedding(name: str, *sizes: int) -> Operator:
     """Return the rotation of queries and keys of these elements per token (Su et al. 2021)."""
     number, size = len(sizes), float(sum(sizes))
@@ -145,12 +156,36 @@ def embedding(name: str, num_rows: int, dim: int, *, tokens: float = 1.0) -> Ope
     )
 
 
-def cross_entropy(name: str, vocab_size: int, sharding: Sharding = DIVIDED) -> Operator:
+LOSS = "loss"
+"""Name of the loss, which features may compute otherwise."""
+
+
+def cross_entropy(vocab_size: int, sharding: Sharding = DIVIDED) -> Operator:
     """Return the cross-entropy of logits, computed in at least float32."""
     return Operator(
-        name,
+        LOSS,
         OperatorKind.MEMORY,
         forward=Kernels(2, sharding.wide(2.0 * vocab_size), casts=1, cast=sharding.narrow(vocab_size)),
         backward=Kernels(2, sharding.wide(4.0 * vocab_size), casts=1, cast=sharding.narrow(vocab_size)),
         input_gradient=True,
     )
+
+
+def activation(name: str, size: float, sharding: Sharding = DIVIDED) -> Operator:
+    """Return an activation function of one input, such as GELU or SiLU."""
+    forward, backward = Kernels(1, sharding.narrow(2.0 * size)), Kernels(1, sharding.narrow(3.0 * size))
+    return Operator(
+        name, OperatorKind.MEMORY, forward=forward, backward=backward, fused_forward=forward, fused_backward=backward
+    )
+
+
+def masks_and_positions(name: str, num_masks: int, *, windows: int = 0, rotary: bool) -> Operator:
+    """Return what makes the masks, of which some have windows, and rotary tables of a micro-batch, once for all layers
+    of a stage."""
+    launches = 17 * rotary + 18 * num_masks + 9 * windows
+    return Operator(name, OperatorKind.MEMORY, forward=Kernels(launches), input_gradient=False)
+
+
+def grouped_product(name: str, inner: int, columns: int, *, rows: float, rerun: Rerun = Rerun.FULL) -> Operator:
+    """Return the product of `rows` per token with the matrices of the experts that they were sent to."""
+    return Operator(name, OperatorKind.GROUPED, rows, inner, columns, rerun=rerun)

@@ -79,6 +79,10 @@ class Operator:
     rerun: Rerun = Rerun.ALWAYS
     input_gradient: bool = True
     """Whether the backward computes the gradient of the input; not of what takes ids or samples."""
+    second_gradient: bool = False
+    """Whether the backward computes the gradient of a second operand that isn't a parameter."""
+    groups: int = 1
+    """Matrices that divide the rows of a grouped product, if the kind doesn't describe its experts."""
     wide: bool = False
     """Whether a product computes in at least float32."""
 

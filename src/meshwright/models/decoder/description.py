@@ -12,6 +12,7 @@ from meshwright.models.contract.building_blocks import (
     attention_core,
     cross_entropy,
     embedding,
+    masks_and_positions,
     product,
     residual_sum,
     rms_norm,
@@ -31,7 +32,7 @@ from meshwright.models.contract.model_facts import (
     linear,
     vectors,
 )
-from meshwright.models.contract.operators import Kernels, Operator, OperatorKind, Rerun
+from meshwright.models.contract.operators import Operator, Rerun
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.settings.section import ModelSection, Section
 
@@ -89,14 +90,19 @@ class DecoderSpec:
 
 def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
     """Describe a decoder trained on samples of `seq_len` tokens."""
-    blocks = {name: _block(name, spec, window, seq_len) for name, window in _windows(spec).items()}
+    windows = _windows(spec)
+    blocks = {name: _block(name, spec, window, seq_len) for name, window in windows.items()}
     layers = tuple(block_name(spec, layer) for layer in range(spec.num_layers))
     table = linear("embed", spec.dim, spec.vocab_size, role=Role.EMBEDDING)
     tied_to = table[0].name if spec.tie_embeddings else None
     head = linear("head", spec.dim, spec.vocab_size, role=Role.HEAD, tied_to=tied_to)
     norm = vectors(spec.dim, "norm.weight")
     ids = Saved(fixed_bytes=8.0)
-    lookup = (embedding("embed", spec.vocab_size, spec.dim), _positions(len(blocks)))
+    num_windows = sum(one is not None and one < seq_len for one in windows.values())
+    lookup = (
+        embedding("embed", spec.vocab_size, spec.dim),
+        masks_and_positions("masks", len(blocks), windows=num_windows, rotary=True),
+    )
     first = KindFacts("embed", "", table, saved=ids, unit=("embed",), operators=lookup)
     last = KindFacts(
         "head",
@@ -111,7 +117,7 @@ def describe(spec: DecoderSpec, seq_len: int) -> ModelFacts:
         operators=(
             rms_norm("norm", spec.dim),
             product("head", spec.dim, spec.vocab_size),
-            cross_entropy("loss", spec.vocab_size),
+            cross_entropy(spec.vocab_size),
         ),
     )
     return ModelFacts(
@@ -235,11 +241,6 @@ def feed_forward(name: str, dim: int, hidden: int) -> tuple[Operator, ...]:
         swiglu(name, hidden),
         product(f"{name}.down", hidden, dim, rerun=Rerun.NEVER),
     )
-
-
-def _positions(num_masks: int) -> Operator:
-    """Return the rotary tables and masks of a micro-batch, made once for all layers of a stage."""
-    return Operator("positions", OperatorKind.MEMORY, forward=Kernels(17 + 18 * num_masks), input_gradient=False)
 
 
 class RopeScalingConfig(Section):

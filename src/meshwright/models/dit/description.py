@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from meshwright.models.contract.building_blocks import masks_and_positions
 from meshwright.models.contract.model_facts import (
     AttentionFacts,
     EdgeFacts,
@@ -18,6 +19,13 @@ from meshwright.models.contract.model_facts import (
     Role,
     Saved,
     linear,
+)
+from meshwright.models.dit.operators import (
+    block_operators,
+    embedder_operators,
+    final_operators,
+    label_operators,
+    patch_operators,
 )
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.settings.section import ModelSection, Section
@@ -101,14 +109,18 @@ def describe(spec: DiTSpec) -> ModelFacts:
         (*mlp["time_embed"], *labels, *mlp.get("fps_embed", ())),
         # Frequencies, and the hidden layer before and after its activation; the condition.
         saved=Saved(full=(len(mlps) * (FREQUENCY_DIM + 2.0 * dim) + dim) / tokens, fixed_bytes=8.0 / tokens),
-        flops=len(mlps) * 2.0 * dim * (FREQUENCY_DIM + dim) / tokens,
+        operators=(
+            *(one for name in mlps for one in embedder_operators(name, FREQUENCY_DIM, dim, tokens)),
+            *label_operators(spec.num_classes + 1, dim, tokens, sums=len(mlps)),
+            masks_and_positions("masks", 1, rotary=False),
+        ),
     )
     patches = KindFacts(
         "patches",
         "",
         linear("embed", spec.patch_dim(), dim, bias=True),
         saved=Saved(full=spec.patch_dim()),
-        flops=2.0 * dim * spec.patch_dim(),
+        operators=patch_operators(dim, spec.patch_dim(), num_axes=3 if spec.is_video else 2),
     )
     final = KindFacts(
         "final",
@@ -121,7 +133,7 @@ def describe(spec: DiTSpec) -> ModelFacts:
         # modulation, and 1 + the scale.
         saved=Saved(full=3.0 * dim + 2.0 + 4.0 * dim / tokens),
         output=float(spec.patch_dim()),
-        flops=2.0 * dim * spec.patch_dim() + 4.0 * dim**2 / tokens,
+        operators=final_operators(dim, spec.patch_dim(), tokens),
     )
     forward = spec.num_layers * block.flops + final.flops + patches.flops + embedders.flops
     return ModelFacts(
@@ -151,7 +163,6 @@ def _block(spec: DiTSpec) -> KindFacts:
         *linear("mlp.fc2", ffn, dim, bias=True),
     )
     tokens = spec.num_tokens()
-    matmuls = 2.0 * (4 * dim * inner + 2 * dim * ffn)
     attention = AttentionFacts(
         "attention", MaskSpec(), num_heads=spec.num_heads, num_kv_heads=spec.num_heads, head_dim=spec.head_dim
     )
@@ -174,7 +185,9 @@ def _block(spec: DiTSpec) -> KindFacts:
             LinearInput(("mlp.fc1",), dim, freed=Saved(full=dim)),
             LinearInput(("mlp.fc2",), ffn, divided=True, freed=Saved(divided=ffn)),
         ),
-        flops=matmuls + attention.flops(tokens) + 12.0 * dim**2 / tokens,
+        operators=block_operators(
+            dim, inner, ffn, num_heads=spec.num_heads, tokens=tokens, flops=attention.flops(tokens)
+        ),
         attention=attention,
     )
 

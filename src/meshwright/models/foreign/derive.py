@@ -28,7 +28,6 @@ from meshwright.models.foreign.probe import (
     TIMES,
     TO_HEAD,
     NoForward,
-    count_flops,
     final_modules,
     measure_saved,
     probe,
@@ -45,10 +44,11 @@ from meshwright.models.foreign.stage import (
 )
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
+from meshwright.models.foreign.trace_operators import Traced, trace_operators
 from meshwright.nn.linear import undeferred_parameters
 from meshwright.units import format_count
 
-NOTHING_SAVED = Saved()
+NOTHING_SAVED, NOT_TRACED = Saved(), Traced()
 LENGTH = "train.seq_len"
 
 
@@ -117,11 +117,16 @@ def _probed(origin: ForeignModel) -> tuple[nn.Module, Probe]:
 
 def _takes(origin: ForeignModel, model: nn.Module, length: int) -> bool:
     """Return whether a model's forward takes samples of a length."""
-    ids = torch.zeros((1, length), dtype=torch.long, device=next(model.parameters()).device)
-    with suppress(Exception), torch.no_grad():
-        origin.call(model, ids)
+    with suppress(Exception):
+        _call_with_zeros(model, length, origin)
         return True
     return False
+
+
+def _call_with_zeros(model: nn.Module, length: int, origin: ForeignModel) -> None:
+    ids = torch.zeros((1, length), dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        origin.call(model, ids)
 
 
 def _sides(model: nn.Module, found: Probe) -> tuple[Sides, dict[str, tuple[int, ...]], list[str]]:
@@ -193,9 +198,9 @@ class _Deriver:
 
     def _measure(self, seq_len: int, tp: int) -> None:
         """Measure what the model computes, and what a rank of tp saves, for samples of `seq_len` tokens."""
-        model, layers, origin = self._model, self._layers, self._origin
+        model, origin = self._model, self._origin
         try:
-            self._flops = count_flops(model, layers, seq_len, origin)
+            _call_with_zeros(model, seq_len, origin)
         except Exception as error:
             shorter = (seq_len >> shift for shift in range(1, seq_len.bit_length()))
             raise ConfigError(
@@ -211,8 +216,14 @@ class _Deriver:
             self._measure_saved(seq_len, tp, torch.float32)
 
     def _measure_saved(self, seq_len: int, tp: int, dtype: torch.dtype) -> None:
-        model, layers, origin, styles = self._model, self._layers, self._origin, self._styles
-        with sharded(model.to(dtype), styles, tp):
+        model, layers, origin, styles = self._model.to(dtype), self._layers, self._origin, self._styles
+        self._traced = trace_operators(model, layers, seq_len, origin, self._found.stream)
+        with sharded(model, styles, tp):
+            if styles:
+                on_rank = trace_operators(model, layers, seq_len, origin, self._found.stream)
+                self._traced = {
+                    place: found.sharded(on_rank.get(place, found), tp) for place, found in self._traced.items()
+                }
             self._saved = measure_saved(model, layers, seq_len, origin, self._head.path)
             inside = [path for path in styles if path.startswith(f"{self._found.layers_path}.")]
             reducing = [path for path in inside if styles[path].reduces_output]
@@ -228,13 +239,14 @@ class _Deriver:
         stubbed = [n for n in outside if any(n.startswith(f"{stub}.") for stub in self._stubs)]
         owners = {name.rpartition(".")[0] for name in self._sides.last}
         late = [n for n in outside if n not in stubbed and n.rpartition(".")[0] in owners]
+        before, on_every = self._traced.get(BEFORE, NOT_TRACED).split(set(self._sides.every))
         return Structure(
             layers_path=path,
             layers=layers,
             blocks=blocks,
-            first=self._end(self._sides.first, stubbed, self._saved[BEFORE], self._flops[BEFORE]),
-            every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}]),
-            last=self._end(self._sides.last, late, saved, self._flops[AFTER]),
+            first=self._end(self._sides.first, stubbed, self._saved[BEFORE], before),
+            every=self._end(self._sides.every, [n for n in outside if n not in {*stubbed, *late}], traced=on_every),
+            last=self._end(self._sides.last, late, saved, self._traced.get(AFTER, NOT_TRACED)),
             stubs=self._stubs,
             blanks={name: tuple(self._model.get_parameter(name).shape) for name in self._blanks},
             aliases={},
@@ -254,14 +266,18 @@ class _Deriver:
         )
 
     def _end(
-        self, names: Iterable[str], buffers: Iterable[str], saved: Saved = NOTHING_SAVED, flops: float = 0.0
+        self, names: Iterable[str], buffers: Iterable[str], saved: Saved = NOTHING_SAVED, traced: Traced = NOT_TRACED
     ) -> EndFacts:
         wanted = set(names)
         ordered = [name for name, _ in self._model.named_parameters(remove_duplicate=False) if name in wanted]
         parameters = tuple(self._parameter(name) for name in ordered)
         owners = dict.fromkeys(name.rpartition(".")[0] for name in ordered)
         styles = {path: self._styles[path] for path in owners if path in self._styles}
-        return EndFacts(parameters, tuple(self._buffers[name] for name in buffers), saved, flops, styles)
+        own = {self._names[id(self._model.get_parameter(name))][0]: name for name in ordered}
+        traced = traced.renamed(lambda name: own.get(name, name))
+        return EndFacts(
+            parameters, tuple(self._buffers[one] for one in buffers), saved, traced.flops, traced.operators, styles
+        )
 
     def _parameter(self, name: str) -> ParameterFacts:
         parameter = self._model.get_parameter(name)
@@ -287,7 +303,14 @@ class _Deriver:
             layers.append(signatures[key].name)
             by_kind.setdefault(signatures[key].name, []).append(index)
         saved = {name: saved_by_kind(self._saved, indices) for name, indices in by_kind.items()}
-        return tuple(replace(kind, saved=saved[kind.name]) for kind in kinds), tuple(layers)
+        # The first layer makes what all share, and may have an input without a gradient.
+        operators = {name: self._traced_in(indices[-1]).operators for name, indices in by_kind.items()}
+        found = (replace(kind, saved=saved[kind.name], operators=operators[kind.name]) for kind in kinds)
+        return tuple(found), tuple(layers)
+
+    def _traced_in(self, index: int) -> Traced:
+        prefix = f"{self._found.layers_path}.{index}."
+        return self._traced.get(index, NOT_TRACED).renamed(lambda name: name.removeprefix(prefix))
 
     def _block(self, index: int) -> BlockFacts:
         layer, prefix = self._layers[index], f"{self._found.layers_path}.{index}."
@@ -302,8 +325,8 @@ class _Deriver:
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
-        flops = self._flops.get(index, 0.0)
-        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles)
+        flops = self._traced_in(index).flops
+        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles)
 
 
 def _inside(style: Style, prefix: str) -> Style:

@@ -68,6 +68,25 @@ def is_mutable(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+NO_KERNELS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "_local_scalar_dense",
+     "_unsafe_view", "_reshape_alias", "lift_fresh", "detach_", "resize_"}
+)  # fmt: skip
+"""Operators that allocate or look at memory, and compute nothing."""
+
+
+def base_name(operator: Any) -> str:
+    """Return an operator's name without namespace and overload."""
+    return str(operator._schema.name).partition("::")[2]
+
+
+def is_kernel(operator: Any) -> bool:
+    """Return whether an operator computes: neither views nor allocates."""
+    aliases = [one.alias_info for one in operator._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return bool(aliases) and not is_view and base_name(operator) not in NO_KERNELS
+
+
 def storage_id(tensor: Any) -> int:
     """Return what tells a tensor's storage from others."""
     return int(tensor.untyped_storage()._cdata)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import Saved
@@ -289,20 +288,6 @@ Place = int | str
 """Index of a layer, or an end. Only `measure_saved` tells what is after the head from what is after the layers."""
 
 
-def count_flops(model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel) -> dict[Place, float]:
-    """Return the forward operations per token of one sample by place, with scores of all pairs of tokens."""
-    found, counter, before = dict[Place, float](), FlopCounterMode(display=False), [0.0]
-
-    def leave(place: Place) -> None:
-        total = counter.get_total_flops()
-        found[place] = found.get(place, 0.0) + (total - before[0]) / seq_len
-        before[0] = total
-
-    with counter:
-        _forward(model, layers, seq_len, leave, origin)
-    return found
-
-
 def measure_saved(
     model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel, head: str
 ) -> dict[Place, Saved]:
@@ -327,7 +312,7 @@ def measure_saved(
         new[0] = Saved()
 
     at_head = model.get_submodule(head).register_forward_hook(lambda *_: leave(TO_HEAD))
-    with at_head, saved_tensors_hooks(pack, lambda tensor: tensor), _FusedAttention():
+    with at_head, saved_tensors_hooks(pack, lambda tensor: tensor), FusedAttention():
         _forward(model, layers, seq_len, leave, origin)
     return found
 
@@ -388,7 +373,7 @@ def _at_layers(layers: list[nn.Module], leave: Callable[[Place], None]) -> Itera
             handle.remove()
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Mode in which attention on the meta device saves what fused kernels do. PyTorch itself would save all scores
     there, as it does on the CPU if keys and values differ in width or the mask is learned."""
 

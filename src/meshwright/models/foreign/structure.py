@@ -16,6 +16,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from meshwright.data.cache_file import atomic_write, preferred_directory, writable_directory
+from meshwright.models.contract.building_blocks import DIVIDED, FULL, cross_entropy
 from meshwright.models.contract.family import RunFacts
 from meshwright.models.contract.model_facts import (
     BufferFacts,
@@ -26,6 +27,7 @@ from meshwright.models.contract.model_facts import (
     ParameterFacts,
     Saved,
 )
+from meshwright.models.contract.operators import Operator
 from meshwright.models.contract.tp_styles import Style, StyleKind
 
 
@@ -50,6 +52,8 @@ class BlockFacts:
     saved: Saved
     flops: float
     """Forward floating-point operations per token."""
+    operators: tuple[Operator, ...] = ()
+    """Empty if a backward can't run without values."""
     styles: dict[str, Style] = field(default_factory=dict)
 
 
@@ -61,6 +65,7 @@ class EndFacts:
     buffers: tuple[BufferFacts, ...] = ()
     saved: Saved = Saved()
     flops: float = 0.0
+    operators: tuple[Operator, ...] = ()
     styles: dict[str, Style] = field(default_factory=dict)
 
 
@@ -121,6 +126,8 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
     flops = {block.name: block.flops for block in structure.blocks}
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
     shards_logits = any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
+    loss = cross_entropy(structure.vocab_size, DIVIDED if shards_logits else FULL)
+    last = replace(last, operators=(*last.operators, loss) if last.operators else ())
     has_every = structure.every.parameters or structure.every.buffers
     return ModelFacts(
         kinds=blocks,
@@ -140,11 +147,14 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
 
 def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
     path = f"{structure.layers_path}.{{layer}}"
-    return KindFacts(block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops)
+    return KindFacts(
+        block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops,
+        operators=block.operators,
+    )  # fmt: skip
 
 
 def _end(name: str, end: EndFacts) -> KindFacts:
-    return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops)
+    return KindFacts(name, "", end.parameters, end.buffers, saved=end.saved, flops=end.flops, operators=end.operators)
 
 
 def parameter_of(structure: Structure, name: str) -> ParameterFacts:
@@ -202,7 +212,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 19
+FORMAT = 21
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -10,7 +10,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,11 +122,17 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Make forwards possible on the meta device: nothing looks for packed documents in values that are not there."""
+    """Make forwards possible on the meta device: the search for packed documents finds none in values that are not
+    there, but runs its kernels, which may be counted."""
     from transformers import masking_utils
 
     find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+    def find_none(position_ids: Any) -> None:
+        with suppress(RuntimeError):
+            find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find_none
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from meshwright.models.contract.building_blocks import residual_sum
 from meshwright.models.contract.model_facts import (
     AuxiliaryLoss,
     BufferFacts,
@@ -17,9 +18,11 @@ from meshwright.models.contract.model_facts import (
     Saved,
     linear,
 )
+from meshwright.models.contract.operators import Rerun
 from meshwright.models.decoder.description import BLOCK as DENSE_BLOCK
 from meshwright.models.decoder.description import DecoderSpec, attention_inputs, kept_of_attention
 from meshwright.models.decoder.description import describe as describe_dense
+from meshwright.models.moe.operators import experts_operators
 from meshwright.nn.experts.router_config import RouterConfig, Score
 
 BLOCK, WINDOW_BLOCK = "moe_block", "window_moe_block"
@@ -73,7 +76,6 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
     dim, hidden, shared = spec.dim, spec.expert_dim, spec.shared_dim
     capacity = router.capacity(seq_len)
     copies = float(spec.top_k) if capacity is None else capacity * spec.num_experts / seq_len
-    experts = 3 * dim * hidden * copies + 3 * dim * shared + dim * spec.num_experts
     # Chosen experts, whether each has a slot, and counts per sample; the order of rows, their tokens and offsets.
     choices = 9.0 * spec.top_k + 8.0 * spec.num_experts / seq_len
     recalled = Saved(fixed_bytes=choices + 8.0 * (3.0 * copies + 1.0))
@@ -98,7 +100,11 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
         ),
         recalled=recalled,
         linear_inputs=(*attention_inputs(dim, spec.num_heads * spec.head_dim), *_shared_inputs(spec)),
-        flops=block.flops - 6.0 * dim * spec.ffn_dim + 2.0 * experts,
+        operators=(
+            *(one for one in block.operators if not one.name.startswith("ffn.") and one.name not in ("ffn", "ffn_add")),
+            *experts_operators("moe", dim, hidden, router, copies=copies, shared=shared),
+            residual_sum("moe_add", dim, rerun=Rerun.NEVER),
+        ),
         attention=block.attention,
         auxiliary=tuple(
             AuxiliaryLoss(name, weight, in_region=True)

@@ -12,8 +12,15 @@ from meshwright.cluster.hardware import Cluster
 from meshwright.comm.compression.catalogue import EXACT, encoded_bytes
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, RunPlan, Stage
-from meshwright.plan.stage_sizes import UnitSizes
-from meshwright.plan.traffic import Purpose, buffer_totals, gradient_messages, moves_matrices, shared_messages
+from meshwright.plan.stage_sizes import COUNT_BYTES, UnitSizes
+from meshwright.plan.traffic import (
+    Purpose,
+    buffer_totals,
+    count_sums,
+    gradient_messages,
+    moves_matrices,
+    shared_messages,
+)
 
 Times = Mapping[str, float]
 """Times in µs by purpose, or by part of a step."""
@@ -34,6 +41,8 @@ class Communication:
     def __init__(self, plan: RunPlan, cluster: Cluster) -> None:
         self._plan, self._cluster = plan, cluster
         self._on_node = min(plan.mesh.num_ranks(), cluster.devices_per_node)
+        self.processes = max(1.0, self._on_node / plan.mesh.size("pp"))
+        """Ranks on a node that are at the same place of the pipeline."""
         self._lines: dict[Atoms, tuple[int, ...]] = {}
         self._shapes: dict[tuple[int, ...], GroupShape] = {}
 
@@ -78,15 +87,18 @@ class Communication:
     def _experts(self, kind: LayerSpec) -> tuple[float, float]:
         """Return the time of dispatch and combine, forward and backward, under a balanced load."""
         layer = kind.experts
-        if layer is None or not layer.axes:
+        if layer is None:
             return 0.0, 0.0
+        counted = sum(self.us("all_reduce", n * COUNT_BYTES, (axis,)) for axis, n in count_sums(self._plan, layer))
+        if not layer.axes:
+            return counted, 0.0
         from meshwright.plan.expert_traffic import sent_by_layer  # only where ep shards experts
 
         sent = sum(one.num_bytes for one in sent_by_layer(self._plan, 0, layer)) / self._plan.batch.num_microbatches
         size = self._plan.mesh.size(*layer.axes)
         # An all-to-all of n bytes sends (size - 1) / size of them; dispatch and combine, forward and backward.
         each = self.us("all_to_all", sent / 4 * size / (size - 1), layer.axes)
-        return 2 * each, 2 * each
+        return counted + 2 * each, 2 * each
 
     def _context(self, kind: LayerSpec) -> tuple[float, float]:
         """Return the time of attention's exchanges over cp, forward and backward."""

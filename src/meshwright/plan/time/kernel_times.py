@@ -16,21 +16,12 @@ from meshwright.cluster.hardware import Device
 from meshwright.cluster.performance import Performance, ProductCurve
 from meshwright.cluster.stacks import Stack
 from meshwright.errors import ConfigError
-from meshwright.models.contract.operators import OperatorKind, Rerun
-from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator
+from meshwright.models.contract.operators import OperatorKind
+from meshwright.plan.costs import ATTENTION_BACKWARD, OPERAND_BYTES, runs_again
+from meshwright.plan.run_plan import LayerSpec, PlannedKernels, PlannedOperator
 
 C = TypeVar("C")
 NOTHING = PlannedKernels()
-RATE_BYTES = {**BYTES, "float8": 1}
-RERUN = {
-    RecomputePolicy.NONE: (),
-    RecomputePolicy.SELECTIVE: (Rerun.ALWAYS,),
-    RecomputePolicy.FULL: (Rerun.ALWAYS, Rerun.FULL),
-}
-"""Operators that a policy runs again."""
-ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward over its forward's: five products for two (Dao 2023, section 3.1)."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +42,12 @@ class Work:
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
+    def beside(self, performance: Performance, processes: float) -> Work:
+        """Return the work with its times while so many processes share a machine's cores."""
+        names = (one.name for one in fields(self) if one.name != "flops")
+        slower = {name: getattr(self, name) * performance.slower(name, processes) for name in names}
+        return Work(**slower, flops=self.flops)
+
 
 @dataclass(frozen=True)
 class KindWork:
@@ -65,18 +62,19 @@ class KindWork:
 class KernelTimes:
     """Prices of kernels on a device."""
 
-    def __init__(self, device: Device, performance: Performance, stack: Stack) -> None:
-        self._performance, self._stack = performance, stack
+    def __init__(self, device: Device, performance: Performance, stack: Stack, *, processes: float = 1) -> None:
+        """`processes` of a node compute at a time, which matters where they share a CPU's cores."""
+        self._performance, self._stack, self._processes = performance, stack, processes
         self._bytes_per_us = device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
 
     def of_kind(self, kind: LayerSpec, *, samples: int, tokens: int) -> KindWork:
         """Return the work of a kind on a micro-batch of `samples` samples of `tokens` tokens."""
         compiled = kind.compiled or self._stack.fused
         found = [self._passes(one, samples, tokens, compiled) for one in kind.operators]
-        again = RERUN[kind.recompute]
-        rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if one.rerun in again)
+        rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if runs_again(one, kind.recompute))
         forward, to_input, to_weight = (sum((work[number] for work in found), Work()) for number in range(3))
-        return KindWork(forward, to_input, to_weight, sum(rerun, Work()))
+        passes = (forward, to_input, to_weight, sum(rerun, Work()))
+        return KindWork(*(work.beside(self._performance, self._processes) for work in passes))
 
     def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
@@ -86,26 +84,32 @@ class KernelTimes:
         to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
         if one.kind is OperatorKind.ATTENTION:
             attention = self._attention(one, samples, tokens, compiled)
-            return to_forward + attention[0], to_input + attention[1], Work()
+            return _of_attention(attention[0], to_forward), _of_attention(attention[1], to_input), Work()
         if one.kind is OperatorKind.MEMORY or not one.rows:
             return to_forward, to_input, Work()
-        rows = one.rows * samples / one.groups
-        m, k, n = rows, one.inner, one.columns
+        curve = _curve(self._performance.products, one.rate, "products")
+        m, k, n = one.rows * samples / one.groups, one.inner, one.columns
         forward_product, input_product, weight_product = (
-            self._product(one, shape, compiled) for shape in ((m, k, n), (m, n, k), (k, m, n))
+            self._product(one, shape, slower, compiled)
+            for shape, slower in (
+                ((m, k, n), 1.0),
+                ((m, n, k), curve.input_gradient_slower),
+                ((k, m, n), curve.weight_gradient_slower),
+            )
         )
         to_input = to_input + input_product if one.inputs else to_input
         return to_forward + forward_product, to_input, weight_product if one.weights else Work()
 
     def _kernels(self, kernels: PlannedKernels, samples: int, compiled: bool) -> Work:
-        seconds = kernels.num_bytes * samples / self._bytes_per_us * self._stack.slower_memory
-        return Work(memory=seconds, host=self._launches(kernels.launches, compiled))
+        moved = kernels.num_bytes * samples + kernels.bytes_once
+        us = moved / self._bytes_per_us * self._stack.slower_memory
+        return Work(memory=us, host=self._launches(kernels.launches, compiled))
 
-    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], compiled: bool) -> Work:
+    def _product(self, one: PlannedOperator, shape: tuple[float, float, float], slower: float, compiled: bool) -> Work:
         m, k, n = shape
-        curve, size = product_curve(self._performance, one.rate), RATE_BYTES[one.rate]
+        curve, size = product_curve(self._performance, one.rate), OPERAND_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
-        each = max(curve.seconds(m, k, n) * 1e6, moved)
+        each = max(slower * curve.seconds(m, k, n) * 1e6 * self._stack.slower_products, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
         return Work(
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
@@ -114,7 +118,7 @@ class KernelTimes:
     def _attention(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work]:
         curve = _curve(self._performance.attention, one.rate, "attention")
         flops = float(one.attention_flops * samples)
-        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens
+        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens * self._stack.slower_attention
         backward = ATTENTION_BACKWARD * forward * curve.backward_slower
         host = self._launches(1, compiled)
         return (
@@ -125,6 +129,12 @@ class KernelTimes:
     def _launches(self, number: float, compiled: bool) -> float:
         host = self._performance.host
         return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def _of_attention(work: Work, kernels: Work) -> Work:
+    """Return attention's work, which takes the longer of its operations and of what its kernels read and write."""
+    longer = max(work.attention, kernels.memory)
+    return Work(attention=longer, host=work.host + kernels.host, flops=work.flops)
 
 
 def product_curve(performance: Performance, rate: str) -> ProductCurve:

@@ -3,14 +3,16 @@
 Rules of what hides what: kernels of a device run beside the host that launches them, so an action takes the longer of
 both, unless the device is the host's CPU. Collectives of operators wait for their input and are waited for, and take
 their whole time, but for the share that a stack hides. A unit's gather starts with the work of the block before it,
-as FSDP2's do; reductions follow each block of the last backward on a stream of their own, and what is left after it is
-exposed. On a CPU nothing hides anything, as gloo's threads and the kernels share cores.
+as FSDP2's do; reductions follow each block of the last backward. Both share the links, so that one waits for the other,
+and what is left after the last block is exposed; what is hidden slows the work beside it, if a stack says so. On a
+CPU nothing hides anything, as gloo's threads and the kernels share cores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from meshwright.cluster.performance import Performance
 from meshwright.cluster.stacks import Stack
@@ -67,13 +69,55 @@ class _Step:
         return work.forward, Work(), self.sent[0]
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """A kind's work in a pass, and when it starts."""
+
+    step: _Step
+    work: Work
+    again: Work
+    sent: Times
+    gather: tuple[float, float]
+    """Start and end of its units' gathers, and of their reductions."""
+    reduce: tuple[float, float]
+    waited: float
+    """Time for which the device waits for them, or is slower beside them."""
+    started: float
+    beside: float
+
+    @property
+    def ended(self) -> float:
+        on_device = self.work.on_device + self.again.on_device + self.beside
+        return self.started + on_device + sum(self.sent.values())
+
+
+class Lane(StrEnum):
+    """What runs beside what on a rank."""
+
+    COMPUTE = "computation"
+    OPERATORS = "operators' communication"
+    UNITS = "gathers and reductions"
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """Something that a rank does, in µs from the start of a micro-batch's forward."""
+
+    lane: Lane
+    name: str
+    """Pass or purpose."""
+    kind: str
+    start: float
+    end: float
+
+
 class StagePricer:
     """Prices of the stages of a plan; kinds are priced once."""
 
     def __init__(self, plan: RunPlan, kernels: KernelTimes, sent: Communication, performance: Performance,
-                 stack: Stack, *, captured: bool) -> None:  # fmt: skip
+                 stack: Stack, *, captured: bool, processes: float = 1) -> None:  # fmt: skip
         self._plan, self._kernels, self._sent, self._performance = plan, kernels, sent, performance
-        self._stack, self._captured = stack, captured
+        self._stack, self._captured, self._processes = stack, captured, processes
         self._works: dict[str, tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]] = {}
 
     def times(self, number: int) -> StageTimes:
@@ -152,41 +196,91 @@ class StagePricer:
         )
         return forward, backward, again
 
+    def _walk(self, steps: Sequence[_Step], *, backward: bool, reduces: bool = False) -> Iterator[_Placed]:
+        """Yield the kinds of a pass in their order, with the times at which a micro-batch reaches them.
+
+        Gathers and, in a step's last backward, reductions wait for each other, as they share the links.
+        """
+        ordered = list(reversed(steps) if backward else steps)
+        if not ordered:
+            return
+        ready, sending = 0.0, ordered[0].gather[backward]
+        gather = (0.0, sending)
+        for number, one in enumerate(ordered):
+            work, again, sent = one.of_pass(backward=backward)
+            before, started = ready, max(ready, gather[1])
+            on_device = work.on_device + again.on_device
+            beside = self._stack.slower_beside * min(max(0.0, one.gather[backward] - (started - before)), on_device)
+            ready = started + on_device + beside + sum(sent.values())
+            own = gather
+            if number + 1 < len(ordered):
+                # The next gather starts with this block, if the stack prefetches, and otherwise once it has ended.
+                begin = max(sending, started if self._hides() else ready)
+                gather = (begin, sending := begin + ordered[number + 1].gather[backward])
+            reduce = max(sending, ready)
+            sending = reduce + sum(one.reduce) if reduces else sending
+            ready = sending if reduces and not self._hides() else ready
+            yield _Placed(
+                one,
+                work,
+                again,
+                sent,
+                own,
+                (reduce, sending),
+                waited=started - before + beside,
+                started=started,
+                beside=beside,
+            )
+
     def _pass(self, steps: Sequence[_Step], *, backward: bool) -> tuple[float, Times]:
         """Return the time of a forward or a full backward of a micro-batch, and its parts."""
-        ready = gathered = started = host = 0.0
+        on_device = host = 0.0
         parts: list[Times] = []
-        for one in reversed(steps) if backward else steps:
-            work, again, sent = one.of_pass(backward=backward)
-            # The gather starts with the block before, if the stack prefetches, and otherwise once that has ended.
-            gathered = max(gathered, started if self._hides() else ready) + one.gather[backward]
-            started = max(ready, gathered)
-            exposed = {str(Purpose.WEIGHTS): started - ready} if started > ready else {}
-            ready = started + work.on_device + again.on_device + sum(sent.values())
-            host += work.host + again.host + self._host(one, backward=backward)
+        for placed in self._walk(steps, backward=backward):
+            work, again = placed.work, placed.again
+            on_device = placed.ended
+            host += work.host + again.host + self._host(placed.step, backward=backward)
             own = {name: getattr(work, name) for name in PARTS} | {"recompute": again.on_device}
-            parts += [own, sent, exposed]
+            parts += [own, placed.sent, {str(Purpose.WEIGHTS): placed.waited} if placed.waited else {}]
         host = 0.0 if self._captured else host
-        waits = max(0.0, host - ready) if self._performance.is_async else host
-        return ready + waits, added(*parts, {"host": waits})
+        waits = max(0.0, host - on_device) if self._performance.is_async else host
+        return on_device + waits, added(*parts, {"host": waits})
+
+    def spans(self, number: int) -> list[StageSpan]:
+        """Return what a stage does in the forward and the last full backward of a micro-batch, one after the other,
+        without waiting for the host."""
+        steps, found, begin = self._steps(self._plan.stages[number], number), list[StageSpan](), 0.0
+        for backward in (False, True):
+            end = begin
+            for placed in self._walk(steps, backward=backward, reduces=backward):
+                kind, at = placed.step.kind.name, begin + placed.started
+                for purpose, (start, stop) in ((Purpose.WEIGHTS, placed.gather), (Purpose.GRADIENTS, placed.reduce)):
+                    found.append(StageSpan(Lane.UNITS, str(purpose), kind, begin + start, begin + stop))
+                times = {"recompute": placed.again.on_device, ("forward", "backward")[backward]: placed.work.on_device}
+                for name, us in (*times.items(), *placed.sent.items()):
+                    lane = Lane.COMPUTE if name in times else Lane.OPERATORS
+                    found.append(StageSpan(lane, name, kind, at, at + us))
+                    at += us
+                end = at
+            begin = end
+        return [one for one in found if one.end > one.start]
 
     def _hides(self) -> bool:
         return self._stack.prefetches and self._performance.is_async
 
     def _host(self, one: _Step, *, backward: bool) -> float:
         """Return the host's time for a kind beside launches."""
-        host = self._performance.host
-        return host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
+        host, slower = self._performance.host, self._performance.slower("host", self._processes)
+        own = host.block_us * one.kind.is_block + host.styled_us * one.calls[backward] + host.unit_us * one.num_units
+        return own * slower
 
     def _reductions(self, steps: Sequence[_Step]) -> dict[str, float]:
-        """Return what is left of reductions after the last backward, by purpose."""
-        ended = free = 0.0
-        for one in reversed(steps):
-            work, again, sent = one.of_pass(backward=True)
-            ended += work.on_device + again.on_device + sum(sent.values())
-            free = max(free, ended) + sum(one.reduce)
+        """Return by how much reductions make the last backward longer, by purpose."""
         names = (Purpose.GRADIENTS, Purpose.REPLICAS)
         total = {str(name): sum(one.reduce[index] for one in steps) for index, name in enumerate(names)}
-        every = sum(total.values())
-        left = free - ended if self._hides() and self._stack.hides_reductions else every
+        left = every = sum(total.values())
+        if every and self._hides() and self._stack.hides_reductions:
+            (*_, without), (*_, last) = (self._walk(steps, backward=True, reduces=one) for one in (False, True))
+            left = max(last.ended, last.reduce[1]) - without.ended
+            left += self._stack.slower_beside * (every - left)
         return {purpose: left * us / every for purpose, us in total.items() if us}

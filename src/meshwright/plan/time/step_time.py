@@ -2,14 +2,15 @@
 
 Stages are priced per micro-batch (`stage_times`), the schedule is simulated with them and with its transfers, and what
 comes after the last backward is added: reductions that nothing hid, sums, the optimizer's update, the host's work per
-step. Processes that share a CPU's cores take at least their work over the cores.
+step. Processes that share a CPU's cores slow each other, the more of them compute at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
@@ -17,7 +18,7 @@ from meshwright.cluster.stacks import MESHWRIGHT, Stack
 from meshwright.errors import ConfigError
 from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
 from meshwright.pipeline.timeline import Timeline
-from meshwright.plan.run_plan import BYTES, LayerSpec, Parameter, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, Parameter, RunPlan, Stage
 from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, product_curve, residuals
 from meshwright.plan.time.stage_times import StagePricer, StageTimes
@@ -39,6 +40,8 @@ class StepTime:
     which processes wait for those that they share, `optimizer`, and `step`, the host's work per step."""
     place: int
     """Place of that rank in the pipeline."""
+    at_end: tuple[Mapping[str, float], ...] = field(hash=False)
+    """What follows the last backward, by place in the pipeline and part."""
     stages: tuple[StageTimes, ...] = field(hash=False)
     timeline: Timeline = field(hash=False)
     """Actions of the first rank of each place of the pipeline, in µs."""
@@ -65,21 +68,22 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         ConfigError: the family doesn't describe its operators, or the cluster has no rate of a dtype.
     """
     _check(plan)
-    performance = cluster.performance
-    kernels, sent = KernelTimes(cluster.device, performance, stack), Communication(plan, cluster)
-    pricer = StagePricer(plan, kernels, sent, performance, stack, captured=captured)
+    performance, sent = cluster.performance, Communication(plan, cluster)
+    pricer = stage_pricer(plan, cluster, sent, stack=stack, captured=captured)
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
-    span = _on_shared_cores(plan, cluster, found)
+    span = _on_shared_cores(cluster, sent, found, stages)
     ends = [at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
-    slowest = max(range(len(ends)), key=lambda place: (sum(ends[place].values()), found.busy[place]))
+    lasts = _last_ends(found)
+    # A rank whose backwards end early reduces its gradients while others still have some.
+    slowest = max(range(len(ends)), key=lambda place: lasts[place] + sum(ends[place].values()))
     own = [stages[number] for number in plan.schedule.stages_of(slowest)]
     microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
     each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
     actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
-    waits = {"bubble": found.makespan - busy, "cores": span - found.makespan}
+    waits = {"bubble": lasts[slowest] - busy, "cores": span - found.makespan}
     parts = added(ends[slowest], *each, {"host": actions}, waits)
-    total = span + sum(ends[slowest].values())
+    total = lasts[slowest] + waits["cores"] + sum(ends[slowest].values())
     deviation = _deviation(plan, performance, parts)
     return StepTime(
         total=total,
@@ -87,11 +91,43 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         high=total * math.exp(deviation),
         parts={name: us for name, us in parts.items() if abs(us) > TINY_US},
         place=slowest,
+        at_end=tuple(ends),
         stages=stages,
         timeline=found.timeline,
         flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
         tokens=plan.batch.global_batch * plan.batch.tokens,
     )
+
+
+def _last_ends(found: Simulation) -> list[float]:
+    """Return when each rank's last action has ended."""
+    lasts = [0.0] * found.timeline.num_ranks
+    for span in found.timeline.spans:
+        lasts[span.rank] = max(lasts[span.rank], span.end)
+    waits = found.makespan - max(lasts)
+    return [one + waits for one in lasts]
+
+
+def stage_pricer(
+    plan: RunPlan,
+    cluster: Cluster,
+    sent: Communication | None = None,
+    *,
+    stack: Stack = MESHWRIGHT,
+    captured: bool = False,
+) -> StagePricer:
+    """Return the prices of a plan's stages on a cluster."""
+    sent, performance = sent or Communication(plan, cluster), cluster.performance
+    kernels = KernelTimes(cluster.device, performance, _on_ring(stack, plan), processes=sent.processes)
+    return StagePricer(plan, kernels, sent, performance, stack, captured=captured, processes=sent.processes)
+
+
+def _on_ring(stack: Stack, plan: RunPlan) -> Stack:
+    """Return a stack whose attention is as slow as on the plan's ring."""
+    layers = (kind.attention for kind in plan.kinds if kind.attention is not None)
+    rings = [plan.mesh.size(*one.axes) for one in layers if one.method is ContextMethod.RING]
+    slower = 1 + stack.slower_ring * (max(rings, default=1) - 1)
+    return replace(stack, slower_attention=stack.slower_attention * slower)
 
 
 def _check(plan: RunPlan) -> None:
@@ -121,14 +157,29 @@ def _costs(
     return costs, found or [EdgeCosts()]
 
 
-def _on_shared_cores(plan: RunPlan, cluster: Cluster, found: Simulation) -> float:
-    """Return the makespan where all ranks of a node share a CPU's cores: at least their work over the cores."""
-    if not cluster.performance.cores:
+def _on_shared_cores(cluster: Cluster, sent: Communication, found: Simulation, stages: tuple[StageTimes, ...]) -> float:
+    """Return the makespan where a node's ranks share a CPU's cores: the more places of the pipeline compute at a time,
+    the slower each of them is."""
+    if not cluster.performance.cores or found.timeline.num_ranks == 1:
         return found.makespan
-    ranks = plan.mesh.num_ranks()
-    nodes = -(-ranks // cluster.devices_per_node)
-    work = sum(found.busy) * (ranks // len(found.busy))
-    return max(found.makespan, work / nodes / cluster.performance.cores)
+    mix = added(*(stage.parts for stage in stages))
+    events = sorted(
+        [(span.start, 1) for span in found.timeline.spans] + [(span.end, -1) for span in found.timeline.spans]
+    )
+    alone, total, active = _mean_slower(cluster, mix, sent.processes), 0.0, 0
+    for (begin, change), (end, _) in pairwise(events):
+        active += change
+        slower = _mean_slower(cluster, mix, active * sent.processes) / alone if active else 1.0
+        total += (end - begin) * slower
+    return total + found.makespan - found.timeline.makespan
+
+
+def _mean_slower(cluster: Cluster, parts: Times, processes: float) -> float:
+    """Return how much slower parts of the work are while so many processes share the cores, in the mean."""
+    known = {name: parts.get(name, 0.0) for name in ("products", "attention", "memory", "host")}
+    known["products"] += parts.get("recompute", 0.0)
+    slower = sum(us * cluster.performance.slower(name, processes) for name, us in known.items())
+    return slower / max(sum(known.values()), TINY_US)
 
 
 def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, stages: tuple[StageTimes, ...]) -> Times:
@@ -137,10 +188,15 @@ def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, sta
     held = [plan.stages[number] for number in numbers]
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
     moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
-    bandwidth = cluster.device.memory_bandwidth_bytes_per_s * performance.memory_efficiency / 1e6
-    updates, host = sum(moved) / bandwidth, sum(size > 0 for size in moved) * performance.host.parameter_us
+    efficiency = performance.update_efficiency or performance.memory_efficiency
+    bandwidth = cluster.device.memory_bandwidth_bytes_per_s * efficiency / 1e6
+    processes = sent.processes * plan.schedule.num_ranks
+    slower = {name: performance.slower(name, processes) for name in ("products", "memory", "host")}
+    updates = slower["memory"] * sum(moved) / bandwidth
+    host = slower["host"] * sum(size > 0 for size in moved) * performance.host.parameter_us
     optimizer = max(updates, host) if performance.is_async else updates + host
-    own = {"optimizer": optimizer + _whole_updates(plan, performance, place), "step": performance.host.step_us}
+    optimizer += slower["products"] * _whole_updates(plan, performance, place)
+    own = {"optimizer": optimizer, "step": slower["host"] * performance.host.step_us}
     return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
 
 
@@ -173,4 +229,5 @@ def _deviation(plan: RunPlan, performance: Performance, parts: Mapping[str, floa
     links = max((one.residual for one in performance.links.values()), default=0.0)
     work = {name: us for name, us in parts.items() if name not in ("bubble", "cores")}
     variance = sum((us * known.get(name, links)) ** 2 for name, us in work.items())
-    return math.sqrt(variance) / max(sum(work.values()), TINY_US)
+    whole = performance.residual if plan.mesh.num_ranks() == 1 else performance.group_residual
+    return math.hypot(math.sqrt(variance) / max(sum(work.values()), TINY_US), whole)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
 
+from meshwright.errors import InputError
 from meshwright.plan.cuda_memory import predict_cuda_memory
-from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.memory import library_bytes, predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.time.step_time import StepTime
 from meshwright.train.record.step_parts import StepParts
+from meshwright.train.report.run_data import RunData
 
 PARTS = {
     "compute": "forward and backward",
@@ -37,6 +39,44 @@ class Compared:
     name: str
     predicted: float
     measured: float
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's plan, and what it measured of its last steps by rank."""
+
+    plan: RunPlan
+    device: str
+    """`cpu`, or the CUDA name of a GPU."""
+    captured: bool
+    """Whether blocks were replayed as CUDA graphs."""
+    ranks: Sequence[StepParts]
+    memory: Sequence[Mapping[str, int]]
+    """Bytes by type."""
+
+    @staticmethod
+    def of(run: RunData) -> MeasuredRun:
+        """Return what a run measured.
+
+        Raises:
+            InputError: the run has no measurement or no plan.
+        """
+        if run.plan is None or run.measured is None:
+            what = f"{run.folder} has no {'plan' if run.plan is None else 'measured step'}"
+            rule = "a run writes its plan as it starts, and measures its last steps"
+            raise InputError(what, where=str(run.folder), rule=rule, fix="a run that has ended")
+        return MeasuredRun(
+            run.plan,
+            run.device,
+            run.config.get("capture.scope") == ["layer"],
+            [StepParts(**parts) for parts in run.measured["parts"]],
+            run.measured["memory"],
+        )
+
+    @property
+    def fullest(self) -> Mapping[str, int]:
+        """Memory of the rank that held the most."""
+        return max(self.memory, key=lambda held: held["peak"])
 
 
 def compare_time(time: StepTime, ranks: Sequence[StepParts], *, on_cpu: bool) -> list[Compared]:
@@ -68,7 +108,7 @@ def compare_memory(plan: RunPlan, measured: Mapping[str, int], *, on_cpu: bool) 
     apart = {*measured, "workspace"} if on_cpu else measured.keys()
     others = [memory_name(field.name) for field in fields(predicted) if field.name not in apart]
     types = [Compared(memory_name(name), getattr(predicted, name), measured[name]) for name in alone]
-    base = LIBRARIES if on_cpu else measured["base"]
+    base = library_bytes(plan) if on_cpu else measured["base"]
     total = predict_process_memory(plan) if on_cpu else base + predict_cuda_memory(plan).total()
     others += ["holes between tensors"] * on_cpu
     rows = [

@@ -25,6 +25,7 @@ from meshwright.settings.violation import format_value
 from meshwright.train.record.step_parts import StepParts
 from meshwright.train.report.comparison import (
     PARTS,
+    MeasuredRun,
     as_rows,
     compare_memory,
     compare_time,
@@ -341,18 +342,19 @@ def predicted_time(run: RunData, prefix: str) -> Section | None:
     """Return the section on the time of a step, predicted against measured by part."""
     if run.plan is None or run.measured is None:
         return None
-    section = Section("Predicted time of a step", prefix=prefix)
+    section, found = Section("Predicted time of a step", prefix=prefix), MeasuredRun.of(run)
     try:
-        cluster = cluster_of_device(run.device)
+        cluster = cluster_of_device(found.device)
         if cluster is None:
             return section.paragraph(f"Not predicted: no preset has a {run.device}; meshwright calibrate measures it.")
-        time = predict_step(run.plan, cluster, captured=run.config.get("capture.scope") == ["layer"])
+        time = predict_step(found.plan, cluster, captured=found.captured)
     except ConfigError as error:
         return section.paragraph(f"Not predicted: {error.what}.")
     ends = " to ".join(f"{us / 1e3:.3g}" for us in (time.low, time.high))
     section.paragraph(f"Expected from {ends} ms on {cluster.name}, with rates of {cluster.performance.source}.")
-    ranks = [StepParts(**parts) for parts in run.measured["parts"]]
-    rows = as_rows(compare_time(time, ranks, on_cpu=run.device == "cpu"), lambda seconds: f"{1000 * seconds:.3g} ms")
+    rows = as_rows(
+        compare_time(time, found.ranks, on_cpu=found.device == "cpu"), lambda seconds: f"{1000 * seconds:.3g} ms"
+    )
     return section.table(("part", "predicted", "measured", "difference"), rows)
 
 

@@ -1,0 +1,1 @@
+"""Predictions of step times and memory against runs that others published."""

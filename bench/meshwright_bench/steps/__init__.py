@@ -1,0 +1,1 @@
+"""Predicted against measured times and memory of training steps on this machine."""
