@@ -32,6 +32,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.mesh.process_groups import process_group
 from meshwright.plan.make_plan import make_plan
 from meshwright.train.build_job import build_job
+from meshwright.train.launch.machine_limits import BusyCores
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
@@ -58,7 +59,7 @@ class Request:
 
 def measure_device(context: RankContext, request: Request) -> None:
     """Measure the kernels of a device and of its host."""
-    device, share = _device(context, request), request.budget_s
+    device, share, others = _device(context, request), request.budget_s, BusyCores()
     host = measure.measure_host(device, budget_s=SHARES["host"] * share)
     found: dict[str, Any] = {"host": host, "products": {}, "attention": {}}
     for (products, attention), dtype in zip(DTYPE_SHARES, measure.dtypes(device), strict=True):
@@ -74,6 +75,7 @@ def measure_device(context: RankContext, request: Request) -> None:
     found["device"] = torch.cuda.get_device_name(device) if is_cuda else platform.machine()
     found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if is_cuda else 0
     found["runs"] = _step_times(context, request, device, SHARES["runs"] * share)
+    found["others"] = others.count()
     Path(request.out).write_text(json.dumps(found), "utf-8")
 
 

@@ -18,6 +18,8 @@ from meshwright.units import format_duration
 if TYPE_CHECKING:
     from meshwright.calibrate.calibrate import Calibration
 
+BUSY_CORES = 0.2
+"""Cores that other programs use from which on a calibration is disturbed."""
 OUT_OPTION = "command line, -o"
 
 
@@ -94,6 +96,9 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}{several}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
+    if found.others > BUSY_CORES:
+        yield f"other programs used {found.others:.1f} cores meanwhile: times may be too long"
+        yield "repeat it on an idle machine"
     yield _written(path)
 
 

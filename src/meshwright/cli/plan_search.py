@@ -18,8 +18,9 @@ from meshwright.config.source import to_toml
 from meshwright.errors import InputError, LayoutError
 from meshwright.output_files import write_output
 from meshwright.plan.search.changes import fitting_changes
+from meshwright.plan.search.finalist import Finalist
 from meshwright.plan.search.layout import LAYOUT_KEYS, Layout, layout_keys
-from meshwright.plan.search.search import Candidate, Finalist, Found, Search
+from meshwright.plan.search.search import Candidate, Found, Search
 from meshwright.settings.violation import Violation
 from meshwright.units import counted, format_bytes, format_count, format_time, join_words
 
@@ -102,7 +103,7 @@ def describe(layout: Layout) -> str:
 
 def _page(found: Found, *, top: int, price: float | None) -> Iterator[str]:
     base, name = found.base, f"{found.num_devices} × {found.cluster.name}"
-    batch, tokens = base.train.global_batch, found.best[0].plan.batch.tokens
+    batch, tokens = base.train.global_batch, found.best[0].step.tokens // found.base.train.global_batch
     yield f"{base.name} on {name}: {counted(batch, 'sample')} of {tokens} tokens per step"
     shown = found.best[:top]
     for number, one in enumerate(shown):
@@ -158,8 +159,8 @@ def _front(smaller: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _excluded(found: Found) -> Iterator[str]:
-    fitting, priced = format_count(found.num_fitting), format_count(found.num_priced)
-    yield f"{fitting} layouts fit, of which {priced} can be among the best; excluded are"
+    groups, priced = format_count(found.num_groups), format_count(found.num_priced)
+    yield f"of {groups} meshes and schedules, {priced} layouts could be among these; excluded are"
     for rule, number in found.excluded.most_common(MOST_RULES):
         yield from wrapped(f"{format_count(number)}: {rule}", COLUMNS, indent="  ", more="    ")
 
