@@ -6,6 +6,7 @@ twice, and each further micro-batch takes as long as those by which the two diff
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from meshwright.cluster.hardware import Cluster
@@ -22,9 +23,9 @@ from meshwright.plan.time.communication import added
 from meshwright.plan.time.step_time import StepTime, predict_step
 from meshwright.units import format_bytes
 
-CYCLES = {False: (2, 3), True: (4, 6)}
-"""Micro-batches per pipeline rank of the two simulations, by whether the schedule is interleaved, which is steady later.
-"""
+CYCLES = {"1f1b": (1, 1.5), "zb-h1": (1, 1.5), "v-half": (1.5, 2), "v-min": (1.5, 2), "interleaved": (2, 3)}
+"""Micro-batches per pipeline rank of the two simulations, from which on a schedule is steady; others take `LATE`."""
+LATE = 2, 2.5
 ENOUGH = 2
 """Ratio of a step's micro-batches to those simulated from which on it isn't simulated whole."""
 
@@ -49,7 +50,7 @@ def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) 
         MeshwrightError: it violates a rule, or doesn't fit.
     """
     config = layout.configured(base)
-    few, more = (layout.pp * one for one in CYCLES[layout.schedule == "interleaved"])
+    few, more = (math.ceil(layout.pp * one) for one in CYCLES.get(layout.schedule, LATE))
     fewer = layout.pp > 1 and layout.num_microbatches > ENOUGH * more
     number = more if fewer else layout.num_microbatches
     plan = _planned(config, layout, number, cluster)
@@ -72,7 +73,7 @@ def _with(config: RunConfig, layout: Layout, number: int) -> RunConfig:
 
 
 def _planned(config: RunConfig, layout: Layout, number: int, cluster: Cluster) -> RunPlan:
-    return make_plan(_with(config, layout, number), nodes=cluster.devices_per_node)
+    return make_plan(_with(config, layout, number), nodes=cluster.devices_per_node, checked=False)
 
 
 def _extended(few: StepTime, more: StepTime, at: int, to: int, number: int) -> StepTime:

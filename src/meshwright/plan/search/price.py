@@ -49,7 +49,7 @@ class Pricer:
         self.facts = cache(self._facts)
         self._contents, self._parts = cache(self._make_contents), cache(self._make_parts)
         self._probe, self._template = cache(self._make_probe), cache(self._make_template)
-        self._output = cache(lambda inner: self._probe(inner).output(inner.samples, self._parts(inner)))
+        self._output = cache(lambda inner: self._probe(inner).output(inner.samples, self._ends(inner)))
         self._edge = cache(lambda inner: self._probe(inner).edge(inner.samples))
         self._prices: dict[object, object] = {}
         self._found: dict[object, list[object]] = {}
@@ -65,10 +65,15 @@ class Pricer:
         """Return the probe of a division. Recomputation may change how attention communicates under cp, and the samples
         of a micro-batch whether features do something in the ends, such as a loss by chunks."""
         policy = inner.recompute if inner.cp > 1 and inner.recompute == "full" else "none"
-        own, samples = self._parts(inner).keys(), 1
-        while self._parts(inner._replace(samples=samples)).keys() != own:
+        own, samples = self._ends(inner).keys(), 1
+        while self._ends(inner._replace(samples=samples)).keys() != own:
             samples += 1
         return self._template(inner._replace(recompute=policy, samples=samples))
+
+    def _ends(self, inner: Inner) -> dict[str, tuple[KindPart, ...]]:
+        """Return what features add to the model's ends, by the name of the end; neither recomputation nor compilation
+        changes that."""
+        return self._parts(Inner(*inner[:5]))
 
     def _make_parts(self, inner: Inner) -> dict[str, tuple[KindPart, ...]]:
         """Return what features add to the model's ends, by the name of the end."""

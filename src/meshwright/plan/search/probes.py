@@ -188,6 +188,7 @@ class Probe:
         """Return the times of units with a layout's shards and replicas."""
 
         def priced(plan: RunPlan) -> Iterator[Shards]:
+            plan = self._on_mesh(plan, layout)
             sent, ranks = Communication(plan, self._cluster), plan.mesh.num_ranks() // len(plan.stages)
             for stage in plan.stages:
                 units = unit_sizes(plan, stage) if plan.has_units else []
@@ -201,6 +202,7 @@ class Probe:
         """Return the bytes of state with a layout's shards."""
 
         def priced(plan: RunPlan) -> Iterator[State]:
+            plan = self._on_mesh(plan, layout)
             ranks = plan.mesh.num_ranks() // len(plan.stages)
             several = replace(plan, batch=replace(plan.batch, num_microbatches=2))
             keeping = self._on_mesh(plan, layout._replace(reshard=False))
@@ -221,6 +223,7 @@ class Probe:
         on_cuda = self._cluster.performance.is_async
 
         def priced(plan: RunPlan) -> Iterator[Activations]:
+            plan = self._with(plan, layout.inner.samples, layout.inner.recompute)
             for stage in plan.stages:
                 one = stage_bytes(plan, stage, on_cuda=on_cuda)
                 yield Activations(one.saved, one.running, one.output, one.stream)
@@ -235,12 +238,11 @@ class Probe:
 
     def _prices(self, kind: type[T], priced: Callable[[RunPlan], Iterator[T]], layout: Layout) -> Prices[T]:
         none, (first, last) = (0.0,) * len(kind.__annotations__), self._ends
-        found = list(priced(self._on_mesh(self._stages, layout)))
+        found = list(priced(self._stages))
         middle = found[1:-1]
         blocks = tuple(_minus(three, two) for two, three in zip(middle[::2], middle[1::2], strict=True))
         if layout.pp == 1:
-            alone = next(priced(self._on_mesh(self._alone, layout)))
-            return Prices(kind, _minus(alone, blocks[first], 2), blocks, none, none)
+            return Prices(kind, _minus(next(priced(self._alone)), blocks[first], 2), blocks, none, none)
         stage = _minus(middle[2 * first], blocks[first], 2)
         ends = _minus(found[0], middle[2 * first]), _minus(found[-1], middle[2 * last])
         return Prices(kind, stage, blocks, *ends)

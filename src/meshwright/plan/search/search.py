@@ -117,7 +117,7 @@ class Search:
         for least, group in groups:
             if least > self._limit() * SLOWEST and least > self._slowest():
                 break  # as are all that follow
-            self._price(group)
+            self._price(group, least)
         found.num_priced = self.pricer.num_priced
         found.front = [Candidate(layout, us, size) for us, size, layout in self._front if us <= self._limit() * SLOWEST]
         self._plan(top)
@@ -264,15 +264,20 @@ class Search:
                 inner = group.inner._replace(recompute=policy, compiled=group.inner.compiled and compiles)
                 yield group._replace(inner=inner)
 
-    def _price(self, group: Layout) -> None:
-        """Price the layouts of a group that can still be among the fastest, or on the front."""
+    def _price(self, group: Layout, least: float) -> None:
+        """Price the layouts of a group that can still be among the fastest, or on the front, given the least time."""
         for one in self._recomputed(group):
-            least = self.pricer.least_time(one)
-            if self._is_late(least, one, 0.0):
-                continue
-            for layout, size in self._fitting(one):
-                if not self._is_late(least, layout, size):
-                    self._add(layout, self.pricer.time(layout), size)
+            size = self.pricer.num_bytes(one)  # any other way to shard takes as much, at least
+            if size > self.pricer.capacity:
+                self._misfit(one, size)
+            elif not self._is_late(least, one, size) and not self._is_late(self.pricer.least_time(one), one, size):
+                self._add_all(one)
+
+    def _add_all(self, one: Layout) -> None:
+        least = self.pricer.least_time(one)
+        for layout, size in self._fitting(one):
+            if not self._is_late(least, layout, size):
+                self._add(layout, self.pricer.time(layout), size)
 
     def _fitting(self, layout: Layout) -> Iterator[tuple[Layout, float]]:
         """Yield the ways to shard and replicate a layout's parameters that fit, with their bytes."""
