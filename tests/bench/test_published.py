@@ -115,7 +115,7 @@ def test_what_is_fitted_is_what_presets_have():
 def test_quick_rows_are_predicted():
     """A quick guard of the table that `bench plan` prints: these rows are no better than others."""
     found = [predict_row(BY_ID[one]) for one in QUICK]
-    assert all(abs(one.error) < 0.12 for one in found), {one.row.id: one.error for one in found}
+    assert all(abs(one.error) < 0.15 for one in found), {one.row.id: one.error for one in found}
     assert all(fits(one.made, one.memory_bytes) for one in found)
     assert by_name(figures(found))["all.time.median"].is_met
 

@@ -91,6 +91,7 @@ def fitted(found: Found, groups: Mapping[int, Found], *, device: str) -> Calibra
     runs = list(_timed_runs({1: found, **groups}, device))
     if runs:
         cluster = fit.fit_runs(cluster, runs)
+    cluster = _at_most_all(cluster)
     cluster = _less_certain(cluster, DISTURBED * min(1.0, found["others"] / num_cores()))
     counts = {
         "products": sum(map(len, products.values())),
@@ -99,6 +100,16 @@ def fitted(found: Found, groups: Mapping[int, Found], *, device: str) -> Calibra
         "steps": len(runs),
     }
     return Calibration(cluster, counts, found["others"])
+
+
+def _at_most_all(cluster: Cluster) -> Cluster:
+    """Return the cluster with as much bandwidth as kernels achieve, if that is more than was measured."""
+    old, device = cluster.performance, cluster.device
+    more = max(1.0, old.memory_efficiency)
+    bandwidth = float(f"{device.memory_bandwidth_bytes_per_s * more:.4g}")
+    efficiency, update = old.memory_efficiency / more, old.update_efficiency / more
+    performance = fit.rounded(replace(old, memory_efficiency=efficiency, update_efficiency=update))
+    return replace(cluster, device=replace(device, memory_bandwidth_bytes_per_s=bandwidth), performance=performance)
 
 
 def _less_certain(cluster: Cluster, deviation: float) -> Cluster:

@@ -90,10 +90,12 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
     if performance.shared:
         slower = " · ".join(f"{name} {times:.2f}" for name, times in performance.shared.items())
-        yield f"times while all cores are busy, over those alone: {slower}"
+        yield "times while all cores are busy, over those alone"
+        yield f"  {slower}"
     if found.counts["steps"]:
-        several = f", of several processes ± {performance.group_residual:.0%}" if performance.group_residual else ""
-        yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}{several}"
+        yield "steps of small runs"
+        several = f" · on several ± {performance.group_residual:.0%}" if performance.group_residual else ""
+        yield f"  on one process ± {performance.residual:.0%}{several}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
     if found.others > BUSY_CORES:

@@ -342,10 +342,8 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             rerun = Rerun.FULL if number < found.num_rerun else Rerun.NEVER
             one = replace(kernel.operator, rerun=rerun)
             if not kernel.is_product:
-                forward, backward = (
-                    Kernels(1, kernel.moved),
-                    Kernels(len(attention), _total(x.moved for x in attention)),
-                )
+                forward = Kernels(moved=kernel.moved)
+                backward = Kernels(moved=_total(x.moved for x in attention))
                 one = replace(one, forward=forward, backward=backward, fused_forward=forward, fused_backward=backward)
                 attention = []
             yield one
