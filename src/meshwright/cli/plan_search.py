@@ -34,7 +34,7 @@ SHORT = {"microbatches": "train.num_microbatches", "recompute": "recompute.polic
 
 def search_page(
     words: Sequence[str] | None, *, devices: str, cluster: str | None, batch: int | None, top: int, why: str | None,
-    price: float | None, out: Path | None,
+    price: float | None, out: Path | None, figure: Path | None,
 ) -> None:  # fmt: skip
     """Search for the fastest layouts, show them, and write the configuration of the first to a file."""
     number, chosen = _devices(devices, cluster)
@@ -53,6 +53,10 @@ def search_page(
         raise _nothing_fits(found, fixed)
     if out is not None:
         write_output(out, _file(found.best[0], found, devices), where="command line, -o")
+    if figure is not None:
+        from meshwright.plan.search.figure import draw_candidates
+
+        draw_candidates(f"{base.name} on {number} × {chosen.name}", found, figure)
     for line in _page(found, top=top, price=price):
         show(line)
 

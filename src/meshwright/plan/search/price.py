@@ -131,7 +131,8 @@ class Pricer:
         return self._found[key]  # type: ignore[return-value]
 
     def _state(self, layout: Layout) -> list[State]:
-        """Return the bytes of state: what is sharded is inverse to the number of shards."""
+        """Return the bytes of state. What is sharded is inverse to the number of shards, but for experts, of which a
+        rank has a whole one, at least."""
         one, shards = layout.inner, layout.dp_shard
         inner = Inner(one.tp, one.cp, one.ep, one.sequence_parallel)
         few = max(inner.fewest_shards, 1 if inner.cp > 1 else 2)
@@ -141,7 +142,7 @@ class Pricer:
             key = "state", inner, number, layout.pp > 1
             return self._of(key, layout, lambda: self._probe(inner).state(plain))
 
-        if shards <= few:
+        if shards <= few or any(kind.experts is not None for kind in self.facts(inner.tp).kinds):
             return at(shards)
         key = "state", inner, shards, layout.pp, layout.chunks, layout.is_v_shaped
         if key not in self._found:
@@ -186,7 +187,7 @@ class Pricer:
         )  # fmt: skip
         if not self.on_cuda or layout.pp > 1 or layout.num_microbatches > 1:
             return [most]
-        every, kept = sizes.saved // max(1, sum(content.blocks)), 0.0 if layout.reshard else state.kept
+        every, kept = sizes.saved // max(1, sum(content.blocks)), state.root if layout.reshard else state.kept
         loss = replace(most, gradients=0, gathered=int(kept), activations=int(sizes.saved + sizes.output))
         last = replace(most, gradients=int(state.end_gradients), activations=int(sizes.saved + sizes.running))
         return [loss, last, replace(most, activations=int(every + sizes.running))]
@@ -197,7 +198,11 @@ class Pricer:
             return sizes.saved + max(sizes.running, sizes.output), 0.0
         count = held(layout.schedule, layout.pp, layout.chunks, layout.num_microbatches, rank)
         received = count * layout.chunks if rank or layout.chunks > 1 else 0.0
-        return count * sizes.saved * content.uneven + max(sizes.running, sizes.output), (received + 1) * sizes.stream
+        # ZB-H1 keeps outputs for deferred gradients; in other schedules, the last stage holds one micro-batch.
+        saved, output = sizes.saved * content.uneven, sizes.output
+        if layout.schedule == "zb-h1":
+            saved, output = saved + output, 0.0
+        return count * saved + max(sizes.running, output), (received + 1) * sizes.stream
 
     def num_bytes(self, layout: Layout) -> float:
         """Return the bytes of the rank with the most."""

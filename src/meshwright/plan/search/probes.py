@@ -63,8 +63,10 @@ class State(NamedTuple):
     """What several micro-batches add to what is gathered."""
     retained: float
     """What weights that are kept until the backward add."""
+    root: float
+    """Weights that are kept in any case."""
     kept: float
-    """Those weights."""
+    """All weights that are kept then."""
     end_gradients: float
     """Gradients of the ends after the blocks."""
     num_parameters: float
@@ -213,7 +215,8 @@ class Probe:
                 trained = sum(parameter.trained for _, _, parameter in plan.parameters(stage))
                 yield State(
                     one.parameters, one.gradients, one.optimizer, one.errors, one.gathered, more, retained,
-                    kept_weight_bytes(keeping, kept), end_gradient_bytes(plan, stage), trained,
+                    kept_weight_bytes(plan, stage), kept_weight_bytes(keeping, kept),
+                    end_gradient_bytes(plan, stage), trained,
                 )  # fmt: skip
 
         return self._prices(State, priced, layout)

@@ -102,4 +102,5 @@ def spread(name: str, p: int, v: int, rank: int) -> tuple[float, ...]:
         return 2 * (p - rank) - 1, 2 * rank + 1
     if v == 1:
         return (1,)
-    return p + max(0, p - 2 * rank - 1), *(p,) * (v - 2), min(p, 2 * (p - rank) - 1)
+    first, last = p + max(0, p - 2 * rank - 1), min(p, 2 * (p - rank) - 1)
+    return first + 1, *(p,) * (v - 2), last - 1  # after a forward of the first chunk
