@@ -263,7 +263,12 @@ def test_what_runs_elsewhere_is_on_a_page():
     assert len(commands) > 80 and len(python) > 10
 
 
-LEFT_OUT = ("meshwright bench PART", "meshwright launch slurm|kubernetes|torchrun", "srun --ntasks 64")
+LEFT_OUT = (
+    "meshwright bench PART",
+    "meshwright launch slurm|kubernetes|torchrun",
+    "srun --ntasks 64",
+    "meshwright calibrate [",
+)
 """Beginnings of lines that are patterns of commands."""
 WRITTEN = "clusters.md"
 """Page with files that `meshwright launch` writes, which tests/cli/test_launch.py compares."""

@@ -36,6 +36,10 @@ def collective_breaches(tree: Tree) -> list[str]:
     return breaches
 
 
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_make", "_fields"}
+"""Public names of `typing.NamedTuple`: the underscore keeps them apart from fields."""
+
+
 def private_breaches(tree: Tree) -> list[str]:
     """Private names of torch outside an adapter, and second adapters of a room to one library."""
     breaches = []
@@ -71,7 +75,7 @@ def _foreign_attributes(module: Module, ours: set[str]) -> Iterator[tuple[int, s
     """
     defined = _defined(module)
     for node in module.nodes:
-        if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
+        if not isinstance(node, ast.Attribute) or not _is_private(node.attr) or node.attr in OF_NAMED_TUPLES:
             continue
         owner = node.value.id if isinstance(node.value, ast.Name) else ""
         if owner not in OTHERS and node.attr not in (ours if owner in ("self", "cls") else defined):

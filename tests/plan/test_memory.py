@@ -14,7 +14,16 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.parallel.data_parallel import fsdp_modules
 from meshwright.parallel.private import unsharded_parameters
 from meshwright.plan.make_plan import make_plan
-from meshwright.plan.memory import HOLES, LIBRARIES, by_pipeline_rank, predict_memory, predict_process_memory
+from meshwright.plan.memory import (
+    COMPILER,
+    HOLES,
+    LIBRARIES,
+    TRACER,
+    by_pipeline_rank,
+    library_bytes,
+    predict_memory,
+    predict_process_memory,
+)
 from meshwright.plan.rules import load
 from meshwright.plan.run_plan import RunPlan
 from meshwright.train.record.record_files import read_events
@@ -221,7 +230,15 @@ def test_a_process_on_a_cpu_holds_more_than_tensors():
     assert predict_process_memory(one) == LIBRARIES + predict_memory(one).total()
     memory = predict_memory(two)
     holes = memory.gathered + int(HOLES * (memory.gradients + memory.activations))
-    assert memory.gathered and predict_process_memory(two) == LIBRARIES + memory.total() + holes
+    assert memory.gathered and predict_process_memory(two) == LIBRARIES + TRACER + memory.total() + holes
+
+
+@pytest.mark.parametrize(("words", "more"), [
+    ([], 0), (["mesh.pp=2"], 0), (["mesh.tp=2"], TRACER), (["mesh.dp_replicate=2", "mesh.pp=2"], TRACER),
+    (["recompute.policy=selective"], TRACER), (["train.compile=true"], TRACER + COMPILER),
+])  # fmt: skip
+def test_layouts_import_what_they_use(words, more):
+    assert library_bytes(planned(None, words)) == LIBRARIES + more
 
 
 LARGER = ["model.dim=512", "model.num_heads=8", "model.ffn_dim=1536", "model.num_layers=8", "train.global_batch=8"]

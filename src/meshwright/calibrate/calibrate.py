@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,16 +33,21 @@ RATES = {"float64": Rate.FP64, "float32": Rate.FP32, "bfloat16": Rate.BF16, "flo
 MEMORY_RESIDUAL = 0.15
 """How much kernels bound by memory differ from each other, as it is on machines that were measured."""
 
+DISTURBED = 0.35
+"""Standard deviation of times' logarithm by other programs that keep all cores busy: kernels and steps then took up to
+1.8 times as long, though only time on a core was counted (2 cores of an AMD EPYC)."""
+
 Say = Callable[[str], None]
 Found = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibrated cluster, and how many times were measured for each part of it."""
+    """A calibrated cluster, how many times were measured for each part of it, and how many cores others used then."""
 
     cluster: Cluster
     counts: Mapping[str, int]
+    others: float
 
 
 def calibrate(*, device: str, budget_s: float = BUDGET_S, say: Say = lambda _: None) -> Calibration:
@@ -85,13 +91,33 @@ def fitted(found: Found, groups: Mapping[int, Found], *, device: str) -> Calibra
     runs = list(_timed_runs({1: found, **groups}, device))
     if runs:
         cluster = fit.fit_runs(cluster, runs)
+    cluster = _at_most_all(cluster)
+    cluster = _less_certain(cluster, DISTURBED * min(1.0, found["others"] / num_cores()))
     counts = {
         "products": sum(map(len, products.values())),
         "attention": 2 * sum(map(len, attention.values())),
         "collectives": len(collectives),
         "steps": len(runs),
     }
-    return Calibration(cluster, counts)
+    return Calibration(cluster, counts, found["others"])
+
+
+def _at_most_all(cluster: Cluster) -> Cluster:
+    """Return the cluster with as much bandwidth as kernels achieve, if that is more than was measured."""
+    old, device = cluster.performance, cluster.device
+    more = max(1.0, old.memory_efficiency)
+    bandwidth = float(f"{device.memory_bandwidth_bytes_per_s * more:.4g}")
+    efficiency, update = old.memory_efficiency / more, old.update_efficiency / more
+    performance = fit.rounded(replace(old, memory_efficiency=efficiency, update_efficiency=update))
+    return replace(cluster, device=replace(device, memory_bandwidth_bytes_per_s=bandwidth), performance=performance)
+
+
+def _less_certain(cluster: Cluster, deviation: float) -> Cluster:
+    """Return the cluster with a deviation of all its times more."""
+    old = cluster.performance
+    alone, group = (math.hypot(one, deviation) for one in (old.residual, old.group_residual))
+    performance = replace(old, residual=alone, group_residual=group)
+    return replace(cluster, performance=fit.rounded(performance))
 
 
 def _of_device(

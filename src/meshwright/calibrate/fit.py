@@ -182,7 +182,7 @@ ALONE = {"launch_us": LOOSE, "block_us": LOOSE, "step_us": LOOSE, "parameter_us"
 """Costs of the host and factors of kernels' times that runs of one process show, and how far these may move them: their
 kernels find less in caches than kernels that are measured alone."""
 TOGETHER = {"unit_us": WIDE, "styled_us": WIDE, "action_us": WIDE, "latency": 0.3}
-"""Those that runs of several processes show, beside the times on shared cores."""
+"""Those that runs of several processes show."""
 HOST = frozenset(one.name for one in fields(HostCosts))
 
 
@@ -194,8 +194,7 @@ def fit_runs(cluster: Cluster, runs: Sequence[TimedRun]) -> Cluster:
         cluster, residual = _fit_costs(cluster, alone, ALONE)
         cluster = replace(cluster, performance=replace(cluster.performance, residual=residual))
     if together:
-        shared = {f"shared {name}": CLOSE for name in cluster.performance.shared}
-        cluster, residual = _fit_costs(cluster, together, {**TOGETHER, **shared})
+        cluster, residual = _fit_costs(cluster, together, TOGETHER)
         cluster = replace(cluster, performance=replace(cluster.performance, group_residual=residual))
     return replace(cluster, performance=rounded(cluster.performance))
 
@@ -232,7 +231,6 @@ def _scaled(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
         },
         memory_efficiency=old.memory_efficiency / factors.get("memory", 1.0),
         links={level: replace(one, latency_us=one.latency_us * by["latency"]) for level, one in old.links.items()},
-        shared={name: max(1.0, slower * factors.get(f"shared {name}", 1.0)) for name, slower in old.shared.items()},
     )
     return replace(cluster, performance=performance)
 

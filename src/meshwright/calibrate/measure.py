@@ -23,6 +23,7 @@ from meshwright.train.optimizer import local_squared_norm, scale_gradients
 
 K = TypeVar("K")
 Run = Callable[[], object]
+Clock = Callable[[], float]
 
 MIN_S = 0.001
 ROUNDS = 20
@@ -72,10 +73,10 @@ def _repeats(run: Run, device: torch.device) -> int:
     return max(1, round(MIN_S / max(once, 1e-7)))
 
 
-def seconds_of(run: Run, repeats: int, device: torch.device, *, waits: bool = False) -> float:
-    """Return the seconds of a run, the mean over `repeats`; of one that waits for other processes, those of a clock on
-    the wall."""
-    clock = time.thread_time if device.type == "cpu" and not waits else time.perf_counter
+def seconds_of(run: Run, repeats: int, device: torch.device, *, clock: Clock | None = None) -> float:
+    """Return the seconds of a run, the mean over `repeats`, by a clock: on a CPU the time that the thread has had a
+    core, unless another is given."""
+    clock = clock or (time.thread_time if device.type == "cpu" else time.perf_counter)
     synchronise(device)
     begin = clock()
     for _ in range(repeats):

@@ -20,6 +20,7 @@ from torch import Tensor
 from meshwright.calibrate import measure
 from meshwright.calibrate.small_runs import small_runs
 from meshwright.cluster.collectives import CollectiveOp
+from meshwright.cluster.host import num_cores
 from meshwright.comm.collectives import (
     all_gather_rows_into,
     all_reduce_max,
@@ -30,8 +31,10 @@ from meshwright.comm.collectives import (
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.process_groups import process_group
+from meshwright.pipeline.timeline import ThreadClock
 from meshwright.plan.make_plan import make_plan
 from meshwright.train.build_job import build_job
+from meshwright.train.launch.machine_limits import BusyCores
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
@@ -58,7 +61,7 @@ class Request:
 
 def measure_device(context: RankContext, request: Request) -> None:
     """Measure the kernels of a device and of its host."""
-    device, share = _device(context, request), request.budget_s
+    device, share, others = _device(context, request), request.budget_s, BusyCores()
     host = measure.measure_host(device, budget_s=SHARES["host"] * share)
     found: dict[str, Any] = {"host": host, "products": {}, "attention": {}}
     for (products, attention), dtype in zip(DTYPE_SHARES, measure.dtypes(device), strict=True):
@@ -74,6 +77,7 @@ def measure_device(context: RankContext, request: Request) -> None:
     found["device"] = torch.cuda.get_device_name(device) if is_cuda else platform.machine()
     found["memory_bytes"] = torch.cuda.get_device_properties(device).total_memory if is_cuda else 0
     found["runs"] = _step_times(context, request, device, SHARES["runs"] * share)
+    found["others"] = others.count()
     Path(request.out).write_text(json.dumps(found), "utf-8")
 
 
@@ -91,7 +95,7 @@ def measure_group(context: RankContext, request: Request) -> None:
         found: dict[str, Any] = {}
         share = {name: part * request.budget_s for name, part in GROUP_SHARES.items()}
         cases = _collectives(context, device)
-        timed = _timed_together(cases, device, share["collectives"])
+        timed = _timed_together(cases, device, share["collectives"], clock=_clock_of(context, device))
         found["timed"] = [(*case, seconds) for case, seconds in timed.items()]
         if device.type == "cpu":
             found["shared"] = _slower_together(context, device, share["sharing"])
@@ -119,7 +123,7 @@ def _slower_together(context: RankContext, device: torch.device, budget_s: float
     cases = measure.sharing_cases(device)
     alone = measure.timed(cases, device, budget_s=budget_s / 2) if context.rank == 0 else {}
     barrier()
-    together = _timed_together(cases, device, budget_s / 2, waits=False)
+    together = _timed_together(cases, device, budget_s / 2, clock=None)
     return {name: together[name] / seconds for name, seconds in alone.items()}
 
 
@@ -128,7 +132,7 @@ def _step_times(context: RankContext, request: Request, device: torch.device, bu
     configs = small_runs(context.num_ranks, device=request.device)
     with ExitStack() as prefetching:
         steps = {number: _trainer(config, context, device, prefetching) for number, config in enumerate(configs)}
-        timed = _timed_together(steps, device, budget_s, waits=context.num_ranks > 1) if steps else {}
+        timed = _timed_together(steps, device, budget_s, clock=_clock_of(context, device)) if steps else {}
     return list(timed.values())
 
 
@@ -144,27 +148,39 @@ def _trainer(config: RunConfig, context: RankContext, device: torch.device, pref
 
 
 def _timed_together(
-    cases: Mapping[K, measure.Run], device: torch.device, budget_s: float, *, waits: bool = True
+    cases: Mapping[K, measure.Run], device: torch.device, budget_s: float, *, clock: measure.Clock | None
 ) -> dict[K, float]:
-    """Return the seconds of cases that every rank runs equally often, in rounds that alternate between them."""
+    """Return the seconds of cases that every rank runs equally often, in rounds that alternate between them; of each
+    round those of the rank with the least, as what delays one rank lets the others wait."""
     end, once = time.perf_counter() + budget_s, {}
     for case, run in cases.items():
         run()
         barrier()
-        once[case] = max(_slowest(measure.seconds_of(run, 2, device, waits=waits), device), 1e-6)
+        once[case] = max(_most(measure.seconds_of(run, 2, device, clock=clock), device), 1e-6)
     repeats = {case: max(1, round(measure.MIN_S / each)) for case, each in once.items()}
     round_s = sum(repeats[case] * each for case, each in once.items())
-    left = _slowest(end - time.perf_counter(), device)
+    rounds = range(max(3, min(MOST_ROUNDS, int(_most(end - time.perf_counter(), device) / round_s))))
     found: dict[K, list[float]] = {case: [] for case in cases}
     with measure.without_collection():
-        for _ in range(max(3, min(MOST_ROUNDS, int(left / round_s)))):
+        for _ in rounds:
             for case, run in cases.items():
                 barrier()
-                found[case].append(measure.seconds_of(run, repeats[case], device, waits=waits))
-    return {case: measure.low_quantile(one) for case, one in found.items()}
+                found[case].append(measure.seconds_of(run, repeats[case], device, clock=clock))
+    return {case: measure.low_quantile([-_most(-one, device) for one in each]) for case, each in found.items()}
 
 
-def _slowest(seconds: float, device: torch.device) -> float:
+def _clock_of(context: RankContext, device: torch.device) -> measure.Clock | None:
+    """Return the clock of runs that wait for other ranks: that on the wall, less the time that the rank waited for a
+    core, unless there are fewer cores than ranks. None for one rank, which waits for nothing."""
+    if context.num_ranks == 1:
+        return None
+    if device.type == "cuda" or context.num_ranks > num_cores():
+        return time.perf_counter
+    read = ThreadClock()
+    return lambda: (now := read()).wall - now.queued
+
+
+def _most(seconds: float, device: torch.device) -> float:
     """Return the most of a time over all ranks."""
     return float(all_reduce_max(torch.tensor(seconds, device=device, dtype=torch.float64)))
 

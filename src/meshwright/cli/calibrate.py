@@ -18,6 +18,8 @@ from meshwright.units import format_duration
 if TYPE_CHECKING:
     from meshwright.calibrate.calibrate import Calibration
 
+BUSY_CORES = 0.2
+"""Cores that other programs use from which on a calibration is disturbed."""
 OUT_OPTION = "command line, -o"
 
 
@@ -88,12 +90,17 @@ def page(found: Calibration, path: Path, seconds: float) -> Iterator[str]:
         yield f"  {curve.latency_us:.3g} µs per step · {achieved:.3g} GB/s  ± {curve.residual:.0%}"
     if performance.shared:
         slower = " · ".join(f"{name} {times:.2f}" for name, times in performance.shared.items())
-        yield f"times while all cores are busy, over those alone: {slower}"
+        yield "times while all cores are busy, over those alone"
+        yield f"  {slower}"
     if found.counts["steps"]:
-        several = f", of several processes ± {performance.group_residual:.0%}" if performance.group_residual else ""
-        yield f"steps of {found.counts['steps']} small runs ± {performance.residual:.0%}{several}"
+        yield "steps of small runs"
+        several = f" · on several ± {performance.group_residual:.0%}" if performance.group_residual else ""
+        yield f"  on one process ± {performance.residual:.0%}{several}"
     counts = ", ".join(f"{count} of {part}" for part, count in found.counts.items() if count)
     yield f"times: {counts}"
+    if found.others > BUSY_CORES:
+        yield f"other programs used {found.others:.1f} cores meanwhile: times may be too long"
+        yield "repeat it on an idle machine"
     yield _written(path)
 
 

@@ -44,7 +44,8 @@ def plan(
         typer.Option(metavar="DEVICE|FILE", help="Predict the time of a step: a preset, a cluster file, or here."),
     ] = None,
     figure: Annotated[
-        Path | None, typer.Option(help="Draw memory and, with --cluster, the timeline of a step, as .svg or .png.")
+        Path | None,
+        typer.Option(help="Draw memory, with --cluster a step, or with --devices all layouts: .svg or .png."),
     ] = None,
     run: Annotated[
         str | None, typer.Option("--against", metavar="RUN", help="Compare the prediction with what a run measured.")
@@ -71,7 +72,9 @@ def plan(
     if devices is not None:
         from meshwright.cli.plan_search import search_page
 
-        search_page(words, devices=devices, cluster=cluster, batch=batch, top=top, why=why, price=price, out=out)
+        search_page(
+            words, devices=devices, cluster=cluster, batch=batch, top=top, why=why, price=price, out=out, figure=figure
+        )
         return
     chosen = None
     if cluster is not None:

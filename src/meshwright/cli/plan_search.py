@@ -18,22 +18,23 @@ from meshwright.config.source import to_toml
 from meshwright.errors import InputError, LayoutError
 from meshwright.output_files import write_output
 from meshwright.plan.search.changes import fitting_changes
+from meshwright.plan.search.finalist import Finalist
 from meshwright.plan.search.layout import LAYOUT_KEYS, Layout, layout_keys
-from meshwright.plan.search.search import Candidate, Finalist, Found, Search
+from meshwright.plan.search.search import MEMORY_RULE, Candidate, Found, Search
 from meshwright.settings.violation import Violation
 from meshwright.units import counted, format_bytes, format_count, format_time, join_words
 
 DEVICES = "command line, --devices"
 MOST_ON_FRONT = 6
 """Rows of layouts that take less memory."""
-MOST_RULES = 4
+MOST_RULES, MOST_REASONS = 4, 2
 SHORT = {"microbatches": "train.num_microbatches", "recompute": "recompute.policy", "dp": "mesh.dp_shard"}
 """Names of keys beside their own without the section."""
 
 
 def search_page(
     words: Sequence[str] | None, *, devices: str, cluster: str | None, batch: int | None, top: int, why: str | None,
-    price: float | None, out: Path | None,
+    price: float | None, out: Path | None, figure: Path | None,
 ) -> None:  # fmt: skip
     """Search for the fastest layouts, show them, and write the configuration of the first to a file."""
     number, chosen = _devices(devices, cluster)
@@ -52,6 +53,10 @@ def search_page(
         raise _nothing_fits(found, fixed)
     if out is not None:
         write_output(out, _file(found.best[0], found, devices), where="command line, -o")
+    if figure is not None:
+        from meshwright.plan.search.figure import draw_candidates
+
+        draw_candidates(f"{base.name} on {number} × {chosen.name}", found, figure)
     for line in _page(found, top=top, price=price):
         show(line)
 
@@ -102,18 +107,18 @@ def describe(layout: Layout) -> str:
 
 def _page(found: Found, *, top: int, price: float | None) -> Iterator[str]:
     base, name = found.base, f"{found.num_devices} × {found.cluster.name}"
-    batch, tokens = base.train.global_batch, found.best[0].plan.batch.tokens
+    batch, tokens = base.train.global_batch, found.best[0].step.tokens // found.base.train.global_batch
     yield f"{base.name} on {name}: {counted(batch, 'sample')} of {tokens} tokens per step"
     shown = found.best[:top]
     for number, one in enumerate(shown):
-        yield _row(found, number + 1, one, price)
+        yield from wrapped(_row(found, number + 1, one, price), COLUMNS, more="   ")
         yield from wrapped(describe(one.layout), COLUMNS, indent="   ", more="     ")
         yield from wrapped(_parts(one), COLUMNS, indent="   ", more="     ")
         if number + 1 < len(found.best):
             yield from wrapped(_gains(one, found.best[number + 1], number + 2), COLUMNS, indent="   ", more="     ")
     smaller = [one for one in found.front if one.num_bytes < 0.95 * shown[0].num_bytes]
     if smaller:
-        yield "less memory takes more time"
+        yield "less memory, priced in closed form"
         yield from _front(smaller)
     yield from _excluded(found)
     yield from wrapped(f"rates: {found.cluster.performance.source}", COLUMNS, indent="  ")
@@ -158,8 +163,8 @@ def _front(smaller: Sequence[Candidate]) -> Iterator[str]:
 
 
 def _excluded(found: Found) -> Iterator[str]:
-    fitting, priced = format_count(found.num_fitting), format_count(found.num_priced)
-    yield f"{fitting} layouts fit, of which {priced} can be among the best; excluded are"
+    groups, priced = format_count(found.num_groups), format_count(found.num_priced)
+    yield f"of {groups} meshes and schedules, {priced} layouts could be among these; excluded are"
     for rule, number in found.excluded.most_common(MOST_RULES):
         yield from wrapped(f"{format_count(number)}: {rule}", COLUMNS, indent="  ", more="    ")
 
@@ -177,10 +182,11 @@ def _why(found: Found, asked: Found, words: str) -> Iterator[str]:
             yield from wrapped(_gains(best, one, 0).replace(" than 0", "").replace(" as 0", ""), COLUMNS, indent="  ")
         return
     yield f"{words} is excluded"
-    for rule, _ in asked.excluded.most_common(MOST_RULES):
-        yield from wrapped(rule, COLUMNS, indent="  ")
     if asked.smallest is not None:
         yield from wrapped(_misfit(asked), COLUMNS, indent="  ")
+        return
+    for rule, _ in asked.excluded.most_common(MOST_REASONS):
+        yield from wrapped(rule, COLUMNS, indent="  ")
 
 
 def _misfit(found: Found) -> str:
@@ -190,10 +196,10 @@ def _misfit(found: Found) -> str:
     types = sorted(vars(one.memory).items(), key=lambda item: -item[1])
     sizes = join_words([f"{kind} {format_bytes(size)}" for kind, size in types[:3] if size])
     size, most = format_bytes(one.num_bytes), format_bytes(found.capacity)
+    over, where = format_bytes(one.num_bytes - found.capacity), _where(one.place, one.layout)
     return (
-        f"the smallest takes {size}, {format_bytes(one.num_bytes - found.capacity)} over the {most} "
-        f"that a rank may take of a {found.cluster.device.name}: {sizes} on {_where(one.place, one.layout)} with "
-        f"{describe(one.layout)}"
+        f"the smallest takes {size}, {over} over the {most} that a rank may take on {found.cluster.device.name}: "
+        f"{sizes} on {where} with {describe(one.layout)}"
     )
 
 
@@ -206,14 +212,8 @@ def _nothing_fits(found: Found, fixed: dict[str, Any]) -> LayoutError:
     if found.smallest is None:
         rules = "; ".join(rule for rule, _ in found.excluded.most_common(MOST_RULES))
         return LayoutError(f"no layout of {name}", where=DEVICES, rule=rules, fix="another number of devices or batch")
-    changes = fitting_changes(found, fixed)
-    fix = "; or ".join(changes) or "a smaller model"
-    return LayoutError(
-        f"no layout of {name} fits: {_misfit(found)}",
-        where=DEVICES,
-        rule="a rank fits into its device's memory",
-        fix=fix,
-    )
+    fix = "; or ".join(fitting_changes(found, fixed)) or "a smaller model"
+    return LayoutError(f"no layout of {name} fits", where=DEVICES, rule=f"{MEMORY_RULE}: {_misfit(found)}", fix=fix)
 
 
 def _file(one: Finalist, found: Found, devices: str) -> str:

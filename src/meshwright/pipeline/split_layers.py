@@ -43,6 +43,9 @@ def balance_layers(
         extra = before * (stage == 0) + after * (stage == num_stages - 1)
         return total[stop] - total[start] + extra
 
+    # No stage of the best split costs more than the most expensive one of an even split.
+    even = [num_layers * stage // num_stages for stage in range(num_stages + 1)]
+    most = max(stage_cost(stage, even[stage], even[stage + 1]) for stage in range(num_stages)) * (1 + 1e-9)
     # best[stop]: (highest stage cost, sum of squared costs) of the best split of layers[:stop] so far.
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(math.inf, math.inf)] * num_layers
     choices: list[list[int]] = []
@@ -51,9 +54,10 @@ def balance_layers(
         chosen: list[int] = []
         for stop in range(num_layers + 1):
             cheapest, begin = (math.inf, math.inf), 0
-            for start in range(stop - fewest, -1, -1):
+            is_late = total[stop] + before > (stage + 1) * most
+            for start in range(-1 if is_late else stop - fewest, -1, -1):
                 cost = stage_cost(stage, start, stop)
-                if cost > cheapest[0]:  # as are all stages that start earlier
+                if cost > min(most, cheapest[0]):  # as are all stages that start earlier
                     break
                 found = (max(best[start][0], cost), best[start][1] + cost * cost)
                 if found < cheapest:

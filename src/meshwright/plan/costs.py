@@ -6,7 +6,7 @@ what nothing in the backward needs. Sums of gradients over micro-batches, the op
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 from meshwright.models.contract.operators import OperatorKind, Rerun
@@ -76,7 +76,8 @@ class CostModel:
         weight = Costs()
         if one.kind is OperatorKind.ATTENTION:
             flops = self.samples * one.attention_flops
-            forward, backward = replace(forward, flops=flops), replace(backward, flops=int(ATTENTION_BACKWARD * flops))
+            forward += Costs(flops, launches=1)
+            backward += Costs(int(ATTENTION_BACKWARD * flops), launches=1)
         elif one.kind is not OperatorKind.MEMORY:
             product = self.product(one)
             forward += product

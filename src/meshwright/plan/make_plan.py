@@ -46,21 +46,22 @@ from meshwright.plan.run_plan import (
 )
 
 
-def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None) -> RunPlan:
+def make_plan(config: RunConfig, *, nodes: int | tuple[int, ...] | None = None, checked: bool = True) -> RunPlan:
     """Make the plan of a run.
 
     Args:
         config: configuration that satisfies all rules.
         nodes: number of consecutive ranks per node, or the node of each rank; None for a single node. Ignored if
             `comm.ranks_per_node` is set.
+        checked: whether to verify the schedule's table; a search leaves that to those who use its result.
     """
-    return _make_plan(config, model_version(config), config.comm.ranks_per_node or nodes)
+    return _make_plan(config, model_version(config), config.comm.ranks_per_node or nodes, checked)
 
 
 @lru_cache(maxsize=8)
-def _make_plan(config: RunConfig, version: Hashable, nodes: int | tuple[int, ...] | None) -> RunPlan:
+def _make_plan(config: RunConfig, version: Hashable, nodes: int | tuple[int, ...] | None, checked: bool) -> RunPlan:
     facts = model_facts(config)
-    mesh, table = Mesh.of(config.mesh.axes(), ep=config.mesh.ep, nodes=nodes), lowered_table(config)
+    mesh, table = Mesh.of(config.mesh.axes(), ep=config.mesh.ep, nodes=nodes), lowered_table(config, checked=checked)
     ranges = layer_ranges(layers_per_stage(config))
     parts = [(layers, stage == 0, stage == len(ranges) - 1) for stage, layers in enumerate(ranges)]
     return _assemble(config, facts, mesh, table, parts)
@@ -270,12 +271,12 @@ def compute_table(config: RunConfig) -> Schedule:
     chosen = schedule_name(config)
     if is_table_file(chosen):
         return read_table(chosen)
-    return generate(
-        chosen,
-        num_stages=config.mesh.pp,
-        num_microbatches=config.train.num_microbatches,
-        num_chunks=config.pipeline.chunks,
-    )
+    return _generated(chosen, config.mesh.pp, config.train.num_microbatches, config.pipeline.chunks)
+
+
+@lru_cache(maxsize=8)
+def _generated(kind: str, num_stages: int, num_microbatches: int, num_chunks: int | None) -> Schedule:
+    return generate(kind, num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 def read_table(path: str) -> Schedule:
@@ -319,8 +320,8 @@ def layers_per_stage(config: RunConfig) -> tuple[int, ...]:
     )
 
 
-def lowered_table(config: RunConfig) -> Schedule:
-    """Return the lowered schedule that a run executes."""
+def lowered_table(config: RunConfig, *, checked: bool = True) -> Schedule:
+    """Return the lowered schedule that a run executes, verified unless said otherwise."""
     table, mesh = compute_table(config), config.mesh
     reduces = mesh.axes().num_ranks() > mesh.pp or config.train.precision == "bfloat16"
     options = LowerOptions(
@@ -330,7 +331,8 @@ def lowered_table(config: RunConfig) -> Schedule:
         shared=_shared_stages(config, table.num_stages),
     )
     lowered = lower(table, options)
-    verify(lowered, shared=options.shared)
+    if checked:
+        verify(lowered, shared=options.shared)
     return lowered
 
 

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from meshwright.plan.context.exchange import Exchange
     from meshwright.plan.context.method import AttentionDims
 
-LIBRARIES = 325 * MIB
-"""Memory of a rank on the CPU without its tensors: Python, PyTorch 2.13 (CPU build), and figures that rank 0 draws."""
+LIBRARIES, TRACER, COMPILER = 265 * MIB, 100 * MIB, 60 * MIB
+"""Memory of a rank on the CPU without its tensors: Python and PyTorch 2.13 (CPU build); `torch._dynamo`, which FSDP2,
+DTensor's operators, checkpoints of recomputation and experts import, though they compile nothing; and, of compiled
+blocks, the compiler; measured."""
 SHARED = 200 * MIB
 """Pages of libraries that all ranks of a machine share."""
 HOLES = 0.15
@@ -76,15 +78,24 @@ def by_pipeline_rank(plan: RunPlan, *, on_cuda: bool = False) -> list[MemoryEsti
 
 def predict_process_memory(plan: RunPlan) -> int:
     """Predict the peak resident memory in bytes of the rank with the most on CPUs: libraries, tensors and holes."""
-    return process_memory(predict_memory(plan), num_ranks=plan.mesh.num_ranks())
+    libraries = library_bytes(plan)
+    return process_memory(predict_memory(plan), num_ranks=plan.mesh.num_ranks(), libraries=libraries)
 
 
-def process_memory(memory: MemoryEstimate, *, num_ranks: int) -> int:
-    """Return the peak resident memory of a rank on a CPU, given that of its tensors."""
+def process_memory(memory: MemoryEstimate, *, num_ranks: int, libraries: int = LIBRARIES + TRACER) -> int:
+    """Return the peak resident memory of a rank on a CPU, given that of its tensors and of libraries."""
     # One rank frees tensors in reverse order, which leaves no holes; buffers of collectives are freed in between.
     # FSDP2 copies gathered blocks out of, and gradients into, flat buffers of the same size.
     holes = memory.gathered + HOLES * (memory.gradients + memory.activations) if num_ranks > 1 else 0
-    return LIBRARIES + memory.total() + int(holes)
+    return libraries + memory.total() + int(holes)
+
+
+def library_bytes(plan: RunPlan) -> int:
+    """Return the memory of a rank on the CPU without its tensors."""
+    compiles = any(kind.compiled for kind in plan.kinds)
+    special = any(kind.recompute is not RecomputePolicy.NONE or kind.experts is not None for kind in plan.kinds)
+    traces = compiles or special or plan.mesh.num_ranks() > plan.mesh.size("pp")
+    return LIBRARIES + traces * TRACER + compiles * COMPILER
 
 
 @lru_cache(maxsize=8)
@@ -111,14 +122,14 @@ def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
         parameters=stored * master + saved + kept,
         gradients=trained * master,
         optimizer=state,
-        gathered=_gathered(plan, stages),
+        gathered=gathered_bytes(plan, stages),
         activations=peak.activations + peak.retained + peak.recompute,
         buffers=peak.buffers,
         errors=feedback_bytes(plan, rank),
     )
 
 
-def _gathered(plan: RunPlan, stages: list[Stage]) -> int:
+def gathered_bytes(plan: RunPlan, stages: list[Stage]) -> int:
     """Return the size in bytes of two blocks and the largest ends, gathered at the same time, with their gradients."""
     if not plan.has_units:
         return 0

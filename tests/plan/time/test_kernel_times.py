@@ -11,6 +11,7 @@ from meshwright.cluster.stacks import MESHWRIGHT
 from meshwright.errors import ConfigError
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.costs import CostModel
 from meshwright.plan.run_plan import PlannedKernels, PlannedOperator
 from meshwright.plan.time.kernel_times import KernelTimes, Work, residuals
 from tests.plan.plans import plan_of
@@ -141,3 +142,17 @@ def test_residuals_are_of_the_least_certain_rate_in_use():
     assert residuals(performance, ["float32"])["products"] == 0.1
     assert residuals(performance, ["float32", "bfloat16"])["products"] == 0.3
     assert residuals(performance, [])["host"] == 0.25
+
+
+@pytest.mark.parametrize("policy", RecomputePolicy)
+@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny", "dit-digits", "llama-tiny float8.recipe=current"])
+def test_times_are_of_the_operations_and_kernels_that_costs_count(name, policy):
+    plan = plan_of(f"{name} train.precision=bfloat16 recompute.policy={policy}")
+    cluster = constant_rates(host=HostCosts(launch_us=1.0, compiled_launch_us=1.0, residual=0.0))
+    for one in plan.kinds:
+        work = work_of(one, cluster, samples=plan.batch.samples, tokens=plan.batch.tokens)
+        costs = CostModel.of(plan, on_cuda=True).of_kind(one)
+        pairs = ((work.forward, costs.forward), (work.backward_input, costs.input_gradient),
+                 (work.backward_weight, costs.weight_gradient), (work.recompute, costs.recomputation))  # fmt: skip
+        for priced, counted in pairs:
+            assert (priced.flops, priced.host) == (pytest.approx(counted.flops), counted.launches)

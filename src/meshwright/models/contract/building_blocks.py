@@ -53,8 +53,8 @@ def attention_core(name: str, *, flops: float, queries: int, keys: int, num_head
     """Return attention by a fused kernel, given its operations per token and the elements per token of the queries and
     of the keys, which are as many as those of the values."""
     lse = DIVIDED.wide(num_heads)
-    forward = Kernels(1, DIVIDED.narrow(2.0 * queries + 2.0 * keys) + lse)
-    backward = Kernels(1, DIVIDED.narrow(4.0 * queries + 4.0 * keys) + lse)
+    forward = Kernels(moved=DIVIDED.narrow(2.0 * queries + 2.0 * keys) + lse)
+    backward = Kernels(moved=DIVIDED.narrow(4.0 * queries + 4.0 * keys) + lse)
     return Operator(
         name, OperatorKind.ATTENTION, attention_flops=flops, forward=forward, backward=backward, rerun=Rerun.FULL,
         fused_forward=forward, fused_backward=backward,

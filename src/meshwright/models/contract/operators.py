@@ -69,7 +69,7 @@ class Operator:
     attention_flops: float = 0.0
     """Operations of attention's forward per token; its backward takes 2.5 times as many (Dao 2023)."""
     forward: Kernels = Kernels()
-    """Kernels bound by memory: of a product those besides it, such as of a bias, and of attention its own."""
+    """Kernels bound by memory: of a product those besides it, such as of a bias; of attention what its own moves."""
     backward: Kernels = Kernels()
     fused_forward: Kernels | None = None
     """As `forward` in a compiled block; None if the kernels become a part of other operators' kernels."""

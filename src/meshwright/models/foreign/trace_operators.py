@@ -11,7 +11,7 @@ others read.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -36,8 +36,9 @@ LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "scatter", 
 """Operators that read no more of a table than they return."""
 TABLE_GRADIENT = "embedding_dense_backward"
 """Operator that writes a whole table, whatever the tokens."""
+CONVOLUTION, GRADIENTS = "convolution", ("input_gradient", "second_gradient")
 PRODUCTS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "convolution_backward", "mv", "addmv"}
+    {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", CONVOLUTION, "convolution_backward", "mv", "addmv"}
 )
 ATTENTION = "_scaled_dot_product"
 """Beginning of the names of fused attention."""
@@ -92,9 +93,14 @@ class _Kernel:
     read: Sizes
     written: Sizes
     operator: Operator | None = None
-    is_product: bool = False
+    size: int = 0
+    """Multiplications of a product."""
     is_cast: bool = False
     once: Saved = Saved()
+
+    @property
+    def is_product(self) -> bool:
+        return self.name in PRODUCTS
 
     @property
     def is_attention(self) -> bool:
@@ -170,6 +176,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         autograd copies a gradient that something else holds."""
         self._names = {private.storage_id(p): name for name, p in reversed([*model.named_parameters()])}
         """Names of parameters, and of what is made of them alone, by storage."""
+        self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def enter(self, index: int, stream: int | str) -> Callable[..., None]:
         """Return a hook for a layer's inputs."""
@@ -240,7 +247,9 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == TABLE_GRADIENT:
             kernel.once, kernel.written = _total(written.values(), self._seq_len), {}
         kernel.is_cast = name == "_to_copy" and {one.dtype for one in (*inputs, *outputs)} == CAST
-        kernel.is_product = name in PRODUCTS
+        if kernel.is_product:
+            first, second = _operands(name, args)
+            kernel.size = first.numel() * (second.shape[-1] if second.dim() > 1 else 1)
         if not self.is_backward and kernel.is_product:
             kernel.operator = self._product(name, args, outputs[0])
         elif not self.is_backward and kernel.is_attention:
@@ -263,10 +272,10 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _product(self, name: str, args: tuple[Any, ...], out: Tensor) -> Operator:
         """Return the operator of a product: of rows with a parameter, or of two activations."""
-        first, second = (args[1:] if name.startswith(("addmm", "baddbmm")) else args)[:2]
+        first, second = _operands(name, args)
         names = [self._names.get(private.storage_id(x)) for x in (first, second)]
         batch = first.shape[0] if first.dim() == 3 and name != "_grouped_mm" else 1
-        if name == "convolution":
+        if name == CONVOLUTION:
             columns, inner = second.shape[0], second.numel() // second.shape[0]
             rows = out.numel() // columns
         elif names[0] is not None and names[1] is None:  # a parameter comes first: columns of the second are rows
@@ -301,7 +310,27 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def operators(self, results: set[int]) -> dict[Place, tuple[Operator, ...]]:
         """Return the operators of each place, given the storages of logits and gradients of parameters."""
         self._last_read |= dict.fromkeys(results, self._number)
+        self._drop_gradients()
         return {place: tuple(self._of_place(found)) for place, found in self._places.items()}
+
+    def _drop_gradients(self) -> None:
+        """Take back gradients of operands that no product of the backward computes: those of results that only choose
+        something. A gradient is a product of the same size, first of all at the same place."""
+        left = {place: Counter(one.size for one in found.backward) for place, found in self._places.items()}
+        wanted: list[tuple[Place, _Kernel, Operator, str]] = []
+        for place, found in self._places.items():
+            for one in found.forward:
+                if one.operator is None or not one.is_product or one.name == CONVOLUTION:
+                    continue
+                left[place][one.size] -= one.operator.name in self._trained
+                wanted += [(place, one, one.operator, name) for name in GRADIENTS if getattr(one.operator, name)]
+        missing = [each for each in wanted if not _take(left[each[0]], each[1].size)]
+        others = Counter[int]()
+        for counter in left.values():
+            others.update(counter)
+        for _, one, operator, name in missing:
+            if not _take(others, one.size):
+                one.operator = replace(one.operator or operator, **{name: False})  # type: ignore[arg-type]
 
     def _of_place(self, found: _Place) -> Iterator[Operator]:
         again, last = found.forward[: found.num_rerun], found.forward[found.num_rerun :]
@@ -313,10 +342,8 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             rerun = Rerun.FULL if number < found.num_rerun else Rerun.NEVER
             one = replace(kernel.operator, rerun=rerun)
             if not kernel.is_product:
-                forward, backward = (
-                    Kernels(1, kernel.moved),
-                    Kernels(len(attention), _total(x.moved for x in attention)),
-                )
+                forward = Kernels(moved=kernel.moved)
+                backward = Kernels(moved=_total(x.moved for x in attention))
                 one = replace(one, forward=forward, backward=backward, fused_forward=forward, fused_backward=backward)
                 attention = []
             yield one
@@ -350,6 +377,18 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Kernels(
             len(found), _total(one.moved for one in found), moved_once=_total(one.moved_once for one in found)
         )
+
+
+def _take(pool: Counter[int], size: int) -> bool:
+    """Take one of a size, and return whether there was any."""
+    found = pool[size] > 0
+    pool[size] -= found
+    return found
+
+
+def _operands(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    first, second = (args[1:] if name.startswith(("addm", "baddbmm")) else args)[:2]
+    return first, second
 
 
 def _kernels(kernels: Sequence[_Kernel]) -> Kernels:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.axes import Axes
 from meshwright.plan.search.schedules import SPLIT, V_SHAPED
 
 
-@dataclass(frozen=True)
-class Inner:
+class Inner(NamedTuple):
     """What decides the work of a block on a rank, however blocks and samples are divided among ranks."""
 
     tp: int = 1
@@ -29,13 +27,6 @@ class Inner:
         """Least size of dp_shard that experts are divided over."""
         return max(1, self.ep // self.cp)
 
-    @property
-    def template(self) -> Inner:
-        """The division from whose plan that of this one follows, as recomputation changes no more than a policy; under
-        cp, it may change how attention communicates."""
-        is_same = self.cp == 1 or self.recompute != "full"
-        return replace(self, recompute="none") if is_same else self
-
     def keys(self) -> dict[str, Any]:
         """Return the keys of the configuration, but for the samples."""
         return {
@@ -49,8 +40,7 @@ class Inner:
         }
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """A layout of a run on all devices."""
 
     inner: Inner
@@ -63,29 +53,24 @@ class Layout:
     reshard: bool = True
 
     @property
-    def axes(self) -> Axes:
-        return Axes(self.pp, self.dp_replicate, self.dp_shard, self.inner.cp, self.inner.tp)
-
-    @property
-    def mesh(self) -> tuple[Axes, int]:
-        """Sizes of the axes and of ep."""
-        return self.axes, self.inner.ep
+    def mesh(self) -> tuple[int, ...]:
+        """Sizes that tell meshes apart; dp_replicate and dp_shard count as one."""
+        return self.pp, self.data_parallel, self.inner.cp, self.inner.tp, self.inner.ep
 
     @property
     def data_parallel(self) -> int:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def num_stages(self) -> int:
-        return self.pp * self.chunks
+    def is_v_shaped(self) -> bool:
+        return self.schedule in V_SHAPED
 
     @property
     def splits_backward(self) -> bool:
         return self.schedule in SPLIT
 
-    @property
-    def is_v_shaped(self) -> bool:
-        return self.schedule in V_SHAPED
+    def axes(self) -> Axes:
+        return Axes(self.pp, self.dp_replicate, self.dp_shard, self.inner.cp, self.inner.tp)
 
     def keys(self) -> dict[str, Any]:
         """Return the keys of the configuration that make this layout."""
@@ -105,13 +90,13 @@ class Layout:
 
     def configured(self, base: RunConfig) -> RunConfig:
         """Return the configuration of a run with this layout; no rule is checked."""
-        changes = {key: value for key, value in self.keys().items() if _value(base, key) != value}
-        return base.with_keys(changes)
+        own = layout_keys(base)
+        return base.with_keys({key: value for key, value in self.keys().items() if own[key] != value})
 
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(config, section), name)
+    def agrees(self, fixed: Mapping[str, Any]) -> bool:
+        """Return whether the layout has given values of keys."""
+        keys = self.keys()
+        return all(keys[key] == value for key, value in fixed.items())
 
 
 LAYOUT_KEYS = tuple(Layout(Inner()).keys())
@@ -120,10 +105,8 @@ LAYOUT_KEYS = tuple(Layout(Inner()).keys())
 
 def layout_keys(config: RunConfig) -> dict[str, Any]:
     """Return a configuration's values of the keys that a search sets."""
-    return {key: _value(config, key) for key in LAYOUT_KEYS}
-
-
-def agrees(layout: Layout, fixed: Mapping[str, Any]) -> bool:
-    """Return whether a layout has the given values of keys."""
-    keys = layout.keys()
-    return all(keys[key] == value for key, value in fixed.items() if key in keys)
+    found = {}
+    for key in LAYOUT_KEYS:
+        section, name = key.split(".")
+        found[key] = getattr(getattr(config, section), name)
+    return found

@@ -1,13 +1,13 @@
-"""Prices of a few small stages, by which those of any stage follow: each has two or three blocks of a kind, or an end.
+"""Amounts of a few small stages, by which those of any stage follow: each has two or three blocks of a kind, or an end.
 
-What a block adds to a stage's time and memory is the difference between stages with three and with two of them. The
-stages are a plan, made for a division of work inside blocks (`Inner`) and priced by the same functions as a run's;
-other numbers of shards and replicas only change its mesh and its units.
+What a block adds to a stage is the difference between stages with three and with two of them. The stages are a plan,
+made for a division of work inside blocks (`Inner`) and counted by the same functions as a run's; other numbers of
+shards and replicas only change its mesh and its units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
@@ -15,34 +15,40 @@ from typing import Generic, NamedTuple, TypeVar
 from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.stacks import MESHWRIGHT
 from meshwright.config.schema import RunConfig
+from meshwright.features.contract import KindPart
 from meshwright.mesh.axes import Axes
 from meshwright.models.contract.model_facts import ModelFacts
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.pipeline.actions import Action, ActionKind
 from meshwright.pipeline.simulate import PeakBytes
 from meshwright.plan.cuda_memory import end_gradient_bytes, kept_weight_bytes
 from meshwright.plan.make_plan import StageParts, make_stages
-from meshwright.plan.memory import rank_bytes, stage_bytes
-from meshwright.plan.run_plan import EXPERTS, LayerSpec, Mesh, RunPlan, Unit
+from meshwright.plan.memory import gathered_bytes, rank_bytes, stage_bytes
+from meshwright.plan.run_plan import EXPERTS, LayerSpec, Mesh, RunPlan, Stage, Unit
 from meshwright.plan.search.layout import Inner, Layout
+from meshwright.plan.stage_sizes import unit_sizes
 from meshwright.plan.time.communication import Communication
 from meshwright.plan.time.kernel_times import KernelTimes
-from meshwright.plan.time.stage_times import StagePricer
-from meshwright.plan.time.step_time import at_end
-
-MOST_MICROBATCHES = 8
-"""Micro-batches of a probe's schedule, at most: more change the share of passes that gather weights by little."""
 
 
-class Times(NamedTuple):
-    """Times of a rank in µs, per micro-batch but for the last."""
+class Passes(NamedTuple):
+    """Times of a micro-batch on a rank in µs, but for gathers of weights."""
 
     forward: float
     backward_input: float
     """With recomputation."""
     backward_weight: float
-    at_end: float
-    """After the last backward."""
+    host_forward: float
+    host_backward: float
+    """Of both parts."""
+
+
+class Shards(NamedTuple):
+    """Times of the FSDP units of a rank in µs."""
+
+    gather: float
+    reduce: float
+    sums: float
+    """Sums outside units after the last backward."""
 
 
 class State(NamedTuple):
@@ -51,12 +57,19 @@ class State(NamedTuple):
     parameters: float
     gradients: float
     optimizer: float
-    gathered: float
     errors: float
+    gathered: float
+    accumulated: float
+    """What several micro-batches add to what is gathered."""
+    retained: float
+    """What weights that are kept until the backward add."""
+    root: float
+    """Weights that are kept in any case."""
     kept: float
-    """Gathered weights that are kept until the backward."""
+    """All weights that are kept then."""
     end_gradients: float
     """Gradients of the ends after the blocks."""
+    num_parameters: float
 
 
 class Activations(NamedTuple):
@@ -68,17 +81,18 @@ class Activations(NamedTuple):
     stream: float
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Contents of a rank: blocks by kind, ends, and the number of stages."""
 
     blocks: tuple[int, ...]
     has_first: bool = True
     has_last: bool = True
     num_stages: int = 1
+    uneven: float = 1.0
+    """Blocks per micro-batch that it holds, over the mean of its stages: the first ones hold more micro-batches."""
 
 
-T = TypeVar("T", Times, State, Activations)
+T = TypeVar("T", Passes, Shards, State, Activations)
 Amounts = tuple[float, ...]
 
 
@@ -96,14 +110,14 @@ class Prices(Generic[T]):
 
     def of(self, held: Held) -> T:
         """Return the amounts of a rank. Each of its stages takes time, but state is gathered for one at a time."""
-        stages = held.num_stages if self.kind is Times else 1
+        stages = held.num_stages if self.kind in (Passes, Shards) else 1
         terms = [(stages, self.stage), *zip(held.blocks, self.blocks, strict=True)]
         terms += [(1, self.first)] * held.has_first + [(1, self.last)] * held.has_last
         return self.kind(*(sum(count * one[at] for count, one in terms) for at in range(len(self.stage))))
 
 
 class Probe:
-    """Prices for a division of work inside blocks."""
+    """Amounts for a division of work inside blocks."""
 
     def __init__(self, base: RunConfig, facts: ModelFacts, inner: Inner, cluster: Cluster) -> None:
         ranks = inner.fewest_shards
@@ -115,6 +129,7 @@ class Probe:
         """A layer of each kind."""
         self._ends = kinds.index(facts.layers[0]), kinds.index(facts.layers[-1])
         """Kinds of the first and the last layer."""
+        self._works: dict[tuple[str, int, str], Amounts] = {}
 
     @cached_property
     def _stages(self) -> RunPlan:
@@ -124,67 +139,85 @@ class Probe:
         return self._plan([((first,) * 2, True, False), *middle, ((last,) * 2, False, True)])
 
     @cached_property
-    def _alone(self) -> tuple[RunPlan, ...]:
-        """Plans of a single stage with all ends: of two blocks of the first kind, then with another of each kind."""
-        two = (self._layer[self._ends[0]],) * 2
-        return tuple(self._plan([(layers, True, True)]) for layers in (two, *((*two, one) for one in self._layer)))
+    def _alone(self) -> RunPlan:
+        """Plan of a single stage with all ends and two blocks of the first kind."""
+        return self._plan([((self._layer[self._ends[0]],) * 2, True, True)])
 
     def _plan(self, parts: Sequence[StageParts]) -> RunPlan:
         return make_stages(self._config, parts, self._facts, nodes=self._cluster.devices_per_node)
 
-    @cached_property
-    def edge(self) -> float:
-        """Time of a transfer between stages."""
-        plan = self._on_mesh(self._stages, Layout(self._inner, dp_shard=self._inner.fewest_shards))
+    def edge(self, samples: int) -> float:
+        """Return the time of a transfer between stages."""
+        plan = self._with(self._stages, samples, "none")
         latency, bandwidth, num_bytes = Communication(plan, self._cluster).edge(0)
         return latency + num_bytes / bandwidth
 
-    def work(self, layout: Layout) -> Prices[Times]:
-        """Return the times of kernels and of the operators' communication alone."""
-        performance = self._cluster.performance
-        plan = self._on_mesh(self._stages if layout.pp > 1 else self._alone[-1], layout)
-        sent = Communication(plan, self._cluster)
-        kernels = KernelTimes(self._cluster.device, performance, MESHWRIGHT)
+    def passes(self, layout: Layout) -> Prices[Passes]:
+        """Return the times of kernels and of the operators' communication."""
+        inner, plan = layout.inner, self._stages
+        sent = Communication(self._with(plan, inner.samples, inner.recompute), self._cluster)
+        kernels = KernelTimes(self._cluster.device, self._cluster.performance, MESHWRIGHT)
+        host = self._cluster.performance.host
+        none = (0.0,) * 5
 
         def of(name: str) -> Amounts:
             kind = plan.kind(name)
-            work = kernels.of_kind(kind, samples=plan.batch.samples, tokens=plan.batch.tokens)
-            forward, backward, again = (sum(one.values()) for one in sent.of_kind(kind))
-            rest = work.backward_input.on_device + work.recompute.on_device + backward + again
-            return work.forward.on_device + forward, rest, work.backward_weight.on_device, 0.0
+            key = name, inner.samples, inner.recompute if kind.is_block else "none"
+            if key not in self._works:
+                kind = _recomputed(kind, inner.recompute)
+                work = kernels.of_kind(kind, samples=inner.samples, tokens=plan.batch.tokens)
+                forward, backward, again = (sum(one.values()) for one in sent.of_kind(kind))
+                calls, own = sent.num_calls(kind), host.block_us * kind.is_block + host.unit_us * bool(kind.units)
+                self._works[key] = (
+                    work.forward.on_device + forward,
+                    work.backward_input.on_device + work.recompute.on_device + backward + again,
+                    work.backward_weight.on_device,
+                    work.forward.host + own + host.styled_us * calls[0],
+                    sum(one.host for one in (work.backward_input, work.backward_weight, work.recompute))
+                    + own + host.styled_us * calls[1],
+                )  # fmt: skip
+            return self._works[key]
 
-        described = {plan.kind(name).described: name for stage in plan.stages for name in stage.kinds}
-        blocks = tuple(of(described[name]) if name in described else (0.0,) * 4 for name in self._kinds)
-        first, last = plan.stages[0].before, plan.stages[-1].after
-        ends = (tuple(map(sum, zip((0.0,) * 4, *map(of, names), strict=True))) for names in (first, last))
-        return Prices(Times, (0.0,) * 4, blocks, *ends)
+        def added(names: Sequence[str]) -> Amounts:
+            return tuple(map(sum, zip(none, *map(of, names), strict=True)))
 
-    def times(self, layout: Layout) -> Prices[Times]:
-        """Return the times with a layout's shards and replicas."""
-        performance = self._cluster.performance
-        host = performance.host.action_us if layout.pp > 1 else 0.0
+        shared = plan.stages[1].before  # on every stage
+        first = [name for name in plan.stages[0].before if name not in shared]
+        blocks = tuple(of(stage.kinds[0]) for stage in plan.stages[1:-1:2])
+        return Prices(Passes, added(shared), blocks, added(first), added(plan.stages[-1].after))
 
-        def priced(plan: RunPlan) -> Iterator[Times]:
-            sent = Communication(plan, self._cluster)
-            kernels = KernelTimes(self._cluster.device, performance, MESHWRIGHT)
-            pricer = StagePricer(plan, kernels, sent, performance, MESHWRIGHT, captured=False)
-            times = tuple(pricer.times(number) for number in range(len(plan.stages)))
-            for number, one in enumerate(times):
-                after = sum(at_end(plan, self._cluster, sent, number, times).values())
-                backward = one.backward_input + one.recompute + host
-                yield Times(one.forward + host, backward, one.backward_weight, after)
+    def shards(self, layout: Layout) -> Prices[Shards]:
+        """Return the times of units with a layout's shards and replicas."""
 
-        return self._prices(Times, priced, layout)
+        def priced(plan: RunPlan) -> Iterator[Shards]:
+            plan = self._on_mesh(plan, layout)
+            sent, ranks = Communication(plan, self._cluster), plan.mesh.num_ranks() // len(plan.stages)
+            for stage in plan.stages:
+                units = unit_sizes(plan, stage) if plan.has_units else []
+                gather = sum(sent.gather(one)[0] for one in units)
+                reduce = sum(sum(sent.reduce(one)) for one in units if one.has_backward)
+                yield Shards(gather, reduce, sum(sent.at_end(stage.pp_rank * ranks, [stage]).values()))
+
+        return self._prices(Shards, priced, layout)
 
     def state(self, layout: Layout) -> Prices[State]:
-        """Return the bytes of state with a layout's shards and replicas."""
+        """Return the bytes of state with a layout's shards."""
 
         def priced(plan: RunPlan) -> Iterator[State]:
+            plan = self._on_mesh(plan, layout)
             ranks = plan.mesh.num_ranks() // len(plan.stages)
+            several = replace(plan, batch=replace(plan.batch, num_microbatches=2))
+            keeping = self._on_mesh(plan, layout._replace(reshard=False))
             for number, stage in enumerate(plan.stages):
-                one = rank_bytes(plan, number * ranks, PeakBytes())
-                kept, ends = kept_weight_bytes(plan, stage), end_gradient_bytes(plan, stage)
-                yield State(one.parameters, one.gradients, one.optimizer, one.gathered, one.errors, kept, ends)
+                one, kept = rank_bytes(plan, number * ranks, PeakBytes()), keeping.stages[number]
+                more = gathered_bytes(several, [stage]) - one.gathered
+                retained = gathered_bytes(keeping, [kept]) - one.gathered
+                trained = sum(parameter.trained for _, _, parameter in plan.parameters(stage))
+                yield State(
+                    one.parameters, one.gradients, one.optimizer, one.errors, one.gathered, more, retained,
+                    kept_weight_bytes(plan, stage), kept_weight_bytes(keeping, kept),
+                    end_gradient_bytes(plan, stage), trained,
+                )  # fmt: skip
 
         return self._prices(State, priced, layout)
 
@@ -193,30 +226,41 @@ class Probe:
         on_cuda = self._cluster.performance.is_async
 
         def priced(plan: RunPlan) -> Iterator[Activations]:
+            plan = self._with(plan, layout.inner.samples, layout.inner.recompute)
             for stage in plan.stages:
                 one = stage_bytes(plan, stage, on_cuda=on_cuda)
                 yield Activations(one.saved, one.running, one.output, one.stream)
 
         return self._prices(Activations, priced, layout)
 
+    def output(self, samples: int, parts: Mapping[str, tuple[KindPart, ...]]) -> float:
+        """Return the bytes of the last stage's output per micro-batch, given what features add to the ends."""
+        plan = self._with(self._stages, samples, "none")
+        kinds = tuple(replace(one, parts=parts.get(one.described, one.parts)) for one in plan.kinds)
+        return stage_bytes(replace(plan, kinds=kinds), plan.stages[-1]).output
+
     def _prices(self, kind: type[T], priced: Callable[[RunPlan], Iterator[T]], layout: Layout) -> Prices[T]:
-        none = (0.0,) * len(kind.__annotations__)
-        if layout.pp == 1:
-            two, *more = (next(priced(self._on_mesh(plan, layout))) for plan in self._alone)
-            blocks = tuple(_minus(one, two) for one in more)
-            return Prices(kind, _minus(two, blocks[self._ends[0]], 2), blocks, none, none)
-        found = list(priced(self._on_mesh(self._stages, layout)))
-        middle, (first, last) = found[1:-1], self._ends
+        none, (first, last) = (0.0,) * len(kind.__annotations__), self._ends
+        found = list(priced(self._stages))
+        middle = found[1:-1]
         blocks = tuple(_minus(three, two) for two, three in zip(middle[::2], middle[1::2], strict=True))
+        if layout.pp == 1:
+            return Prices(kind, _minus(next(priced(self._alone)), blocks[first], 2), blocks, none, none)
         stage = _minus(middle[2 * first], blocks[first], 2)
         ends = _minus(found[0], middle[2 * first]), _minus(found[-1], middle[2 * last])
         return Prices(kind, stage, blocks, *ends)
 
+    def _with(self, plan: RunPlan, samples: int, recompute: str) -> RunPlan:
+        """Return a plan of stages with micro-batches of another size and another recomputation."""
+        total = samples * self._inner.fewest_shards
+        batch = replace(plan.batch, samples=samples, global_batch=total)
+        return replace(plan, batch=batch, kinds=tuple(_recomputed(one, recompute) for one in plan.kinds))
+
     def _on_mesh(self, plan: RunPlan, layout: Layout) -> RunPlan:
-        """Return a plan of stages with a layout's shards and replicas, and a schedule of computations."""
-        number = min(layout.num_microbatches, 2 if layout.reshard else MOST_MICROBATCHES)
+        """Return a plan of stages with a layout's shards, replicas and micro-batches."""
         axes = Axes(len(plan.stages), layout.dp_replicate, layout.dp_shard, self._inner.cp, self._inner.tp)
         mesh = Mesh.of(axes, ep=self._inner.ep, nodes=self._cluster.devices_per_node)
+        number, inner = layout.num_microbatches, layout.inner
 
         def unit(one: Unit) -> Unit:
             own = mesh.view("ep") if one.name == EXPERTS else ()
@@ -225,32 +269,21 @@ class Probe:
             return replace(one, sharded=sharded, replicas=mesh.view("replicas"), freed=freed)
 
         def kind(one: LayerSpec) -> LayerSpec:
-            policy = RecomputePolicy(layout.inner.recompute) if one.is_block else one.recompute
-            return replace(one, units=tuple(map(unit, one.units)), recompute=policy)
+            return replace(_recomputed(one, inner.recompute), units=tuple(map(unit, one.units)))
 
-        keeps = layout.pp > 1 and not layout.reshard
-        rows = tuple(tuple(_actions(stage, number, keeps)) for stage in range(len(plan.stages)))
+        def stage(one: Stage) -> Stage:
+            return replace(one, root=unit(one.root))
+
+        total = inner.samples * number * layout.data_parallel
+        batch = replace(plan.batch, num_microbatches=number, samples=inner.samples, global_batch=total)
         return replace(
-            plan,
-            mesh=mesh,
-            kinds=tuple(map(kind, plan.kinds)),
-            stages=tuple(replace(one, root=unit(one.root)) for one in plan.stages),
-            batch=replace(
-                plan.batch,
-                num_microbatches=number,
-                global_batch=self._inner.samples * number * layout.data_parallel,
-            ),
-            schedule=replace(plan.schedule, num_microbatches=number, actions=rows),
+            plan, mesh=mesh, kinds=tuple(map(kind, plan.kinds)), stages=tuple(map(stage, plan.stages)), batch=batch
         )
+
+
+def _recomputed(kind: LayerSpec, policy: str) -> LayerSpec:
+    return replace(kind, recompute=RecomputePolicy(policy)) if kind.is_block and kind.recompute != policy else kind
 
 
 def _minus(one: Amounts, other: Amounts, times: float = 1.0) -> Amounts:
     return tuple(mine - times * its for mine, its in zip(one, other, strict=True))
-
-
-def _actions(stage: int, number: int, keeps: bool) -> Iterator[Action]:
-    if keeps:
-        yield Action(ActionKind.UNSHARD, stage)
-    for microbatch in range(number):
-        yield Action(ActionKind.FORWARD, stage, microbatch)
-        yield Action(ActionKind.BACKWARD, stage, microbatch)

@@ -10,7 +10,7 @@ p: ranks, m: micro-batches, v: chunks per rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SPLIT = ("zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min")
 """Schedules that split the backward."""
@@ -19,8 +19,7 @@ CHUNKS = (2, 3, 4, 8)
 """Chunks of the interleaved schedules that are candidates."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Work of a rank per micro-batch, over all of its chunks."""
 
     forward: float
@@ -95,3 +94,13 @@ def held(name: str, p: int, v: int, m: int, rank: int) -> float:
         "v-min": (p + 4) // 3,
     }[name]
     return min(m, found)
+
+
+def spread(name: str, p: int, v: int, rank: int) -> tuple[float, ...]:
+    """Return in which proportion the micro-batches that a rank holds at its peak are those of each of its chunks."""
+    if name in V_SHAPED:
+        return 2 * (p - rank) - 1, 2 * rank + 1
+    if v == 1:
+        return (1,)
+    first, last = p + max(0, p - 2 * rank - 1), min(p, 2 * (p - rank) - 1)
+    return first + 1, *(p,) * (v - 2), last - 1  # after a forward of the first chunk

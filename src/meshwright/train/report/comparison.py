@@ -11,7 +11,7 @@ from statistics import fmean
 
 from meshwright.errors import InputError
 from meshwright.plan.cuda_memory import predict_cuda_memory
-from meshwright.plan.memory import LIBRARIES, predict_memory, predict_process_memory
+from meshwright.plan.memory import library_bytes, predict_memory, predict_process_memory
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.time.step_time import StepTime
 from meshwright.train.record.step_parts import StepParts
@@ -108,7 +108,7 @@ def compare_memory(plan: RunPlan, measured: Mapping[str, int], *, on_cpu: bool) 
     apart = {*measured, "workspace"} if on_cpu else measured.keys()
     others = [memory_name(field.name) for field in fields(predicted) if field.name not in apart]
     types = [Compared(memory_name(name), getattr(predicted, name), measured[name]) for name in alone]
-    base = LIBRARIES if on_cpu else measured["base"]
+    base = library_bytes(plan) if on_cpu else measured["base"]
     total = predict_process_memory(plan) if on_cpu else base + predict_cuda_memory(plan).total()
     others += ["holes between tensors"] * on_cpu
     rows = [
