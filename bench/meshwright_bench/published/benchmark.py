@@ -11,6 +11,7 @@ from meshwright.plan.traffic import Purpose
 from meshwright.units import counted
 from meshwright_bench.benchmarks import Options, Say
 from meshwright_bench.published.accuracy import Prediction, fits, predict_row
+from meshwright_bench.published.programs import PROGRAMS
 from meshwright_bench.published.rows import counting_rows, read_rows, reasons_out
 from meshwright_bench.report import Figure, Report
 
@@ -98,7 +99,10 @@ def _reasons(one: Prediction) -> Iterator[str]:
         yield f"{sent[1] / one.seconds:.0%} of the step is communication ({sent[0]}) on links that others share"
     if row.number("mbs") is None:
         yield "the micro-batch isn't stated, and the fastest is assumed"
-    if one.error > 0 and row.size("gpus") > 8 and row.size("gbs") // row.size("gpus") <= 16:
+    if row.size("pp") > 1:
+        yield "the pipeline: transfers block in some programs, and where layers are split isn't stated"
+    is_sharded = PROGRAMS[one.made.program].sharded
+    if is_sharded and one.error > 0 and row.size("gpus") > 8 and row.size("gbs") // row.size("gpus") <= 16:
         yield "few tokens per device and step, in which gathers between nodes are hidden less than predicted"
     yield f"unknown; the largest part is {_largest(one.parts.items())[0]}"
 

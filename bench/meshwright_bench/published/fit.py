@@ -78,6 +78,8 @@ PARAMETERS = (
     Parameter("llm-foundry/slower_beside", 0.15), Parameter("llm-foundry-fp8/slower_attention", 1.6, 0.2),
     Parameter("llm-foundry-fp8/slower_memory", 1.2),
     Parameter("megatron-2021/slower_attention", 1.5), Parameter("megatron-2021/slower_memory", 1.0),
+    Parameter("megatron-2021/slower_products", 1.05, 0.1), Parameter("megatron-dlperf/slower_attention", 1.2),
+    Parameter("megatron-dlperf/slower_memory", 1.0),
     Parameter("megatron-2022/slower_attention", 1.5), Parameter("megatron-2022/slower_memory", 1.0),
     Parameter("deepspeed/slower_products", 1.1, 0.2),
     Parameter("oneflow/slower_attention", 1.2), Parameter("oneflow/slower_memory", 1.0),

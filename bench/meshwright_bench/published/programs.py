@@ -108,6 +108,7 @@ PROGRAMS = {
         ("llm-foundry", FOUNDRY, {}),
         ("llm-foundry-fp8", FOUNDRY, {}),
         ("megatron-2021", MEGATRON, {}),
+        ("megatron-dlperf", MEGATRON, {}),
         ("megatron-2022", MEGATRON, {"counts_saved": True}),
         ("deepspeed", MEGATRON, {}),
         ("oneflow", ONEFLOW, {}),
@@ -129,7 +130,7 @@ def program_of(row: Row) -> str:
         return "llm-foundry-fp8" if row.text["dtype"] == "fp8" else "llm-foundry"
     if source == "OF":
         oneflow = "oneflow-hybrid" if row.size("tp") > 1 else "oneflow"
-        return "megatron-2021" if notes.startswith("Megatron-LM") else oneflow
+        return "megatron-dlperf" if notes.startswith("Megatron-LM") else oneflow
     if source == "TT":
         is_async, rowwise = "-async" * ("async" in notes.lower()), "-rowwise" * ("rowwise" in notes)
         return "torchtitan-eager" if notes.startswith("eager") else f"torchtitan{is_async}{rowwise}"
