@@ -9,7 +9,8 @@ from statistics import mean, median, quantiles
 from meshwright.cluster.presets import cluster_preset
 from meshwright.plan.traffic import Purpose
 from meshwright.units import counted
-from meshwright_bench.benchmarks import Options, Say
+from meshwright_bench.benchmarks import Benchmark, Options, Say
+from meshwright_bench.devices import refuse_cuda
 from meshwright_bench.published.accuracy import Prediction, fits, predict_row
 from meshwright_bench.published.programs import PROGRAMS
 from meshwright_bench.published.rows import counting_rows, read_rows, reasons_out
@@ -29,6 +30,7 @@ COMMUNICATION = (Purpose.TENSOR, Purpose.WEIGHTS, Purpose.GRADIENTS, Purpose.REP
 
 def bench_plan(options: Options, say: Say) -> Report:
     """Predict all rows that count."""
+    refuse_cuda(options, Benchmark.PLAN, because="it predicts, and measures nothing")
     found = []
     for row in counting_rows():
         say(f"predicting {row.id} …")
