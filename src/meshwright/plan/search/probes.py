@@ -193,17 +193,18 @@ class Probe:
     def shards(self, layout: Layout) -> Prices[Shards]:
         """Return the times of units with a layout's shards and replicas."""
 
-        def priced(plan: RunPlan) -> Iterator[Shards]:
-            plan = self._on_mesh(plan, layout)
-            sent, ranks = Communication(plan, self._cluster), plan.mesh.num_ranks() // len(plan.stages)
-            for stage in plan.stages:
+        def priced(small: RunPlan) -> Iterator[Shards]:
+            plan = self._on_mesh(small, layout)
+            sent, ranks = Communication(plan, self._cluster), small.mesh.num_ranks() // len(small.stages)
+            few = Communication(small, self._cluster)  # sums outside units hardly depend on the number of replicas
+            for stage, own in zip(plan.stages, small.stages, strict=True):
                 units = unit_sizes(plan, stage) if plan.has_units else []
                 gathers = [sent.gather(one)[0] for one in units]  # the root's is the last
                 has_own = not stage.after or bool(plan.kind(stage.after[-1]).units)
                 first = sum(gathers[:1]) + sum(gathers[1:][-1:])
                 last = gathers[-2] if has_own and len(units) > 1 else 0.0
                 reduce = sum(sum(sent.reduce(one)) for one in units if one.has_backward)
-                sums = sum(sent.at_end(stage.pp_rank * ranks, [stage]).values())
+                sums = sum(few.at_end(own.pp_rank * ranks, [own]).values())
                 yield Shards(sum(gathers), first, last, reduce, sums)
 
         return self._prices(Shards, priced, layout)
