@@ -82,7 +82,10 @@ def test_figures_are_the_library_s(here, tmp_path):
     done = here("plan", "llama-tiny", *words, "--json", "-")
     found, plan = json.loads(done.stdout), make_plan(load("llama-tiny", words))
     memory, traffic = predict_cuda_memory(plan), predict_traffic(plan)
-    assert found["memory"] == {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(plan)}
+    total = memory.total()
+    reserved = [total, int(1.25 * total)]
+    on_cpu = predict_process_memory(plan)
+    assert found["memory"] == {**vars(memory), "total": total, "reserved": reserved, "on_cpu": on_cpu}
     assert found["traffic"].pop("total") == traffic.sent().total()
     assert found["traffic"] == {str(entry.purpose): entry.sent.total() for entry in traffic.entries}
     assert found["fingerprint"] == hashes(plan).fingerprint and found["ranks"] == 4

@@ -172,7 +172,6 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluste
     from meshwright.cli.plan_page import optimizer_groups
     from meshwright.plan.compare import hashes
     from meshwright.plan.cuda_memory import predict_cuda_memory
-    from meshwright.plan.memory import predict_process_memory
     from meshwright.plan.serialize import encode
     from meshwright.plan.traffic import predict_traffic
 
@@ -183,13 +182,21 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluste
         "model": found.model,
         "layout": found.layout,
         "ranks": made.mesh.num_ranks(),
-        "memory": {**vars(memory), "total": memory.total(), "on_cpu": predict_process_memory(made)},
+        "memory": {**vars(memory), **_totals(made, memory.total())},
         "traffic": {**{str(one.purpose): one.sent.total() for one in traffic.entries}, "total": traffic.sent().total()},
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
         "optimizer": optimizer_groups(made, config.train if config is not None else None),
         "plan": encode(made),
         **({} if cluster is None else {"time": _seconds(made, config, cluster)}),
     }
+
+
+def _totals(made: RunPlan, total: int) -> dict[str, Any]:
+    """Return the bytes of a GPU in all, and reserved at least and at most, and those of a process on CPUs."""
+    from meshwright.plan.cuda_memory import reserved_bytes
+    from meshwright.plan.memory import predict_process_memory
+
+    return {"total": total, "reserved": reserved_bytes(total), "on_cpu": predict_process_memory(made)}
 
 
 def _seconds(made: RunPlan, config: RunConfig | None, cluster: Cluster) -> dict[str, Any]:

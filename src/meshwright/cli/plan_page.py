@@ -17,7 +17,7 @@ from meshwright.features.registry import plan_features
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, simulate
 from meshwright.plan.compare import hashes
-from meshwright.plan.cuda_memory import WORKSPACES, predict_cuda_memory
+from meshwright.plan.cuda_memory import WORKSPACES, predict_cuda_memory, reserved_bytes
 from meshwright.plan.memory import predict_process_memory
 from meshwright.plan.run_plan import BYTES, EXPERTS, Atoms, Collective, RunPlan, Unit
 from meshwright.plan.stage_sizes import num_params, replicated_note
@@ -43,6 +43,8 @@ def page(name: str, plan: RunPlan, *, config: RunConfig | None = None, cluster: 
     memory = predict_cuda_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(*(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size))
+    low, high = map(format_bytes, reserved_bytes(memory.total()))
+    yield f"  for which PyTorch's allocator reserves {low} to {high}"
     yield devices(memory.total())
     yield f"  on CPUs, with libraries and the allocator's holes, {format_bytes(predict_process_memory(plan))}"
     if config is not None and config.capture.scope:

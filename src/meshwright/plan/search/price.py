@@ -29,7 +29,7 @@ from meshwright.plan.search.probes import Activations, Held, Passes, Prices, Pro
 from meshwright.plan.search.schedules import Work, held, span, spread, stages_of
 
 T = TypeVar("T", Passes, Shards, State, Activations)
-NO_SHARDS = Shards(0.0, 0.0, 0.0)
+NO_SHARDS = Shards(0.0, 0.0, 0.0, 0.0, 0.0)
 MORE_IN_CHUNKS = 1.004
 """Ratio by which several chunks per rank take more memory than the closed form says, at most, among those tested."""
 FAR = 64
@@ -237,18 +237,17 @@ class Pricer:
 
     def _with_units(self, layout: Layout, content: Held, work: Passes, units: Shards) -> tuple[Work, float]:
         """Return a rank's work per micro-batch with gathers of weights, and what is left of reductions at the end."""
-        ahead = units.gather if layout.reshard else units.gather / layout.num_microbatches
-        back = units.gather if layout.reshard else 0.0
+        share, back = (1.0, 1.0) if layout.reshard else (1 / layout.num_microbatches, 0.0)
         forward, backward = work.forward, work.backward_input + work.backward_weight
         if self.on_cuda:
-            # Nothing runs beside the first gather of a stage, nor beside the last reduction.
-            one = content.num_stages / (sum(content.blocks) + content.num_stages)
-            left = max(one * units.reduce, units.reduce - backward)
-            forward = max(forward + one * ahead, ahead, work.host_forward)
-            backward = max(backward + one * back, back, work.host_backward)
+            # Nothing runs beside the first gathers of a pass, nor beside the last reduction, which is of those units.
+            left = max(units.reduce * units.first / max(units.gather, 1e-9), units.reduce - backward)
+            forward = max(forward + units.first * share, units.gather * share, work.host_forward)
+            backward = max(backward + units.last * back, units.gather * back, work.host_backward)
         else:
             left = units.reduce
-            forward, backward = forward + ahead + work.host_forward, backward + back + work.host_backward
+            forward += units.gather * share + work.host_forward
+            backward += units.gather * back + work.host_backward
         action = self.cluster.performance.host.action_us * content.num_stages if layout.pp > 1 else 0.0
         rest = Work(forward + action, backward - work.backward_weight + action, work.backward_weight)
         return rest, left + units.sums

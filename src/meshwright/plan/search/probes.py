@@ -46,6 +46,10 @@ class Shards(NamedTuple):
     """Times of the FSDP units of a rank in µs."""
 
     gather: float
+    first: float
+    """Gathers of what a forward starts with, beside which nothing runs."""
+    last: float
+    """Gathers of what a backward starts with."""
     reduce: float
     sums: float
     """Sums outside units after the last backward."""
@@ -194,9 +198,13 @@ class Probe:
             sent, ranks = Communication(plan, self._cluster), plan.mesh.num_ranks() // len(plan.stages)
             for stage in plan.stages:
                 units = unit_sizes(plan, stage) if plan.has_units else []
-                gather = sum(sent.gather(one)[0] for one in units)
+                gathers = [sent.gather(one)[0] for one in units]  # the root's is the last
+                has_own = not stage.after or bool(plan.kind(stage.after[-1]).units)
+                first = sum(gathers[:1]) + sum(gathers[1:][-1:])
+                last = gathers[-2] if has_own and len(units) > 1 else 0.0
                 reduce = sum(sum(sent.reduce(one)) for one in units if one.has_backward)
-                yield Shards(gather, reduce, sum(sent.at_end(stage.pp_rank * ranks, [stage]).values()))
+                sums = sum(sent.at_end(stage.pp_rank * ranks, [stage]).values())
+                yield Shards(sum(gathers), first, last, reduce, sums)
 
         return self._prices(Shards, priced, layout)
 
