@@ -93,7 +93,7 @@ def test_free_gathers_are_found(exact, pricer, monkeypatch):
     pricer_ratio = pricer.time(LAYOUTS["fsdp"]) / exact["fsdp"].step.total
     monkeypatch.setattr(price.Pricer, "_shards", lambda self, layout: [Shards(0.0, 0.0, 0.0, 0.0, 0.0)])
     ratio = pricer.time(LAYOUTS["fsdp"]) / exact["fsdp"].step.total
-    assert ratio < 0.97 < pricer_ratio
+    assert ratio < pricer_ratio - 0.01
 
 
 def test_uneven_chunks_hold_unevenly_many():
