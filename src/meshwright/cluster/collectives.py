@@ -20,6 +20,7 @@ Gropp 2005 for rings and trees):
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -65,13 +66,9 @@ class GroupShape:
 
 def group_shape(cluster: Cluster, ranks: Iterable[int]) -> GroupShape:
     """Return the shape of a group of global ranks; of an uneven one, that of its fullest node and pod."""
-    found = sorted(set(ranks))
-    size, pod_size = cluster.devices_per_node, cluster.nodes_per_pod
-    nodes = [rank // size for rank in found]
-    pods = [0 if pod_size is None else node // pod_size for node in nodes]
-    inside = max(nodes.count(node) for node in set(nodes))
-    per_pod = max(len({node for node, one in zip(nodes, pods, strict=True) if one == pod}) for pod in set(pods))
-    return GroupShape(inside, per_pod, len(set(pods)))
+    on_node = Counter(rank // cluster.devices_per_node for rank in set(ranks))
+    in_pod = Counter(0 if cluster.nodes_per_pod is None else node // cluster.nodes_per_pod for node in on_node)
+    return GroupShape(max(on_node.values()), max(in_pod.values()), len(in_pod))
 
 
 def strided_shape(cluster: Cluster, size: int, stride: int) -> GroupShape:

@@ -253,6 +253,8 @@ def _stages(plan: RunPlan, rank: int) -> Iterator[Message]:
 def shared_messages(plan: RunPlan, rank: int) -> Iterator[Message]:
     """Yield the gradient sums of shared parameters, sized for the dp_shard rank with the largest shards."""
     table, line, shared = plan.schedule, plan.mesh.line(rank, ("pp",)), plan.shared_parameters()
+    if not shared:
+        return
     copies = {
         (number, kind.full_name(parameter.name, layer)): (parameter, plan.stages[number])
         for number in plan.stages_of(rank)

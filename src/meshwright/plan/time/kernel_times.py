@@ -40,10 +40,18 @@ class Work:
         return self.products + self.attention + self.memory
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.host + other.host,
+            self.flops + other.flops,
+        )
 
     def beside(self, performance: Performance, processes: float) -> Work:
         """Return the work with its times while so many processes share a machine's cores."""
+        if not performance.cores:
+            return self
         names = (one.name for one in fields(self) if one.name != "flops")
         slower = {name: getattr(self, name) * performance.slower(name, processes) for name in names}
         return Work(**slower, flops=self.flops)
