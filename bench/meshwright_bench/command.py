@@ -11,7 +11,6 @@ from typing import Annotated, TextIO
 import typer
 
 from meshwright.cli.wrapping import paint, show
-from meshwright.cluster.presets import HERE
 from meshwright.errors import InputError
 from meshwright.output_files import check_output, write_output
 from meshwright_bench.benchmarks import BENCHMARKS, DeviceChoice, Options, find_benchmark, load_body
@@ -35,7 +34,7 @@ def bench(
     ] = None,
     cluster: Annotated[
         str, typer.Option(metavar="DEVICE|FILE", help="Cluster that predictions are for: this machine as calibrated.")
-    ] = HERE,
+    ] = "here",
 ) -> None:
     """Compare a part of Meshwright with an alternative; both sides alternate in one run."""
     from meshwright.train.launch.launcher import context_from_environment

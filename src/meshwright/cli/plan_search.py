@@ -34,7 +34,7 @@ SHORT = {"microbatches": "train.num_microbatches", "recompute": "recompute.polic
 
 def search_page(
     words: Sequence[str] | None, *, devices: str, cluster: str | None, batch: int | None, top: int, why: str | None,
-    price: float | None, out: Path | None, figure: Path | None,
+    price: float | None, out: Path | None, figure: Path | None = None,
 ) -> None:  # fmt: skip
     """Search for the fastest layouts, show them, and write the configuration of the first to a file."""
     number, chosen = _devices(devices, cluster)
