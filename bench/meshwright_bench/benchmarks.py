@@ -12,7 +12,6 @@ from enum import StrEnum
 from importlib import import_module
 from typing import cast
 
-from meshwright.cluster.presets import HERE
 from meshwright.errors import InputError
 from meshwright_bench.report import Report
 
@@ -32,7 +31,7 @@ class Options:
     device: DeviceChoice = DeviceChoice.AUTO
     rounds: int | None = None
     """Rounds per comparison; None for the benchmark's default."""
-    cluster: str = HERE
+    cluster: str = "here"
     """Cluster that predictions are for."""
 
 
