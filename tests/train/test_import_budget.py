@@ -65,7 +65,7 @@ def test_a_rank_of_a_plain_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "num_modules", "num_lines"), [("--help", 19, 2_050), ("plan llama-tiny mesh.dp_shard=2", 111, 16_900)]
+    ("words", "num_modules", "num_lines"), [("--help", 19, 2_100), ("plan llama-tiny mesh.dp_shard=2", 111, 16_900)]
 )
 def test_a_command(words: str, num_modules: int, num_lines: int) -> None:
     code = f"{COUNT}\nimport atexit\natexit.register(lambda: print(len(ours()), sum(ours().values())))\n"
