@@ -39,7 +39,7 @@ def test_without_a_cluster_there_is_only_memory(tmp_path):
 
 
 def test_deep_pipelines_show_their_first_ranks(tmp_path):
-    words = "llama3-8b mesh.dp_shard=1 mesh.pp=64 model.num_layers=64 train.num_microbatches=64 train.global_batch=64"
+    words = "llama3-8b mesh.dp_shard=1 mesh.pp=33 model.num_layers=33 train.num_microbatches=33 train.global_batch=33"
     draw_plan("deep", plan_of(words), tmp_path / "plan.svg", cluster=cluster_preset("H100"))
     assert "rank 31" in words_of(tmp_path / "plan.svg") and "rank 32" not in words_of(tmp_path / "plan.svg")
 
