@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.plan.figure import draw_plan
 from tests.plan.plans import plan_of
 
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/planning.md").read_text("utf-8")
 PIPELINE = "llama-tiny mesh.pp=2 mesh.dp_shard=2 mesh.tp=2 train.num_microbatches=4 recompute.policy=full"
 
 
@@ -51,3 +55,11 @@ def test_the_command_draws_and_refuses_other_formats(tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(MeshwrightError):
         run.invoke(app, [*words, str(tmp_path / "plan.pdf")], catch_exceptions=False)
+
+
+def test_the_docs_picture_is_what_the_command_draws(tmp_path):
+    command = re.search(r"meshwright (plan .* --figure) docs/plan\.svg", PAGE)
+    assert command and "(plan.svg)" in PAGE, "the page has the command that draws its picture"
+    words = [*shlex.split(command[1]), str(tmp_path / "plan.svg")]
+    assert CliRunner().invoke(app, words, catch_exceptions=False).exit_code == 0
+    assert words_of(tmp_path / "plan.svg") == words_of(ROOT / "docs/plan.svg") != []
