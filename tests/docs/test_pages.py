@@ -268,6 +268,7 @@ LEFT_OUT = (
     "meshwright launch slurm|kubernetes|torchrun",
     "srun --ntasks 64",
     "meshwright calibrate [",
+    "meshwright calibrate --from RUN [",
 )
 """Beginnings of lines that are patterns of commands."""
 WRITTEN = "clusters.md"
