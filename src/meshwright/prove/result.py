@@ -320,9 +320,13 @@ def scope_words(wrong: Iterable[int], holders: Iterable[int], axes: Axes) -> str
     return f"only on {rank_words(some)}"
 
 
+FEW_ULPS = 16 * float(np.finfo(np.float64).eps)
+"""Distance from 1 that a quotient of two float64 means has by rounding alone, which differs between processors."""
+
+
 def number_words(value: float) -> str:
     """Format a factor with enough digits to distinguish it from 1: `2.000`, `0.00391`, `1 + 3.0e-10`."""
-    if value == 1.0 or not np.isfinite(value):
+    if not np.isfinite(value) or abs(value - 1.0) <= FEW_ULPS:
         return f"{value:.3f}"
     if abs(value - 1.0) < 5e-3:
         return f"1 {'+' if value > 1 else '−'} {abs(value - 1.0):.1e}"

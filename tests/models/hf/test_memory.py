@@ -112,7 +112,7 @@ def whole(model, styles, tp):
 @pytest.mark.parametrize(
     ("model_type", "tp", "module", "name", "fault"),
     [
-        ("mistral", 1, probe, "_FusedAttention", nullcontext),
+        ("mistral", 1, probe, "FusedAttention", nullcontext),
         ("mixtral", 1, origin, "SAVING_EXPERTS", origin.EXPERTS_ON_META),
         ("mistral", 2, derive, "sharded", whole),
     ],
