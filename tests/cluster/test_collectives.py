@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_us, group_shape, strided_shape
+from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_us, group_shape
 from meshwright.cluster.hardware import Cluster, Level, Link
 from meshwright.cluster.performance import LinkCurve
 from meshwright.cluster.presets import cluster_preset
@@ -100,12 +100,6 @@ def test_half_of_the_bandwidth_is_reached_at_the_half():
 )
 def test_shapes_of_groups(ranks, shape):
     assert group_shape(cluster(), ranks) == shape
-
-
-@given(st.sampled_from([1, 2, 4, 8, 16, 32]), st.sampled_from([1, 2, 4, 8, 16, 64]), st.sampled_from([None, 2, 4]))
-def test_the_shape_along_an_axis_is_that_of_its_ranks(size, stride, nodes_per_pod):
-    one = cluster(nodes_per_pod=nodes_per_pod)
-    assert strided_shape(one, size, stride) == group_shape(one, range(0, size * stride, stride))
 
 
 @given(

@@ -46,7 +46,7 @@ class Measured:
 
 Pass = Callable[[], Any]
 Passes = Callable[[], tuple[Pass, Pass]]
-"""Makes a forward and its backward, anew for each way of measuring."""
+"""Function that returns a forward and its backward, which each way of measuring runs anew."""
 
 
 def measure(make: Passes) -> tuple[Measured, Measured]:

@@ -16,7 +16,6 @@ from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import costs_of_stage
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.plan.traffic import predict_traffic
@@ -25,6 +24,7 @@ from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
 from tests.helpers import clean_environment, meshwright, quick_and_slow, small_corpus
 from tests.models.real_costs import measure
+from tests.plan.costs import costs_of_stage
 from tests.plan.micro_batches import MicroBatch, wrong
 from tests.prove.proofs import prove_with, record_on_rank
 from tests.train.jobs import job_of

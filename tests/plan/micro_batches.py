@@ -13,12 +13,12 @@ from torch import Tensor
 
 from meshwright.features.head_loss.apply import LossHead
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import Costs
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import LayerSpec, RunPlan
 from meshwright.train.train_step import vocab_context
 from meshwright_bench.recompute.live_bytes import inputs_of_last_block
 from tests.models.real_costs import Measured
+from tests.plan.costs import Costs
 from tests.train.jobs import job_of, load_words, make_task
 
 

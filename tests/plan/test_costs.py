@@ -12,11 +12,11 @@ import pytest
 
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import CostModel, PartCosts, costs_of_stage, costs_of_step
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import PlannedOperator
 from tests.helpers import quick_and_slow
 from tests.models.real_costs import Passes, count_flops, measure
+from tests.plan.costs import CostModel, PartCosts, costs_of_stage, costs_of_step
 from tests.plan.micro_batches import MicroBatch, wrong
 from tests.train.jobs import load_words
 

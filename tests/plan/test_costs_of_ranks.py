@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import costs_of_stage
 from meshwright.plan.make_plan import make_plan
 from tests.helpers import quick_and_slow
 from tests.models.real_costs import count_local_flops
+from tests.plan.costs import costs_of_stage
 from tests.plan.micro_batches import MicroBatch
 from tests.train.jobs import load_words
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from pydantic import Field
 
+from meshwright.errors import ConfigError
 from meshwright.models.contract.building_blocks import (
     DIVIDED,
     STREAM,
@@ -96,7 +97,7 @@ class GptFamily(Family):
         return STYLES
 
     def _plan_only(self, *_: Any) -> NoReturn:
-        raise NotImplementedError("the family describes models for plans only")
+        raise ConfigError("this GPT can't be built", rule="it describes published runs", fix="meshwright plan")
 
     build: Any = _plan_only
     initial: Any = _plan_only

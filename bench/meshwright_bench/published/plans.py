@@ -29,7 +29,7 @@ from meshwright_bench.published.rows import Row
 GPT = "meshwright_bench.published.gpt:FAMILY"
 POLICIES = ("none", "full", "selective")
 VOCABULARY = 51200
-"""Of MT-NLG, whose row doesn't state it: GPT-2's, padded."""
+"""Size of MT-NLG's vocabulary, which its row doesn't state: GPT-2's, padded."""
 MOST_STAGES = 8
 """Stages of pipelines that are simulated with all micro-batches. Of longer ones the schedule's period is as long as the
 busiest rank's work, to 0.3 %, so that they are simulated with as many micro-batches as stages."""

@@ -25,7 +25,7 @@ class MeasuredRun:
 
     seconds: tuple[float, ...]
     peak_bytes: int
-    """Of the rank with the most."""
+    """Peak memory of the rank with the most."""
     parts: tuple[dict[str, float], ...] = field(default=())
     """By rank: a step's time in seconds by what it went to."""
 

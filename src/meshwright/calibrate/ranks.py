@@ -42,9 +42,9 @@ COLLECTIVE_BYTES = (2**10, 2**16, 2**20, 2**23)
 MOST_ROUNDS = 25
 TIMEOUT_S = 60.0
 SHARES = {"host": 0.05, "copy": 0.03, "memory": 0.07, "runs": 0.4}
-"""Of the time of the process that measures the device; kernels of dtypes take the rest."""
+"""Shares of the time of the process that measures the device; kernels of dtypes take the rest."""
 DTYPE_SHARES = ((0.15, 0.08), (0.08, 0.04), (0.06, 0.04))
-"""Of products and attention, by dtype."""
+"""Shares of products and attention, by dtype."""
 GROUP_SHARES = {"sharing": 0.1, "collectives": 0.25, "runs": 0.65}
 
 K = TypeVar("K")

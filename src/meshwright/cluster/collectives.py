@@ -71,17 +71,6 @@ def group_shape(cluster: Cluster, ranks: Iterable[int]) -> GroupShape:
     return GroupShape(max(on_node.values()), max(in_pod.values()), len(in_pod))
 
 
-def strided_shape(cluster: Cluster, size: int, stride: int) -> GroupShape:
-    """Return the shape of a group of `size` ranks that are `stride` apart, as those along a mesh axis are."""
-    inside = min(size, max(1, cluster.devices_per_node // stride))
-    groups = math.ceil(size / inside)
-    if cluster.nodes_per_pod is None:
-        return GroupShape(inside, groups)
-    apart = max(1, stride // cluster.devices_per_node)
-    nodes = min(groups, max(1, cluster.nodes_per_pod // apart))
-    return GroupShape(inside, nodes, math.ceil(groups / nodes))
-
-
 def collective_us(
     cluster: Cluster,
     op: CollectiveOp | str,

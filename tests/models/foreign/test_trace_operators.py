@@ -9,11 +9,11 @@ import pytest
 from meshwright.models.contract.operators import OperatorKind
 from meshwright.models.hf import private
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import CostModel, costs_of_stage
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import RunPlan
 from tests.helpers import quick_and_slow
 from tests.models.real_costs import count_flops, measure
+from tests.plan.costs import CostModel, costs_of_stage
 from tests.plan.micro_batches import MicroBatch, wrong
 from tests.train.jobs import load_words
 

@@ -146,24 +146,30 @@ PAPERS = {
     "torchtitan 405B, 512 GPUs": ("llama3-405b", 512, 512, {"mesh.tp": 8, "mesh.pp": 8, "mesh.dp_shard": 8}, 8192),
 }
 
-FAR = "llama 3, long", "torchtitan 405B, 512 GPUs"
-UNEXPLAINED = pytest.mark.xfail(reason="over 10 % slower than the best found, for a reason that isn't known")
+REASONS = {
+    # 16 micro-batches through 16 stages; gathers of whole layers hide beside samples of 131,072 tokens without stages.
+    "llama 3, long": {"bubble"},
+    # Its runs hide the communication of tp in part, ours wait for it; the best found has tp 4 instead.
+    "torchtitan 70B, 256 GPUs": {"tensor"},
+    # 8 stages hold too many layers for all activations: everything is recomputed. The best found has 32 stages under
+    # v-half, which holds half of the activations, and tp 4.
+    "torchtitan 405B, 512 GPUs": {"recompute", "tensor"},
+}
+"""Parts of a step in which layouts that are more than 10 % slower than the best found lose it."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[UNEXPLAINED] * (name in FAR)) for name in PAPERS],
-)
+@pytest.mark.parametrize("name", PAPERS)
 def test_layouts_of_papers_are_feasible_and_near_the_best(name):
     preset, devices, batch, fixed, tokens = PAPERS[name]
     words = (f"train.global_batch={batch}", f"train.seq_len={tokens}")
     own = search(preset, devices, *words, fixed=fixed).run(top=1).best[0]
     best = search(preset, devices, *words).run(top=1).best[0]
     gap = own.step.total - best.step.total
-    tensor = own.step.parts.get("tensor", 0.0) - best.step.parts.get("tensor", 0.0)
-    # Those of torchtitan hide tensor parallelism's communication, which this repository's runs wait for.
-    assert gap <= 0.1 * best.step.total or tensor > gap / 2
+    lost = {part: us - best.step.parts.get(part, 0.0) for part, us in own.step.parts.items()}
+    assert (gap > 0.1 * best.step.total) == (name in REASONS)
+    assert all(lost[part] > gap / 4 for part in REASONS.get(name, ()))
+    assert sum(lost[part] for part in REASONS.get(name, ())) >= gap / 2 * (name in REASONS)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from meshwright.cluster.stacks import MESHWRIGHT
 from meshwright.errors import ConfigError
 from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.costs import CostModel
 from meshwright.plan.run_plan import PlannedKernels, PlannedOperator
 from meshwright.plan.time.kernel_times import KernelTimes, Work, residuals
+from tests.plan.costs import CostModel
 from tests.plan.plans import plan_of
 from tests.plan.time.constant_rates import FLOPS, MOVED, constant_rates
 

@@ -156,7 +156,7 @@ def _worthwhile(kind: KindFacts, tokens: int, tp: int, width: int) -> int:
 
 
 KERNELS = 24
-"""Of a chunk's loss and its gradient, besides the products."""
+"""Kernels of a chunk's loss and its gradient, besides the products."""
 
 
 def _loss(head: PlannedOperator, chunks: int) -> PlannedOperator:

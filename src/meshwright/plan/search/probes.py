@@ -39,7 +39,7 @@ class Passes(NamedTuple):
     backward_weight: float
     host_forward: float
     host_backward: float
-    """Of both parts."""
+    """Host's time of both parts of the backward."""
 
 
 class Shards(NamedTuple):

@@ -36,8 +36,6 @@ NEAR = 1.02
 """Ratio of times, and of bytes, that the front doesn't tell apart."""
 SLOWEST = 1.5
 """Ratio of a time on the front to the fastest, at most."""
-MORE_FINALISTS = 0
-"""Meshes that are planned besides those asked for, in case simulation puts them first."""
 TOKENS_RULE = f"more than two ranks share a sample only if each has {FEWEST_TOKENS} tokens, unless mesh.cp is given"
 RANKS_RULE = "the devices are a multiple of pp × dp_replicate × dp_shard × cp × tp"
 LAYERS_RULE = "every stage has a layer"
@@ -91,8 +89,6 @@ class Found:
     """Layouts that keep all rules, but for memory; those that differ in recomputation and shards count once."""
     num_priced: int = 0
     smallest: Misfit | None = None
-    dropped: list[tuple[Layout, str]] = field(default_factory=list)
-    """Finalists that turned out not to fit, and why."""
 
 
 class Search:
@@ -111,7 +107,7 @@ class Search:
 
     def run(self, *, top: int = 3) -> Found:
         """Search, and plan the fastest layouts of different meshes."""
-        found, self._shown = self.found, top + MORE_FINALISTS
+        found, self._shown = self.found, top
         groups = sorted((self.pricer.least_time(one), one) for one in self._groups())
         found.num_groups = len(groups)
         for least, group in groups:
@@ -120,7 +116,7 @@ class Search:
             self._price(group, least)
         found.num_priced = self.pricer.num_priced
         found.front = [Candidate(layout, us, size) for us, size, layout in self._front if us <= self._limit() * SLOWEST]
-        self._plan(top)
+        self._plan()
         return found
 
     def fits(self) -> bool:
@@ -327,7 +323,7 @@ class Search:
         at = bisect_right(self._front, us * NEAR, key=lambda one: one[0])
         return at > 0 and self._front[at - 1][1] <= size * NEAR
 
-    def _plan(self, top: int) -> None:
+    def _plan(self) -> None:
         """Plan the fastest layouts of different meshes, and keep those that are fastest when simulated."""
         found = self.found
         for one in sorted(found.by_mesh.values(), key=lambda one: one.us):
@@ -336,5 +332,5 @@ class Search:
             try:
                 found.best.append(finalist(self.base, self.cluster, one.layout, self.pricer))
             except MeshwrightError as error:
-                found.dropped.append((one.layout, error.what))
+                found.excluded[error.what] += 1
         found.best.sort(key=lambda one: one.step.total)

@@ -16,12 +16,16 @@ from meshwright.cluster.hardware import Device
 from meshwright.cluster.performance import Performance, ProductCurve
 from meshwright.cluster.stacks import Stack
 from meshwright.errors import ConfigError
-from meshwright.models.contract.operators import OperatorKind
-from meshwright.plan.costs import ATTENTION_BACKWARD, OPERAND_BYTES, runs_again
-from meshwright.plan.run_plan import LayerSpec, PlannedKernels, PlannedOperator
+from meshwright.models.contract.operators import OperatorKind, Rerun
+from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator
 
 C = TypeVar("C")
 NOTHING = PlannedKernels()
+ATTENTION_BACKWARD = 2.5
+"""Operations of attention's backward over those of its forward: five products instead of two (Dao 2023)."""
+OPERAND_BYTES = {**BYTES, "float8": 1}
+"""Bytes of an element that a product multiplies, by `PlannedOperator.rate`."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,13 @@ class KernelTimes:
     def _launches(self, number: float, compiled: bool) -> float:
         host = self._performance.host
         return number * (host.compiled_launch_us if compiled else host.launch_us)
+
+
+def runs_again(one: PlannedOperator, policy: RecomputePolicy) -> bool:
+    """Return whether recomputation under a policy runs an operator's forward again."""
+    if policy is RecomputePolicy.NONE or one.rerun is Rerun.NEVER:
+        return False
+    return one.rerun is Rerun.ALWAYS or policy is RecomputePolicy.FULL
 
 
 def _of_attention(work: Work, kernels: Work) -> Work:

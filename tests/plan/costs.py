@@ -9,14 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 
-from meshwright.models.contract.operators import OperatorKind, Rerun
-from meshwright.nn.recompute_policy import RecomputePolicy
+from meshwright.models.contract.operators import OperatorKind
 from meshwright.plan.run_plan import BYTES, LayerSpec, PlannedKernels, PlannedOperator, RunPlan, Stage
-
-ATTENTION_BACKWARD = 2.5
-"""Operations of attention's backward over those of its forward: five products instead of two (Dao 2023)."""
-OPERAND_BYTES = {**BYTES, "float8": 1}
-"""Bytes of an element that a product multiplies, by `PlannedOperator.rate`."""
+from meshwright.plan.time.kernel_times import ATTENTION_BACKWARD, OPERAND_BYTES, runs_again
 
 
 @dataclass(frozen=True)
@@ -97,13 +92,6 @@ class CostModel:
     def _kernels(self, eager: PlannedKernels, fused: PlannedKernels | None, fuses: bool) -> Costs:
         found = (fused or PlannedKernels()) if fuses else eager
         return Costs(0, self.samples * found.num_bytes + found.bytes_once, found.launches)
-
-
-def runs_again(one: PlannedOperator, policy: RecomputePolicy) -> bool:
-    """Return whether recomputation under a policy runs an operator's forward again."""
-    if policy is RecomputePolicy.NONE or one.rerun is Rerun.NEVER:
-        return False
-    return one.rerun is Rerun.ALWAYS or policy is RecomputePolicy.FULL
 
 
 def costs_of_stage(plan: RunPlan, stage: Stage, *, on_cuda: bool = False) -> PartCosts:
