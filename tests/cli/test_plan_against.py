@@ -28,10 +28,10 @@ def shown(*words):
     return result.output
 
 
-def calibrate(cache):
-    """Write this machine's cluster file."""
+def calibrate(cache, preset="CPU"):
+    """Write this machine's cluster file, with the rates of a preset."""
     cache.mkdir(parents=True)
-    text = cluster_toml(cluster_preset("CPU"), "a test").replace('name = "CPU"', 'name = "mine"', 1)
+    text = cluster_toml(cluster_preset(preset), "a test").replace(f'name = "{preset}"', 'name = "mine"', 1)
     own_file().write_text(text)
 
 
@@ -63,6 +63,12 @@ def test_devices_have_their_own_clusters(cache):
     assert cluster_of_device("cpu").name == "mine"
     assert cluster_of_device("NVIDIA H200").name == "H200"
     assert cluster_of_device("NVIDIA of 2040") is None
+
+
+def test_a_calibrated_gpu_is_neither_the_cpu_beside_it_nor_another_gpu(cache):
+    calibrate(cache, "H100")
+    names = ("cpu", "NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    assert [cluster_of_device(name).name for name in names] == ["CPU", "mine", "H200"]
 
 
 @pytest.mark.parametrize("missing", ["measured", "plan", "device", "folder", "calibration"])

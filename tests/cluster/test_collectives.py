@@ -73,6 +73,14 @@ def test_a_ring_inside_a_node_uses_each_port_that_leads_to_its_ranks():
     assert all_eight == pytest.approx(7 + BYTES * 7 / 8 / 700e3)
 
 
+def test_a_reduce_scatter_may_be_slower_than_an_all_gather():
+    slow = cluster()
+    curves = {level: replace(one, reduce_scatter_slower=1.5) for level, one in slow.performance.links.items()}
+    slow = replace(slow, performance=replace(slow.performance, links=curves))
+    us = {op: collective_us(slow, op, BYTES, GroupShape(8)) for op in ("all_gather", "reduce_scatter")}
+    assert us["reduce_scatter"] - 7 == pytest.approx(1.5 * (us["all_gather"] - 7))
+
+
 @pytest.mark.parametrize(("ranks", "concurrent", "slower"), [(2, 1, 1), (4, 1, 2), (2, 2, 2), (1, 4, 1)])
 def test_processes_share_cores(ranks, concurrent, slower):
     shape = GroupShape(ranks)

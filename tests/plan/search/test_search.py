@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.cluster.presets import cluster_preset
 from meshwright.config.load import load
+from meshwright.errors import LayoutError
 from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import violations
@@ -74,6 +75,22 @@ def test_a_search_that_overlooks_schedules_is_found(monkeypatch):
     worse.run()
     times = [worse.pricer.time(one) for one in random_layouts(worse, 200)]
     assert min(times) * search_module.NEAR < worse.found.front[0].us
+
+
+def test_the_reason_for_which_a_finalist_is_dropped_is_kept(monkeypatch):
+    """The next best mesh takes its place."""
+    right, asked = search_module.finalist, []
+
+    def fails_once(*args):
+        asked.append(args[2])
+        if len(asked) == 1:
+            raise LayoutError("the first one has no plan")
+        return right(*args)
+
+    monkeypatch.setattr(search_module, "finalist", fails_once)
+    found = search("llama3-8b", 8, "train.global_batch=64").run(top=2)
+    assert found.excluded["the first one has no plan"] == 1
+    assert {one.layout for one in found.best} == set(asked[1:]) and len(asked) == 3
 
 
 def test_what_is_asked_for_is_kept():

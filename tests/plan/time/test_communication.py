@@ -91,3 +91,10 @@ def test_a_gather_is_priced_for_each_pass_that_gathers():
     )
     freed, stays = (predict_step(one, WAITS).parts[Purpose.WEIGHTS] for one in (plan, kept))
     assert freed - stays == pytest.approx(blocks)
+
+
+def test_groups_that_communicate_at_once_share_a_cpus_cores():
+    """Two groups of two ranks on two cores: each takes twice as long as on cores of its own."""
+    plan = plan_of("llama-tiny mesh.dp_shard=2 mesh.tp=2")
+    own, shared = (Communication(plan, constant_rates(is_async=False, cores=cores)) for cores in (4, 2))
+    assert shared.us("all_reduce", 1000, ("tp",)) == 2 * own.us("all_reduce", 1000, ("tp",))

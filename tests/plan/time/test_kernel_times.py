@@ -130,6 +130,24 @@ def test_rates_fall_with_small_shapes():
     assert (work.forward.attention, work.backward_input.attention) == (pytest.approx(30.0), pytest.approx(150.0))
 
 
+def test_attention_that_moves_more_than_it_computes_takes_the_time_of_its_bytes():
+    moving = replace(ATTENTION, forward=PlannedKernels(1, 30_000), backward=PlannedKernels(1, 4000))
+    work = work_of(kind(moving), constant_rates())
+    assert (work.forward.attention, work.backward_input.attention) == (300.0, 50.0)
+    assert work.forward.memory == 0.0
+
+
+def test_a_stack_slows_the_kernels_that_it_names():
+    cluster, one = constant_rates(), kind(PRODUCT, NORM, ATTENTION)
+    slow = replace(MESHWRIGHT, slower_products=1.5, slower_memory=2.0, slower_attention=3.0)
+    plain, slower = (
+        KernelTimes(cluster.device, cluster.performance, stack).of_kind(one, samples=1, tokens=100).forward
+        for stack in (MESHWRIGHT, slow)
+    )
+    found = (slower.products / plain.products, slower.memory / plain.memory, slower.attention / plain.attention)
+    assert found == pytest.approx((1.5, 2.0, 3.0))
+
+
 def test_an_unknown_rate_is_an_error():
     with pytest.raises(ConfigError, match="int3"):
         work_of(kind(replace(PRODUCT, rate="int3")))
