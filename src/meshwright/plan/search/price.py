@@ -27,6 +27,7 @@ from meshwright.plan.memory import MemoryEstimate, process_memory
 from meshwright.plan.search.layout import Inner, Layout
 from meshwright.plan.search.probes import Activations, Held, Passes, Prices, Probe, Shards, State
 from meshwright.plan.search.schedules import Work, held, span, spread, stages_of
+from meshwright.plan.time.step_time import update_us
 
 T = TypeVar("T", Passes, Shards, State, Activations)
 NO_SHARDS = Shards(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -255,13 +256,8 @@ class Pricer:
     def _at_end(self, state: State) -> float:
         """Return what a rank does last: an update that reads parameter, gradient and states,
         and writes all but the gradient, which the norm and clipping read and write besides."""
-        host = self.cluster.performance.host
-        bandwidth = self.cluster.device.memory_bandwidth_bytes_per_s * self.cluster.performance.memory_efficiency / 1e6
-        update, launches = (
-            (6 * state.gradients + 2 * state.optimizer) / bandwidth,
-            host.parameter_us * state.num_parameters,
-        )
-        return host.step_us + (max(update, launches) if self.on_cuda else update + launches)
+        moved = 6 * state.gradients + 2 * state.optimizer
+        return self.cluster.performance.host.step_us + update_us(self.cluster, moved, state.num_parameters)
 
     def _span(self, layout: Layout, works: list[Work]) -> float:
         slowest, every = max(works, key=lambda one: one.total), self._sum_of_ranks(layout, works)

@@ -187,16 +187,22 @@ def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, sta
     held = [plan.stages[number] for number in numbers]
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
     moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
+    processes = sent.processes * plan.schedule.num_ranks
+    optimizer = update_us(cluster, sum(moved), sum(size > 0 for size in moved), processes=processes)
+    optimizer += performance.slower("products", processes) * _whole_updates(plan, performance, place)
+    own = {"optimizer": optimizer, "step": performance.slower("host", processes) * performance.host.step_us}
+    return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
+
+
+def update_us(cluster: Cluster, moved_bytes: float, num_parameters: float, *, processes: float = 1) -> float:
+    """Return the time of the norm and the update of a rank's parameters: of their bytes, and of the host that launches
+    a kernel for each, while so many processes share a CPU's cores."""
+    performance = cluster.performance
     efficiency = performance.update_efficiency or performance.memory_efficiency
     bandwidth = cluster.device.memory_bandwidth_bytes_per_s * efficiency / 1e6
-    processes = sent.processes * plan.schedule.num_ranks
-    slower = {name: performance.slower(name, processes) for name in ("products", "memory", "host")}
-    updates = slower["memory"] * sum(moved) / bandwidth
-    host = slower["host"] * sum(size > 0 for size in moved) * performance.host.parameter_us
-    optimizer = max(updates, host) if performance.is_async else updates + host
-    optimizer += slower["products"] * _whole_updates(plan, performance, place)
-    own = {"optimizer": optimizer, "step": slower["host"] * performance.host.step_us}
-    return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
+    updates = performance.slower("memory", processes) * moved_bytes / bandwidth
+    host = performance.slower("host", processes) * num_parameters * performance.host.parameter_us
+    return max(updates, host) if performance.is_async else updates + host
 
 
 def _whole_updates(plan: RunPlan, performance: Performance, place: int) -> float:
