@@ -1,11 +1,14 @@
-"""Prove layouts of one rank on `tests.named_device`, where ranks and reference must not mix devices: `python -m
-tests.prove.on_named_device` prints what each proof found, as JSON. A process of its own, since the device stays."""
+"""Prove layouts of one rank on `tests.named_device`, where ranks and reference must not mix devices.
+
+In a process of its own, since the device stays.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -51,23 +54,15 @@ def proof(device: torch.device, configured: Any, words: tuple[str, ...], seed: S
     return {"passed": result.passed, "text": " ".join(" ".join(render(result)).split())}
 
 
-def main() -> None:
-    """Prove all cases, or those that are named."""
-    device, asked = named_device.use(), []
-    layout_run.choose_device = lambda config, context: asked.append(config) or device
-    names = sys.argv[1:] or list(CASES)
-    found = {name: proof(device, *CASES[name]) for name in names}
-    assert len(asked) >= len(found), "ranks are on a device of their own choice"
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
+def send(pipe: Connection, names: Sequence[str]) -> None:
+    """Send what the proofs of cases say, or the error's text; the body of a process, whose threads can't be ended."""
     try:
-        main()
-        sys.stdout.flush()
-        code = 0
+        torch.set_num_threads(1)
+        device, asked = named_device.use(), []
+        layout_run.choose_device = lambda config, context: asked.append(config) or device
+        found: Any = {name: proof(device, *CASES[name]) for name in names}
+        assert len(asked) >= len(found), "ranks are on a device of their own choice"
     except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # the device's threads can't be ended
+        found = traceback.format_exc()
+    pipe.send(found)
+    os._exit(0)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -263,8 +265,9 @@ class Fault:
     layouts: Sequence[Axes] = (Axes(dp_shard=2),)
     num_microbatches: int = 1
 
-    def assert_named(self) -> None:
-        for axes in self.layouts:
+    def assert_named(self, layouts: Sequence[Axes] = ()) -> None:
+        """Check what is said on some of its layouts, or on all."""
+        for axes in layouts or self.layouts:
             case = Case(axes, self.num_microbatches)
             self.damage(case)
             result = case.proof()
@@ -279,6 +282,19 @@ class Fault:
                 assert all(words.replace("DATA", data_axes) in diagnosis.text for words in self.words), diagnosis.text
                 assert self.unsaid is None or self.unsaid not in diagnosis.text
                 assert self.kind in (None, diagnosis.kind), diagnosis.kind
+
+
+def by_layout(faults: Mapping[str, Fault]) -> list[Any]:
+    """Parameters of a test: each fault with its layouts, of which two in turns are quick and the others slow."""
+    found = []
+    for turn, (name, fault) in enumerate(faults.items()):
+        layouts = list(fault.layouts)
+        turn %= len(layouts)
+        turned = layouts[turn:] + layouts[:turn]
+        found.append(pytest.param(name, turned[:2], id=name))
+        if turned[2:]:
+            found.append(pytest.param(name, turned[2:], id=f"{name}, other layouts", marks=pytest.mark.slow))
+    return found
 
 
 def conclude_with(

@@ -3,11 +3,8 @@ faults of its kernels."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -20,11 +17,12 @@ from meshwright.plan.rules import load
 from meshwright.prove import conclude
 from meshwright.prove.report import render
 from meshwright.prove.spec import ProofSpec, as_configured, as_proof, set_aside, set_aside_as_run
-from tests.gangs.gang import GangPool
+from tests.gangs.gang import GangPool, start_server
 from tests.helpers import rank_context
 from tests.prove import proofs
 from tests.prove.as_run.proofs import SIZES
 from tests.prove.kernel_faults import COMPILED, FAULTS, PACKED
+from tests.prove.on_named_device import CASES, send
 from tests.prove.proofs import STEP, Seed, assert_named, packed_documents
 
 CUDA = "train.device=cuda"
@@ -87,16 +85,26 @@ def test_every_process_uses_the_device_that_it_is_given(monkeypatch, tmp_path, b
     assert used == [device]
 
 
-def test_ranks_and_reference_are_on_one_device() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.prove.on_named_device"], cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    fault = found.pop("a fault")
-    assert not fault["passed"] and "output of head" in fault["text"] and "0.500 ×" in fault["text"]
-    assert len(found) == 6 and all(one["passed"] for one in found.values()), found
+QUICK = ("llama", "captured", "experts", "as run", "a fault")
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param([one for one in CASES if one not in QUICK], marks=pytest.mark.slow)], ids=", ".join
+)
+def test_ranks_and_reference_are_on_one_device(gang: GangPool, names: Sequence[str]) -> None:
+    """In a process forked from the gangs' server, which has imported torch."""
+    start_server()
+    context = get_context("forkserver")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=send, args=(there, names))
+    process.start()
+    there.close()
+    found = here.recv()
+    process.join()
+    assert isinstance(found, dict), found
+    if fault := found.pop("a fault", None):
+        assert not fault["passed"] and "output of head" in fault["text"] and "0.500 ×" in fault["text"]
+    assert len(found) >= 2 and all(one["passed"] for one in found.values()), found
 
 
 SLOW = (COMPILED,)  # imports the compiler

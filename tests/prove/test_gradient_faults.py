@@ -7,7 +7,7 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.result import FaultKind as K
-from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, SHAPES, Case, Fault, box, cut, hold, scale
+from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, SHAPES, Case, Fault, box, by_layout, cut, hold, scale
 
 SHARD2, HSDP, FSDP, TP4 = Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=4), Axes(tp=4)
 FSDP_TP, ODD, ALL = Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2), Axes(dp_replicate=2, dp_shard=2, tp=2)
@@ -195,9 +195,9 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_gradient_is_named(name):
-    FAULTS[name].assert_named()
+@pytest.mark.parametrize(("name", "layouts"), by_layout(FAULTS))
+def test_a_wrong_gradient_is_named(name, layouts):
+    FAULTS[name].assert_named(layouts)
 
 
 def test_a_hole_an_overlap_and_a_misfit_are_findings():

@@ -9,7 +9,7 @@ import pytest
 from meshwright.mesh.axes import Axes
 from meshwright.prove.record.plain_optimizer import plain_learning_rate
 from meshwright.prove.result import FaultKind as K
-from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, STEPS, TRAIN, Case, Fault, scale
+from tests.prove.synthetic import REPLICATED_OVER_TP, SHAPES, STEPS, TRAIN, Case, Fault, by_layout, scale
 
 TWO, HSDP, FSDP, FSDP_TP = Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=4), Axes(dp_shard=2, tp=2)
 ODD, ALL = Axes(dp_shard=3, tp=2), Axes(dp_replicate=2, dp_shard=2, tp=2)
@@ -162,9 +162,9 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_number_is_named(name):
-    FAULTS[name].assert_named()
+@pytest.mark.parametrize(("name", "layouts"), by_layout(FAULTS))
+def test_a_wrong_number_is_named(name, layouts):
+    FAULTS[name].assert_named(layouts)
 
 
 def test_a_norm_is_that_of_the_gradients_as_they_are() -> None:
