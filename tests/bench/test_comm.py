@@ -47,7 +47,7 @@ def measure(rank, world_size, damage=""):
         originals[damage != "sum"](self, output, *args, **kwargs)
         if damage == "count":
             self.sent.payload += 1
-        elif rank == 1:
+        else:
             output.mul_(1.3)
 
     if damage:

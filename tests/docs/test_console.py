@@ -33,7 +33,11 @@ def test_the_pages_have_commands():
     assert len(INSTANT) >= 8
 
 
-@pytest.mark.parametrize("block", INSTANT, ids=names(INSTANT))
+SHOWN = [pytest.param(one, marks=[pytest.mark.slow] * ("hf-tiny" in one.command)) for one in INSTANT]
+"""Slow where a model of transformers is derived."""
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=names(INSTANT))
 def test_plans_draws_and_errors_print_what_is_shown(block, monkeypatch, capsys, tmp_path):
     found = output(block.command, monkeypatch, capsys, tmp_path)
     assert not missing(block.lines, found, numbers=True), found

@@ -107,8 +107,10 @@ def traced_operators(module):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "hidden"),
+    [("delayed", False), ("current", True), pytest.param("current", False, marks=pytest.mark.slow)],
+)
 def test_the_compiler_sees_all_that_a_layer_computes(recipe, hidden):
     with hide() if hidden else mock.MagicMock():
         operators = traced_operators(block(recipe))

@@ -101,7 +101,11 @@ OPERATORS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("word", OPERATORS)
+SLOW = ("model.config=recurrent_gemma", "model.config=granite")
+"""As others: their models are derived for this test alone."""
+
+
+@pytest.mark.parametrize("word", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in OPERATORS])
 def test_elementwise_operators_after_the_head_are_found(word: str) -> None:
     config = load("hf-tiny" if "config" in word else "module-tiny", [word, "train.loss_chunk=8"])
     found = chunks(make_plan(config))

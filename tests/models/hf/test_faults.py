@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tests.models.hf.runs import hf_config
 from tests.prove.as_run.proofs import proof
 
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")  # imported by few workers, late
 
 
 CASES = {

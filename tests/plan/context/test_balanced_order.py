@@ -80,7 +80,14 @@ def test_known_orders(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stack", "num_ranks"), [("causal", 8), ("window", 4), ("mostly windows", 2), ("bidirectional", 4), ("prefix", 2)]
+    ("stack", "num_ranks"),
+    [
+        ("causal", 8),
+        ("window", 4),
+        ("prefix", 2),
+        pytest.param("mostly windows", 2, marks=pytest.mark.slow),
+        pytest.param("bidirectional", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_fifty_document_mixes_are_balanced(stack: str, num_ranks: int) -> None:
     layers = packed(STACKS[stack], *MIXES)

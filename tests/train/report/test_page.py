@@ -17,6 +17,7 @@ from meshwright.plan.cuda_memory import predict_cuda_memory
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import library_bytes, predict_memory, predict_process_memory
 from meshwright.plan.time.step_time import predict_step
+from meshwright.train.report import figures
 from meshwright.train.report.figures import MAX_POINTS, PALETTE, Line, chart, downsample
 from meshwright.train.report.page import report
 from meshwright.train.report.run_data import read_run
@@ -25,6 +26,17 @@ from tests.train.report.folders import write_folder
 
 VOID = {"meta", "link", "img"}
 PIPELINE = ["llama-tiny", "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatches=4", "train.lr=0.001"]
+
+
+@pytest.fixture
+def drawn():
+    """For tests of figures: the others' aren't drawn, which would take most of their time."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(figures, "figure_as_svg", lambda draw: "<svg><defs></defs></svg>")
 
 
 class Reader(HTMLParser):
@@ -70,7 +82,7 @@ def svg_of(image):
     return base64.b64decode(data).decode() if "svg" in kind else ""
 
 
-def test_a_run_is_told_from_its_outcome_to_its_configuration(tmp_path):
+def test_a_run_is_told_from_its_outcome_to_its_configuration(tmp_path, drawn):
     found = read(write_folder(tmp_path / "run", PIPELINE))
     for words in (
         "llama-tiny", "complete", "40 of 40", "2.2000 bits/byte", "29.2 MB of text", "pp 2 × dp_shard 2, 4 ranks",
@@ -157,7 +169,7 @@ def test_runs_are_compared_by_what_differs(tmp_path):
     assert {value[1:] for _, name, value in found.attributes if name == "href" and value != "data:,"} <= set(ids)
 
 
-def test_runs_of_one_configuration_and_losses_in_several_units(tmp_path):
+def test_runs_of_one_configuration_and_losses_in_several_units(tmp_path, drawn):
     one, other = (write_folder(tmp_path / name, ["llama-tiny"]) for name in ("one", "other"))
     assert "None: the runs have the same configuration." in read(one, other).text
     image = write_folder(tmp_path / "image", ["dit-digits"])
@@ -184,14 +196,14 @@ def test_a_long_run_is_drawn_with_few_points(tmp_path):
     assert "Each point is a mean over 2 steps." in found.text
 
 
-def test_a_chart_names_itself_and_its_curves():
+def test_a_chart_names_itself_and_its_curves(drawn):
     image = chart([Line("a < b", [(1, 1.0), (2, 3.0)]), Line("empty", [])], title="Loss", y="bits/byte")
     assert image.alt == "Loss: a < b ends at 3" and "bits/byte" in svg_of(image)
     assert chart([Line("none", [])], title="Loss", y="y") is None
     assert "<use " in svg_of(chart([Line("one", [(5, 1.0)])], title="t", y="y")), "a point has a marker"
 
 
-def test_the_colors_of_figures_follow_the_scheme_and_can_be_told_from_the_page():
+def test_the_colors_of_figures_follow_the_scheme_and_can_be_told_from_the_page(drawn):
     """WCAG 2.2: a contrast of 4.5 for text, and of 3 for what else is to be seen."""
     svg = svg_of(chart([Line(str(i), [(1, 1.0), (2, i)]) for i in range(7)], title="t", y="y"))
     assert "prefers-color-scheme:dark" in svg
