@@ -14,7 +14,7 @@ from meshwright.models.contract.operators import OperatorKind, Rerun
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.run_plan import PlannedOperator
-from tests.helpers import quick_and_slow
+from tests.helpers import covering_pairs, quick_and_slow
 from tests.models.real_costs import Passes, count_flops, measure
 from tests.plan.costs import CostModel, PartCosts, costs_of_stage, costs_of_step
 from tests.plan.micro_batches import MicroBatch, wrong
@@ -69,18 +69,10 @@ QUICK = [
     (DELAYED, "full", BF16),
     (CHUNKS, "none", BF16),
 ]
-SLOW = [
-    (words, policy, dtype)
-    for words in CASES
-    for policy in RecomputePolicy
-    for dtype in ("float32", BF16)
-    if (words, policy, dtype) not in QUICK
-]
+PAIRS = covering_pairs(product(CASES, RecomputePolicy, ("float32", BF16)), first=QUICK)
 
 
-@pytest.mark.parametrize(
-    ("words", "policy", "dtype"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("words", "policy", "dtype"), quick_and_slow(PAIRS, QUICK))
 def test_kernels_and_their_bytes(corpus, words, policy, dtype):
     batch = MicroBatch(data_of(words, corpus), RecomputePolicy(policy), dtype=dtype)
     for costs, passes in (

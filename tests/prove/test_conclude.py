@@ -24,8 +24,7 @@ def randn(draw, *shape):
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("axes", AXES, ids=str)
-@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(("axes", "micro"), zip(AXES, [1, 3] * (len(AXES) // 2), strict=True), ids=str)
 def test_a_faultless_layout_passes(axes, micro):
     result = Case(axes, micro).proof()
     assert result.passed and all(one.gradient.replicas_equal for one in result.parameters)

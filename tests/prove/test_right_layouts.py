@@ -165,7 +165,7 @@ LLAMA |= {
     "frozen, all but the tied embedding": f"{ZB_V} {TIED} train.freeze=['blocks.*','norm.weight']",
 }
 QUICK = {
-    "llama": ("recomputed", "an empty stage", "empty stages within a rank", "exact, two nodes", "heads, window", "muon",
+    "llama": ("recomputed", "empty stages within a rank", "exact, two nodes", "heads, window", "muon",
               "dropout, tp, recomputed"),
     "experts": ("sigmoid, groups, recomputed", "ep over cp"),
     "dit": ("videos on pp 4", "frozen: chunks, one embedder"),
