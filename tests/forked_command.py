@@ -1,8 +1,7 @@
 """The command in a process forked from the server of gangs, which has imported torch: it starts seconds sooner.
 
 For tests of what a run computes, prints or leaves. How the command itself starts, imports and is killed needs a process
-of its own: `tests.helpers.meshwright`. Ranks are forked from the command, which is what the server is elsewhere. Figures
-of its reports, which take as long as a short run, are not drawn: `tests/train/report` draws them.
+of its own: `tests.helpers.meshwright`. Ranks are forked from the command, which is what the server is elsewhere.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ def _run(arguments: Sequence[str], environment: dict[str, str], cwd: Path, outpu
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = list(arguments)
     fork = multiprocessing.get_context("fork")
-    with (
-        mock.patch.object(multiprocessing, "get_context", lambda method: fork),
-        mock.patch("meshwright.train.report.figures.figure_as_svg", lambda draw: "<svg><defs></defs></svg>"),
-    ):
+    with mock.patch.object(multiprocessing, "get_context", lambda method: fork):
         from meshwright.cli.main import main
 
         main()
