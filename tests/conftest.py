@@ -69,7 +69,7 @@ PRELOADED = (
     "torch._dynamo.backends.common", "torch._inductor.debug",
     "meshwright.models.dit.task", "meshwright.models.dit.module", "meshwright.models.decoder.module",
     "meshwright.models.tasks.next_token", "meshwright.reshard.dtensor.redistribute",
-    "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop", "tests.quiet",
+    "meshwright.dtensor_ops.fallback", "meshwright.train.training_loop", "tests.quiet", "tests.undrawn",
 )  # fmt: skip
 FOR_HF = ("meshwright.models.hf.preload", "transformers.models.llama.modeling_llama")
 

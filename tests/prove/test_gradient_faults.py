@@ -7,7 +7,19 @@ import torch
 
 from meshwright.mesh.axes import Axes
 from meshwright.prove.result import FaultKind as K
-from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, SHAPES, Case, Fault, box, by_layout, cut, hold, scale
+from tests.prove.synthetic import (
+    EVERY,
+    MATRIX,
+    REPLICATED_OVER_TP,
+    SHAPES,
+    Case,
+    Fault,
+    box,
+    by_layout,
+    cut,
+    hold,
+    scale,
+)
 
 SHARD2, HSDP, FSDP, TP4 = Axes(dp_shard=2), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=4), Axes(tp=4)
 FSDP_TP, ODD, ALL = Axes(dp_shard=2, tp=2), Axes(dp_shard=3, tp=2), Axes(dp_replicate=2, dp_shard=2, tp=2)

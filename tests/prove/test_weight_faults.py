@@ -130,7 +130,9 @@ OPTIMIZERS = {"adamw": TRAIN, "sgd": train("train.optimizer=sgd", "train.lr=0.01
 FOUND = [(optimizer, one) for optimizer, settings in OPTIMIZERS.items() for one in hypotheses(settings, {1}, {})]
 FIRST = {one.what: optimizer for optimizer, one in reversed(FOUND)}
 KNOWN = [
-    pytest.param(optimizer, one, id=f"{optimizer}: {one.what}", marks=[pytest.mark.slow] * (FIRST[one.what] != optimizer))
+    pytest.param(
+        optimizer, one, id=f"{optimizer}: {one.what}", marks=[pytest.mark.slow] * (FIRST[one.what] != optimizer)
+    )
     for optimizer, one in FOUND
 ]
 """Each fault of each optimizer; slow where another one has it too."""

@@ -32,6 +32,12 @@ def words(tmp_path_factory):
             "train.validate_every=0", "checkpoint.every=1", "train.warmup_steps=0"]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """No run here draws its loss, which takes longer than its steps."""
+    monkeypatch.setattr("meshwright.train.record.metrics.plot_loss", lambda *given, **named: None)
+
+
 @pytest.fixture
 def run(words, monkeypatch):
     """Runs in this process; of the steps in `spoilt` the loss is NaN, of those in `stop` a stop is asked for."""

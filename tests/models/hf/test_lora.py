@@ -34,7 +34,9 @@ from tests.models.hf.faults import proof_of
 from tests.models.hf.runs import hf_config, run
 from tests.models.hf.tiny_models import build_tiny, logits_of, random_tokens
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")  # imported by few workers, late
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("peft") is None, reason="needs peft"
+)  # imported by few workers, late
 
 RANK = "lora.rank=4"
 

@@ -30,11 +30,12 @@ PIPELINE = ["llama-tiny", "mesh.pp=2", "mesh.dp_shard=2", "train.num_microbatche
 
 @pytest.fixture
 def drawn():
-    """For tests of figures: the others' aren't drawn, which would take most of their time."""
+    """For tests of figures."""
 
 
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
+    """Figures of other tests aren't drawn, which would take most of their time."""
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(figures, "figure_as_svg", lambda draw: "<svg><defs></defs></svg>")
 
