@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
-from meshwright.models.contract.operators import Kernels, Operator, OperatorKind
+from meshwright.models.contract.operators import Kernels, Operator, OperatorKind, Rerun
 from meshwright.plan.run_plan import (
     BYTES,
     AttentionLayer,
@@ -85,6 +85,16 @@ class OperatorMaker:
             weights=int(is_trained or one.second_gradient),
             inputs=int(one.input_gradient),
         )
+
+    def kept_bytes(
+        self, operators: Sequence[Operator], on_rank: Sequence[PlannedOperator], *, compiled: bool
+    ) -> int:
+        """Return the bytes per sample of the results that selective recomputation keeps (`nn/kept_results.py`): all
+        that products return but, in a compiled block, what no backward reads, and those of attention."""
+        products = (
+            one.rows * one.columns * BYTES[one.rate] for one in on_rank if not (compiled and one.rerun is Rerun.NEVER)
+        )
+        return sum(products) + round(self._tokens * sum(self._num_bytes(one.kept, BYTES[self._dtype]) for one in operators))
 
     @property
     def _wide(self) -> str:

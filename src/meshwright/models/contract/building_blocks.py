@@ -57,7 +57,7 @@ def attention_core(name: str, *, flops: float, queries: int, keys: int, num_head
     backward = Kernels(moved=DIVIDED.narrow(4.0 * queries + 4.0 * keys) + lse)
     return Operator(
         name, OperatorKind.ATTENTION, attention_flops=flops, forward=forward, backward=backward, rerun=Rerun.FULL,
-        fused_forward=forward, fused_backward=backward,
+        fused_forward=forward, fused_backward=backward, kept=DIVIDED.narrow(queries) + lse,
     )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ CONVOLUTION, GRADIENTS = "convolution", ("input_gradient", "second_gradient")
 PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", CONVOLUTION, "convolution_backward", "mv", "addmv"}
 )
+CHOICE = "topk"
+"""Operator whose results selective recomputation keeps."""
 ATTENTION = "_scaled_dot_product"
 """Beginning of the names of fused attention."""
 CAST = {torch.bfloat16, torch.float32}
@@ -344,7 +346,8 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not kernel.is_product:
                 forward = Kernels(moved=kernel.moved)
                 backward = Kernels(moved=_total(x.moved for x in attention))
-                one = replace(one, forward=forward, backward=backward, fused_forward=forward, fused_backward=backward)
+                one = replace(one, forward=forward, backward=backward, fused_forward=forward, fused_backward=backward,
+                              kept=_total(kernel.written.values()))  # fmt: skip
                 attention = []
             yield one
         if any(one.by_memory for one in last):
@@ -360,6 +363,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             fused_forward=self._fused(forward),
             fused_backward=self._fused(backward),
             rerun=rerun,
+            kept=_total(size for one in forward if one.name == CHOICE for size in one.written.values()),
         )
 
     def _fused(self, kernels: Sequence[_Kernel]) -> Kernels:
