@@ -79,6 +79,7 @@ class KindMaker:
             dtype=self._dtype,
             tokens=self._tokens,
             stream=1 / self._tp_size if self._shards_stream else 1.0,
+            drops=facts.has_dropout and config.train.dropout > 0,
         )
         self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
@@ -119,7 +120,7 @@ class KindMaker:
             compiled = self._config.train.compile and layer is not None
             changes = self._changes(facts, made, compiled)
             attention = self._attention(facts, policy)
-            operators = self._operators.of_kind(facts, used, experts, attention)
+            operators = self._operators.of_kind(facts, used, experts, attention, compiled=compiled)
             self._kinds[identity] = LayerSpec(
                 name=f"{facts.name}.{taken + 1}" if taken else facts.name,
                 described=facts.name,

@@ -35,10 +35,13 @@ WIDE = 4
 class OperatorMaker:
     """Factory of a plan's operators."""
 
-    def __init__(self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float) -> None:
-        """`tokens` are those of a sample on a rank, and `stream` is the part of the stream's tokens that it holds."""
+    def __init__(
+        self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float, drops: bool
+    ) -> None:
+        """`tokens` are those of a sample on a rank, `stream` is the part of the stream's tokens that it holds, and
+        `drops` says whether blocks have dropout."""
         self._facts, self._mesh, self._dtype, self._tokens, self._stream = facts, mesh, dtype, tokens, stream
-        self._tp = mesh.size(*mesh.view("tp"))
+        self._tp, self._drops = mesh.size(*mesh.view("tp")), drops
 
     def of_kind(
         self,
@@ -46,9 +49,15 @@ class OperatorMaker:
         parameters: Sequence[Parameter],
         experts: ExpertLayer | None,
         attention: AttentionLayer | None,
+        *,
+        compiled: bool,
     ) -> tuple[PlannedOperator, ...]:
         """Return the operators of a kind, given its parameters, experts and attention on a rank."""
-        return tuple(self._operator(one, parameters, experts, attention) for one in facts.operators)
+        operators = facts.operators
+        if self._drops and operators and operators[-1].dropped is not None:
+            operators = tuple(one.dropped or one for one in operators)
+            operators = operators if compiled else _run_to_the_end(operators)
+        return tuple(self._operator(one, parameters, experts, attention) for one in operators)
 
     def _operator(
         self,
@@ -142,6 +151,17 @@ class OperatorMaker:
 
     def _num_bytes(self, moved: Saved, element_bytes: int) -> float:
         return moved.num_bytes(element_bytes=element_bytes, tp=self._tp, stream=self._stream)
+
+
+def _run_to_the_end(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return a block's operators whose last one saves something, so that a recomputed forward runs to its end."""
+    found = list(operators)
+    for at in reversed(range(len(found))):
+        if found[at].rerun is not Rerun.NEVER:
+            break
+        again = Rerun.ALWAYS if found[at].kind is OperatorKind.MEMORY else Rerun.FULL
+        found[at] = replace(found[at], rerun=again)
+    return tuple(found)
 
 
 def _weight_of(one: Operator, parameters: Sequence[Parameter]) -> Parameter | None:

@@ -83,6 +83,8 @@ class Operator:
     """Whether the backward computes the gradient of a second operand that isn't a parameter."""
     kept: Saved = Saved()
     """Results besides a product's that selective recomputation keeps (`nn/kept_results.py`), such as attention's."""
+    dropped: Operator | None = None
+    """The operator in its place under `train.dropout`."""
     groups: int = 1
     """Matrices that divide the rows of a grouped product, if the kind doesn't describe its experts."""
     wide: bool = False
