@@ -1,4 +1,4 @@
-"""Operators of a foreign model, from a forward and a backward of one sample on the meta device.
+"""Operators of a foreign model, from a forward and a backward of two samples on the meta device.
 
 A dispatch mode sees the kernels of both passes: each matrix product becomes an operator, named after its parameter;
 attention another; and all else of a layer is kernels bound by memory. Hooks on the stream between layers tell whose
@@ -40,6 +40,8 @@ CONVOLUTION, GRADIENTS = "convolution", ("input_gradient", "second_gradient")
 PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", CONVOLUTION, "convolution_backward", "mv", "addmv"}
 )
+SAMPLES = 2
+"""Samples of the trace: what a single one shares among heads by its strides is copied for several."""
 CHOICE = "topk"
 """Operator whose results selective recomputation keeps."""
 ATTENTION = "_scaled_dot_product"
@@ -135,12 +137,12 @@ def trace_operators(
     Args:
         model: the model.
         layers: its decoder layers.
-        seq_len: tokens of the sample.
+        seq_len: tokens of a sample.
         origin: how the model is called.
         stream: position or name of the stream among a layer's arguments.
     """
-    trace = _Trace(model, seq_len)
-    ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device)
+    trace = _Trace(model, SAMPLES * seq_len)
+    ids = torch.zeros((SAMPLES, seq_len), dtype=torch.long, device=next(model.parameters()).device)
     handles = [
         layer.register_forward_pre_hook(trace.enter(index, stream), with_kwargs=True)
         for index, layer in enumerate(layers)
@@ -166,10 +168,10 @@ def trace_operators(
 class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that records kernels by place."""
 
-    def __init__(self, model: nn.Module, seq_len: int) -> None:
+    def __init__(self, model: nn.Module, tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_backward = False
-        self._seq_len, self._number = seq_len, 0
+        self._tokens, self._number = tokens, 0
         self._place: Place = BEFORE
         self._places: defaultdict[Place, _Place] = defaultdict(_Place)
         self._last_read: dict[int, int] = {}
@@ -247,7 +249,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_read |= dict.fromkeys(read, self._number)
         self._number += 1
         if name == TABLE_GRADIENT:
-            kernel.once, kernel.written = _total(written.values(), self._seq_len), {}
+            kernel.once, kernel.written = _total(written.values(), self._tokens), {}
         kernel.is_cast = name == "_to_copy" and {one.dtype for one in (*inputs, *outputs)} == CAST
         if kernel.is_product:
             first, second = _operands(name, args)
@@ -264,7 +266,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = Sizes()
         for x in tensors:
             number = math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
-            each = number / self._seq_len
+            each = number / self._tokens
             if not x.is_floating_point():
                 size = Saved(fixed_bytes=each * x.element_size())
             else:
@@ -288,13 +290,19 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             columns = second.shape[-1] if second.dim() > 1 else 1
         groups = second.shape[0] if name == "_grouped_mm" and second.dim() == 3 else 1
         parameter = names[1]
+        # A weight is read once per micro-batch, the second of two activations for each sample.
+        each = Kernels(moved=_total(self._sizes([second]).values())) if parameter is None else Kernels()
         return Operator(
             ACTIVATIONS if parameter is None else parameter,
             OperatorKind.PRODUCT if groups == 1 else OperatorKind.GROUPED,
-            rows / self._seq_len,
+            rows / self._tokens,
             inner,
             columns,
             groups=groups,
+            forward=each,
+            backward=each,
+            fused_forward=each,
+            fused_backward=each,
             input_gradient=first.requires_grad,
             second_gradient=parameter is None and second.requires_grad,
             wide=not _is_narrow(first),
@@ -307,7 +315,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_causal = queries == keys and next((one for one in args[3:] if one is True), False)
         pairs = queries * (queries + 1) // 2 if is_causal else queries * keys
         flops = 2 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
-        return Operator("attention", OperatorKind.ATTENTION, attention_flops=flops / self._seq_len)
+        return Operator("attention", OperatorKind.ATTENTION, attention_flops=flops / self._tokens)
 
     def operators(self, results: set[int]) -> dict[Place, tuple[Operator, ...]]:
         """Return the operators of each place, given the storages of logits and gradients of parameters."""
