@@ -43,6 +43,7 @@ UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
 SCORES = ("model.score=sigmoid", "model.normalize=false", "model.z_loss=0.1", "model.top_k=3")
 DROPOUT = "train.dropout=0.1"
+VIDEO = ("dit-digits-video", "data.source=digits-video")
 QUICK = [(2, ("mesh.tp=2",)), (1, (*DIT, BF16))]
 SLOW = [
     (1, (BF16, "float8.recipe=current")),
@@ -52,7 +53,7 @@ SLOW = [
     (2, (BF16, "mesh.tp=2", "float8.recipe=current")),
     (1, (*MOE, BF16, "float8.recipe=current", "model.num_shared_experts=1", *SCORES)),
     (2, (*DIT, "mesh.tp=2", DROPOUT)),
-    (1, ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.num_heads=2")),
+    (1, (*VIDEO, "model.dim=64", "model.num_heads=2")),
     (2, (*MOE, "mesh.tp=2", WHOLE, "model.num_shared_experts=1")),
     (2, (*MOE, "mesh.dp_shard=2", "mesh.ep=2", *CAPACITY, BF16, "model.num_shared_experts=1")),
     (2, ("mesh.cp=2", "mesh.cp_method=ring", DROPOUT)),
@@ -132,7 +133,7 @@ def test_compiled_blocks_save_what_is_predicted(corpus, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("model.num_kv_heads=1",), DIT, ("dit-digits-video", "data.source=digits-video")])
+@pytest.mark.parametrize("words", [(), ("model.num_kv_heads=1",), DIT, VIDEO])
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_compiled_blocks_save_what_a_policy_keeps(corpus, words, policy):
     words = (*words, "train.global_batch=4", "train.compile=true", f"recompute.policy={policy}",

@@ -94,9 +94,7 @@ def _settled(storages: _NewStorages) -> int:
     return found
 
 
-def inputs_of_last_block(
-    module: nn.Module, *inputs: Any, blocks: str = "blocks"
-) -> tuple[Any, tuple[Any, ...]]:
+def inputs_of_last_block(module: nn.Module, *inputs: Any, blocks: str = "blocks") -> tuple[Any, tuple[Any, ...]]:
     """Return the last of a stage's `blocks`, and what a forward of the stage passes to it by position."""
     *_, block = module.get_submodule(blocks).children()
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []

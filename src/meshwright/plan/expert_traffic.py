@@ -94,8 +94,8 @@ def describe_rows(plan: RunPlan, rank: int) -> str:
 
 @lru_cache(maxsize=64)
 def predicted_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLoad:
-    """Return the load of each rank, expected for sets of k random experts unless it is given; exact with uniform routing, and under a
-    capacity, where every slot counts."""
+    """Return the load of each rank, unless it is given that expected for sets of k random experts; exact with uniform
+    routing, and under a capacity, where every slot counts."""
     if isinstance(layer, LoadedExperts):
         return layer.load
     if layer.capacity is not None:

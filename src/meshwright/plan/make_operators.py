@@ -35,9 +35,7 @@ WIDE = 4
 class OperatorMaker:
     """Factory of a plan's operators."""
 
-    def __init__(
-        self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float, drops: bool
-    ) -> None:
+    def __init__(self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float, drops: bool) -> None:
         """`tokens` are those of a sample on a rank, `stream` is the part of the stream's tokens that it holds, and
         `drops` says whether blocks have dropout."""
         self._facts, self._mesh, self._dtype, self._tokens, self._stream = facts, mesh, dtype, tokens, stream
@@ -95,15 +93,14 @@ class OperatorMaker:
             inputs=int(one.input_gradient),
         )
 
-    def kept_bytes(
-        self, operators: Sequence[Operator], on_rank: Sequence[PlannedOperator], *, compiled: bool
-    ) -> int:
+    def kept_bytes(self, operators: Sequence[Operator], on_rank: Sequence[PlannedOperator], *, compiled: bool) -> int:
         """Return the bytes per sample of the results that selective recomputation keeps (`nn/kept_results.py`): all
         that products return but, in a compiled block, what no backward reads, and those of attention."""
         products = (
             one.rows * one.columns * BYTES[one.rate] for one in on_rank if not (compiled and one.rerun is Rerun.NEVER)
         )
-        return sum(products) + round(self._tokens * sum(self._num_bytes(one.kept, BYTES[self._dtype]) for one in operators))
+        others = sum((one.kept for one in operators), Saved())
+        return sum(products) + round(self._tokens * self._num_bytes(others, BYTES[self._dtype]))
 
     @property
     def _wide(self) -> str:

@@ -117,7 +117,8 @@ def test_without_ep_or_where_the_load_is_known_nothing_changes(words):
 
 def pairs(mask, lengths):
     """Pairs of documents that see each other, one by one."""
-    return sum(stop - start for length in lengths for query in range(length) for start, stop in [mask.visible(query, length)])
+    seen = (mask.visible(query, length) for length in lengths for query in range(length))
+    return sum(stop - start for start, stop in seen)
 
 
 @pytest.mark.parametrize(("documents", "lengths"), [((128,), (128,)), ((48,), (48, 48, 32)), ((100, 20), (100, 20, 8))])

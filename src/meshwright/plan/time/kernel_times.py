@@ -133,9 +133,7 @@ class KernelTimes:
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
         )
 
-    def _attention(
-        self, one: PlannedOperator, samples: int, documents: Documents, compiled: bool
-    ) -> tuple[Work, Work]:
+    def _attention(self, one: PlannedOperator, samples: int, documents: Documents, compiled: bool) -> tuple[Work, Work]:
         curve = _curve(self._performance.attention, one.rate, "attention")
         whole, half = float(one.attention_flops * samples), curve.half_length
         flops = whole * sum(documents.values())

@@ -25,29 +25,30 @@ class Load:
     documents: tuple[int, ...] = ()
     """Lengths of documents, which are repeated until a sample is full."""
 
-    def shares(self, experts: ExpertLayer, layer: int | None) -> tuple[float, ...]:
+    def shares(self, layer: ExpertLayer, number: int | None) -> tuple[float, ...]:
         """Return the probability that a token chooses each expert of a layer; empty if all are alike."""
         if self.exponent is not None:
-            return shares_of([number**-self.exponent for number in range(1, experts.num_experts + 1)], experts.top_k)
-        counts = self.counts.get(layer, ())
-        if self.counts and len(counts) != experts.num_experts:
-            what = f"{experts.num_experts} experts in layer {layer}, of which the run counted {len(counts)}"
+            return shares_of([expert**-self.exponent for expert in range(1, layer.num_experts + 1)], layer.top_k)
+        counts = self.counts.get(number, ())
+        if self.counts and len(counts) != layer.num_experts:
+            what = f"{layer.num_experts} experts in layer {number}, of which the run counted {len(counts)}"
             rule, fix = "a run's load is for plans with the same layers and experts", "--experts zipf"
             raise InputError(what, where="command line, --experts", rule=rule, fix=fix)
-        return shares_of(counts, experts.top_k) if any(counts) else ()
+        return shares_of(counts, layer.top_k) if any(counts) else ()
 
 
 def loaded(plan: RunPlan, load: Load) -> RunPlan:
-    """Return a plan under a load, for its time: with the documents in its masks, and with as many tokens for all ranks'
-    experts as the busiest rank gets, for which the others wait."""
-    return replace(plan, kinds=tuple(_with_documents(plan, _with_experts(plan, kind, load), load) for kind in plan.kinds))
+    """Return a plan under a load, for its time: its masks have documents, and the experts of all ranks get as many
+    tokens as those of the busiest rank, for which the others wait."""
+    kinds = (_with_documents(plan, kind, load) for kind in plan.kinds)
+    return replace(plan, kinds=tuple(_with_experts(plan, kind, load) for kind in kinds))
 
 
 def describe_load(plan: RunPlan) -> Iterator[str]:
-    """Yield what a loaded plan's time assumes."""
-    layers = [kind.experts for kind in plan.kinds if isinstance(kind.experts, LoadedExperts)]
-    if layers:
-        yield f"busiest experts' rank {max(one.busiest for one in layers):.2f} × the mean of its tokens"
+    """Yield what the time of a plan, under a load or not, assumes."""
+    busiest = [kind.experts.busiest for kind in plan.kinds if isinstance(kind.experts, LoadedExperts)]
+    if busiest:
+        yield f"the busiest rank's experts get {max(busiest):.2f} × the mean of tokens"
     if plan.batch.packed and not any(kind.attention and kind.attention.mask.documents for kind in plan.kinds):
         yield "at most: attention as if each sample were one document"
 
@@ -68,31 +69,32 @@ def _with_experts(plan: RunPlan, kind: LayerSpec, load: Load) -> LayerSpec:
     layer = kind.experts
     if layer is None or not layer.axes or layer.uniform or layer.capacity is not None:
         return kind
-    numbers = [number for stage in plan.stages for held, number in plan.held(stage) if held is kind]
-    shares = [load.shares(layer, number) for number in numbers]
+    held = (one for stage in plan.stages for one in plan.held(stage))
+    shares = [load.shares(layer, number) for one, number in held if one.name == kind.name]
     if not shares or not all(shares):
         return kind
     size, tokens = plan.mesh.size(*layer.axes), plan.rank_tokens
     loads = {one: counted_load(one, top_k=layer.top_k, num_tokens=tokens, num_ranks=size) for one in set(shares)}
-    found = [loads[one] for one in shares]
-    rows, choices = fmean(max(one.tokens) for one in found), fmean(max(one.choices) for one in found)
+    rows, choices = (fmean(max(getattr(loads[one], of)) for one in shares) for of in ("tokens", "choices"))
     busiest = choices * size / (tokens * layer.top_k)
     experts = LoadedExperts(**vars(layer), load=RankLoad((rows,) * size, (choices,) * size), busiest=busiest)
-    return replace(kind, experts=experts, operators=tuple(_loaded(one, experts) for one in kind.operators))
+    return replace(kind, experts=experts, operators=tuple(_of_busiest(one, experts) for one in kind.operators))
 
 
-def _loaded(one: PlannedOperator, layer: LoadedExperts) -> PlannedOperator:
-    """Return an operator with the rows and bytes of the busiest experts. How a rank's rows are divided among its
-    experts costs nothing: a product's time is linear in its rows."""
+def _of_busiest(one: PlannedOperator, layer: LoadedExperts) -> PlannedOperator:
+    """Return an operator with the rows and bytes of the busiest rank. How its rows are divided among its experts costs
+    nothing: a product's time is linear in its rows."""
     if one.kind is not OperatorKind.GROUPED and one.name != layer.experts:
         return one
 
     def more(kernels: PlannedKernels) -> PlannedKernels:
         return replace(kernels, num_bytes=round(layer.busiest * kernels.num_bytes))
 
-    names = ("forward", "backward", "fused_forward", "fused_backward")
-    kernels = {name: more(found) for name in names if (found := getattr(one, name)) is not None}
-    return replace(one, rows=round(layer.busiest * one.rows), **kernels)
+    return replace(
+        one, rows=round(layer.busiest * one.rows), forward=more(one.forward), backward=more(one.backward),
+        fused_forward=one.fused_forward and more(one.fused_forward),
+        fused_backward=one.fused_backward and more(one.fused_backward),
+    )  # fmt: skip
 
 
 def _with_documents(plan: RunPlan, kind: LayerSpec, load: Load) -> LayerSpec:
