@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -26,7 +26,7 @@ from meshwright.models.contract.operators import Kernels, Operator, OperatorKind
 from meshwright.models.contract.saved import Saved
 from meshwright.models.foreign import private
 from meshwright.models.foreign.origin import ForeignModel
-from meshwright.models.foreign.probe import AFTER, BEFORE, FusedAttention, Place
+from meshwright.models.foreign.probe import AFTER, BEFORE, TO_HEAD, FusedAttention, Place
 
 ACTIVATIONS = "product"
 """Name of a product of two activations."""
@@ -129,10 +129,24 @@ class _Place:
     """Kernels of the forward that a recomputed one runs again."""
 
 
-def trace_operators(
-    model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel, stream: int | str
-) -> dict[Place, Traced]:
-    """Return the operators of a model by place, per token of a sample.
+@dataclass(frozen=True)
+class TracedModel:
+    """What a model computes and saves, per token of a sample."""
+
+    places: Mapping[Place, Traced]
+    saved: Mapping[Place, Saved]
+    """Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever that is. A
+    tensor that several layers save, such as a mask, is counted once, where it is saved first."""
+    final: frozenset[str]
+    """Those of the modules asked for after which their layer saves nothing: recomputation ends before the reduction of
+    their output."""
+
+
+def trace_model(
+    model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel, stream: int | str, head: str,
+    modules: Iterable[str] = (),
+) -> TracedModel:  # fmt: skip
+    """Run a model of bfloat16, or of float32, and return what it computes and saves.
 
     Args:
         model: the model.
@@ -140,6 +154,8 @@ def trace_operators(
         seq_len: tokens of a sample.
         origin: how the model is called.
         stream: position or name of the stream among a layer's arguments.
+        head: path of the output head.
+        modules: paths of modules inside layers.
     """
     trace = _Trace(model, SAMPLES * seq_len)
     ids = torch.zeros((SAMPLES, seq_len), dtype=torch.long, device=next(model.parameters()).device)
@@ -148,6 +164,8 @@ def trace_operators(
         for index, layer in enumerate(layers)
     ]
     handles.append(layers[-1].register_forward_hook(trace.end(len(layers) - 1)))
+    handles += [model.get_submodule(path).register_forward_hook(trace.note(path)) for path in modules]
+    handles.append(model.get_submodule(head).register_forward_hook(trace.leave_head))
     try:
         with FusedAttention(), trace, saved_tensors_hooks(trace.pack, lambda tensor: tensor):
             logits = origin.call(model, ids)
@@ -159,10 +177,11 @@ def trace_operators(
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return {
+    places = {
         place: Traced(sum(one.flops for one in operators), operators if runs_backward else ())
         for place, operators in found.items()
     }
+    return TracedModel(places, trace.saved, frozenset(trace.final))
 
 
 class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -180,13 +199,16 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         autograd copies a gradient that something else holds."""
         self._names = {private.storage_id(p): name for name, p in reversed([*model.named_parameters()])}
         """Names of parameters, and of what is made of them alone, by storage."""
+        self.saved, self.final = defaultdict[Place, Saved](Saved), set[str]()
+        self._seen = {private.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._num_saved, self._saved_before = 0, dict[str, int]()
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def enter(self, index: int, stream: int | str) -> Callable[..., None]:
         """Return a hook for a layer's inputs."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._place = index
+            self._leave(index)
             x = args[stream] if isinstance(stream, int) else kwargs[stream]
             self._move_once(x, index - 1 if index else BEFORE)
 
@@ -196,10 +218,23 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a hook for the last layer's output."""
 
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            self._place = AFTER
+            self._leave(AFTER)
             self._move_once(out if isinstance(out, Tensor) else out[0], last)
 
         return hook
+
+    def note(self, path: str) -> Callable[..., None]:
+        """Return a hook for the output of a module that may be final."""
+        return lambda *_: self._saved_before.update({path: self._num_saved})
+
+    def leave_head(self, *_: Any) -> None:
+        """Tell what was saved before the head has ended from what comes after it."""
+        self.saved[TO_HEAD] = self.saved.pop(AFTER, Saved())
+
+    def _leave(self, place: Place) -> None:
+        self.final |= {path for path, number in self._saved_before.items() if number == self._num_saved}
+        self._saved_before.clear()
+        self._place = place
 
     def _move_once(self, x: Tensor, place: Place) -> None:
         """Let kernels of the backward belong to a place from when a tensor's gradient is known."""
@@ -211,9 +246,15 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             x.register_hook(move)  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Note that a recomputed forward runs until here."""
+        """Note that a recomputed forward runs until here, and what is saved."""
         found = self._places[self._place]
         found.num_rerun = len(found.forward)
+        self._num_saved += 1
+        if private.storage_id(tensor) not in self._seen:
+            self._seen.add(private.storage_id(tensor))
+            self._kept.append(tensor.untyped_storage())
+            elements = tensor.untyped_storage().nbytes() / tensor.element_size() / self._tokens
+            self.saved[self._place] += _as_saved(tensor, elements)
         return tensor
 
     def run_backward(self, logits: Tensor) -> bool:
@@ -266,11 +307,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = Sizes()
         for x in tensors:
             number = math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
-            each = number / self._tokens
-            if not x.is_floating_point():
-                size = Saved(fixed_bytes=each * x.element_size())
-            else:
-                size = Saved(full=each) if _is_narrow(x) else Saved(wide_full=each)
+            size = _as_saved(x, number / self._tokens)
             found[private.storage_id(x)] = max(found.get(private.storage_id(x), size), size, key=_order)
         return found
 
@@ -389,6 +426,12 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Kernels(
             len(found), _total(one.moved for one in found), moved_once=_total(one.moved_once for one in found)
         )
+
+
+def _as_saved(x: Tensor, elements: float) -> Saved:
+    if not x.is_floating_point():
+        return Saved(fixed_bytes=elements * x.element_size())
+    return Saved(full=elements) if _is_narrow(x) else Saved(wide_full=elements)
 
 
 def _take(pool: Counter[int], size: int) -> bool:
