@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from meshwright.plan.run_plan import RunPlan
 
 STDOUT = Path("-")
-Under = Callable[["RunPlan"], "RunPlan"]
-"""Function that puts a plan under a load."""
 PLAN_HELP = "A preset, a TOML file or a plan file (default: llama-tiny), then section.key=value …"
 JSON_OPTION, OUT_OPTION = "command line, --json", "command line, -o"
 
@@ -78,11 +75,9 @@ def plan(
         from meshwright.figure import check_figure
 
         check_figure(figure)
-    under: Under = _as_it_is
-    if experts or documents:
-        from meshwright.cli.plan_load import under_load
-
-        under = under_load(experts, documents, is_timed=devices is None and (cluster is not None or run is not None))
+    if (experts or documents) and (cluster is None or devices or run):
+        what, rule = "a load without the time of a plan", "--experts and --documents change the time of a step"
+        raise InputError(what, where="command line", rule=rule, fix="beside them --cluster H100 alone")
     if devices is not None:
         from meshwright.cli.plan_search import search_page
 
@@ -96,19 +91,15 @@ def plan(
 
         chosen = find_cluster(cluster)
     if run is not None:
-        _show_against(run, words, chosen, under)
+        _show_against(run, words, chosen)
         return
-    _show_plan(words, chosen, under, json_path, out, diff, figure)
-
-
-def _as_it_is(plan: RunPlan) -> RunPlan:
-    return plan
+    _show_plan(words, chosen, (experts, documents), json_path, out, diff, figure)
 
 
 def _show_plan(
     words: list[str] | None,
     chosen: Cluster | None,
-    under: Under,
+    load: tuple[str, str],
     json_path: Path | None,
     out: Path | None,
     diff: str | None,
@@ -120,7 +111,11 @@ def _show_plan(
 
     name, made, config = _plan_of(words, cluster=chosen)
     verify(made, where=name)
-    timed = under(made)
+    timed = made
+    if any(load):
+        from meshwright.cli.plan_load import under_load
+
+        timed = under_load(made, *load)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
     # Write files first: closing a pager may end the command before the page is complete.
     if out is not None:
@@ -245,12 +240,12 @@ def _draw(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluster |
     draw_plan(name, made, path, cluster=cluster, captured=is_captured(config))
 
 
-def _show_against(run: str, words: list[str] | None, cluster: Cluster | None, under: Under) -> None:
+def _show_against(run: str, words: list[str] | None, cluster: Cluster | None) -> None:
     from meshwright.cli.plan_against import against
 
     folder = path_of("--against", run)
     assert folder is not None
-    for line in against(folder, _plan_of(words)[1] if words else None, cluster, under):
+    for line in against(folder, _plan_of(words)[1] if words else None, cluster):
         show(paint(line, "bold", sys.stdout) if line[0] != " " else line)
 
 

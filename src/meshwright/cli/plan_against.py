@@ -18,16 +18,13 @@ from meshwright.units import format_bytes, format_time
 WHERE = "command line, --against"
 
 
-def against(
-    folder: Path, plan: RunPlan | None, cluster: Cluster | None, under: Callable[[RunPlan], RunPlan]
-) -> Iterator[str]:
+def against(folder: Path, plan: RunPlan | None, cluster: Cluster | None) -> Iterator[str]:
     """Yield the lines of the page.
 
     Args:
         folder: the run.
         plan: plan whose prediction is judged; the run's own if None.
         cluster: cluster of the prediction; that of the run's device if None.
-        under: function that puts a plan under a load.
 
     Raises:
         InputError: it isn't a run folder, or the run has no measurement or no plan.
@@ -39,7 +36,7 @@ def against(
         what, fix = f"no preset has a {run.device}", "--cluster FILE, as meshwright calibrate writes it"
         raise InputError(what, where=WHERE, rule="times need a cluster", fix=fix)
     own, on_cpu = plan or run.plan, run.device == "cpu"
-    time = predict_step(under(own), cluster, captured=run.captured)
+    time = predict_step(own, cluster, captured=run.captured)
     yield f"{folder} · {run.device} · as predicted on {cluster.name}"
     if hashes(own).fingerprint != hashes(run.plan).fingerprint:
         yield "  the run had another plan"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshwright.errors import InputError
@@ -14,15 +13,12 @@ from meshwright.plan.time.load import Load, loaded
 from meshwright.train.report.run_data import read_run
 
 
-def under_load(experts: str, documents: str, *, is_timed: bool) -> Callable[[RunPlan], RunPlan]:
-    """Return the function that puts a plan under the load that the options state.
+def under_load(plan: RunPlan, experts: str, documents: str) -> RunPlan:
+    """Return a plan under the load that the options state.
 
     Raises:
-        InputError: no time is predicted, an option can't be parsed, or the run has no counts.
+        InputError: an option can't be parsed, or the run has no counts, or those of another model.
     """
-    if not is_timed:
-        what, rule = "a load without the time of a plan", "--experts and --documents change the time of a step"
-        raise InputError(what, where="command line", rule=rule, fix="--cluster H100 beside them, without --devices")
     if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", documents):
         what, rule = f"--documents {documents}", "takes lengths of documents, which are repeated to fill a sample"
         raise InputError(what, where="command line, --documents", rule=rule, fix="--documents 512,2048")
@@ -32,7 +28,7 @@ def under_load(experts: str, documents: str, *, is_timed: bool) -> Callable[[Run
         _counts(Path(experts)) if experts and not zipf else {},
         tuple(map(int, documents.split(","))) if documents else (),
     )
-    return partial(loaded, load=load)
+    return loaded(plan, load)
 
 
 def _counts(folder: Path) -> Mapping[int | None, Sequence[int]]:
