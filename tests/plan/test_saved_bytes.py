@@ -4,10 +4,12 @@ compiled."""
 from __future__ import annotations
 
 from dataclasses import is_dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.parallel.apply_plan import compile_block
@@ -43,6 +45,7 @@ UNIFORM, WHOLE = "model.routing=uniform", "mesh.sequence_parallel=false"
 CAPACITY = ("model.drop=over-capacity", "model.capacity_factor=1.5")
 SCORES = ("model.score=sigmoid", "model.normalize=false", "model.z_loss=0.1", "model.top_k=3")
 DROPOUT = "train.dropout=0.1"
+HUGGING_FACE = [("hf-tiny", f"model.config={name}") for name in ("qwen3", "gpt2", "olmo2", "gemma4_text")]
 VIDEO = ("dit-digits-video", "data.source=digits-video")
 QUICK = [(2, ("mesh.tp=2",)), (1, (*DIT, BF16))]
 SLOW = [
@@ -89,8 +92,11 @@ def saved_by_compiled_block(words):
     module, batch = job.parts()[0].module.to(torch.bfloat16), step.pipeline.tokens.localize(step._task.batch(range(4)))
     narrow = [x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
               for x in (batch.inputs, *batch.conditions)]  # fmt: skip
-    block, (x, *others) = inputs_of_last_block(module, *narrow)
+    blocks = last_kind(job.plan).path.removesuffix(".{layer}")
+    block, (x, *others) = inputs_of_last_block(module, *narrow, blocks=blocks)
+    block, named = (block.func, block.keywords) if isinstance(block, partial) else (block, {})
     shared = [*others, *(one for other in others if is_dataclass(other) for one in vars(other).values())]
+    shared += tree_leaves(named)
     known = {
         one.untyped_storage().data_ptr() for one in (*block.parameters(), *shared) if isinstance(one, torch.Tensor)
     }
@@ -104,7 +110,7 @@ def saved_by_compiled_block(words):
 
     compile_block(block, backend="aot_eager_decomp_partition")
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x.detach().requires_grad_(), *others)
+        block(x.detach().requires_grad_(), *others, **named)
     return sum(kept.values())
 
 
@@ -133,9 +139,11 @@ def test_compiled_blocks_save_what_is_predicted(corpus, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("model.num_kv_heads=1",), DIT, VIDEO])
-@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("words", [("model.num_kv_heads=1",), DIT, VIDEO, *HUGGING_FACE])
+@pytest.mark.parametrize("policy", RecomputePolicy)
 def test_compiled_blocks_save_what_a_policy_keeps(corpus, words, policy):
+    if words in HUGGING_FACE:
+        pytest.importorskip("transformers")
     words = (*words, "train.global_batch=4", "train.compile=true", f"recompute.policy={policy}",
              *(() if any(word.startswith("data.source") for word in words) else corpus))  # fmt: skip
     torch._dynamo.reset()

@@ -301,8 +301,13 @@ class _Deriver:
             by_kind.setdefault(signatures[key].name, []).append(index)
         saved = {name: saved_by_kind(self._saved, indices) for name, indices in by_kind.items()}
         # The first layer makes what all share, and may have an input without a gradient.
-        operators = {name: self._traced_in(indices[-1]).operators for name, indices in by_kind.items()}
-        found = (replace(kind, saved=saved[kind.name], operators=operators[kind.name]) for kind in kinds)
+        traced = {name: self._traced_in(indices[-1]) for name, indices in by_kind.items()}
+        found = (
+            replace(
+                one, saved=saved[one.name], operators=traced[one.name].operators, compiled=traced[one.name].compiled
+            )
+            for one in kinds
+        )
         return tuple(found), tuple(layers)
 
     def _traced_in(self, index: int) -> Traced:

@@ -37,9 +37,8 @@ LOOKUPS = frozenset({"embedding", "index", "index_select", "gather", "scatter", 
 TABLE_GRADIENT = "embedding_dense_backward"
 """Operator that writes a whole table, whatever the tokens."""
 CONVOLUTION, GRADIENTS = "convolution", ("input_gradient", "second_gradient")
-PRODUCTS = frozenset(
-    {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", CONVOLUTION, "convolution_backward", "mv", "addmv"}
-)
+GROUPED = "_grouped_mm"
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", GROUPED, CONVOLUTION, "convolution_backward", "mv", "addmv"})
 SAMPLES = 2
 """Samples of the trace: what a single one shares among heads by its strides is copied for several."""
 CHOICE = "topk"
@@ -60,6 +59,8 @@ class Traced:
     """Operations of the forward per token."""
     operators: tuple[Operator, ...] = ()
     """Empty if a backward fails without values."""
+    compiled: Saved | None = None
+    """What it saves if it is compiled; None if that is unknown."""
 
     def sharded(self, on_rank: Traced, tp: int) -> Traced:
         """Return the same with what a rank of tp computes; of a weight's product and attention what it is before tp
@@ -67,7 +68,8 @@ class Traced:
         pairs = list(zip(self.operators, on_rank.operators, strict=False))
         if len(self.operators) != len(on_rank.operators) or any(a.kind is not b.kind for a, b in pairs):
             return self
-        return replace(self, operators=tuple(_before_tp(whole, shard, tp) for whole, shard in pairs))
+        operators = tuple(_before_tp(whole, shard, tp) for whole, shard in pairs)
+        return replace(self, operators=operators, compiled=on_rank.compiled)
 
     def split(self, names: Collection[str]) -> tuple[Traced, Traced]:
         """Return what is computed without these parameters, and their products."""
@@ -113,6 +115,11 @@ class _Kernel:
     @property
     def by_memory(self) -> bool:
         return not (self.is_product or self.is_attention)
+
+    @property
+    def is_elementwise(self) -> bool:
+        read = max(map(_order, self.read.values()), default=0.0)
+        return self.by_memory and self.name not in LOOKUPS and min(map(_order, self.written.values())) >= read
 
     @property
     def moved(self) -> Saved:
@@ -178,7 +185,9 @@ def trace_model(
             handle.remove()
         model.zero_grad(set_to_none=True)
     places = {
-        place: Traced(sum(one.flops for one in operators), operators if runs_backward else ())
+        place: Traced(sum(one.flops for one in operators), operators, trace.compiled(place))
+        if runs_backward
+        else Traced(sum(one.flops for one in operators))
         for place, operators in found.items()
     }
     return TracedModel(places, trace.saved, frozenset(trace.final))
@@ -202,6 +211,8 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.saved, self.final = defaultdict[Place, Saved](Saved), set[str]()
         self._seen = {private.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._num_saved, self._saved_before = 0, dict[str, int]()
+        self._streams = dict[Place, int]()
+        """Storage of each layer's input."""
         self._trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def enter(self, index: int, stream: int | str) -> Callable[..., None]:
@@ -210,6 +221,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._leave(index)
             x = args[stream] if isinstance(stream, int) else kwargs[stream]
+            self._streams[index] = private.storage_id(x)
             self._move_once(x, index - 1 if index else BEFORE)
 
         return hook
@@ -315,7 +327,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the operator of a product: of rows with a parameter, or of two activations."""
         first, second = _operands(name, args)
         names = [self._names.get(private.storage_id(x)) for x in (first, second)]
-        batch = first.shape[0] if first.dim() == 3 and name != "_grouped_mm" else 1
+        batch = first.shape[0] if first.dim() == 3 and name != GROUPED else 1
         if name == CONVOLUTION:
             columns, inner = second.shape[0], second.numel() // second.shape[0]
             rows = out.numel() // columns
@@ -325,7 +337,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             rows, inner = batch * first.shape[-2], first.shape[-1]
             columns = second.shape[-1] if second.dim() > 1 else 1
-        groups = second.shape[0] if name == "_grouped_mm" and second.dim() == 3 else 1
+        groups = second.shape[0] if name == GROUPED and second.dim() == 3 else 1
         parameter = names[1]
         # A weight is read once per micro-batch, the second of two activations for each sample.
         each = Kernels(moved=_total(self._sizes([second]).values())) if parameter is None else Kernels()
@@ -359,6 +371,27 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_read |= dict.fromkeys(results, self._number)
         self._drop_gradients()
         return {place: tuple(self._of_place(found)) for place, found in self._places.items()}
+
+    def compiled(self, place: Place) -> Saved | None:
+        """Return what a compiled layer of attention saves, and None for experts, which may stay eager, and others: what
+        products and attention of its backward read, and that from which PyTorch's partitioner computes again what else
+        is read, chains of elementwise kernels."""
+        found, saved, seen = self._places[place], Sizes(), set[int]()
+        if GROUPED in {one.name for one in found.forward} or not any(one.is_attention for one in found.forward):
+            return None
+        made = {number: one for one in found.forward for number in one.written}
+        wanted = [(number, size, one.by_memory) for one in found.backward for number, size in one.read.items()]
+        while wanted:
+            number, size, is_fused = wanted.pop()
+            kernel = made.get(number)
+            if number in saved or (is_fused and number in seen) or not (kernel or number == self._streams.get(place)):
+                continue
+            seen.add(number)
+            if kernel is not None and is_fused and kernel.is_elementwise:
+                wanted += [(*each, True) for each in kernel.read.items()]
+            else:
+                saved[number] = size if kernel is None else kernel.written[number]
+        return _total(saved.values())
 
     def _drop_gradients(self) -> None:
         """Take back gradients of operands that no product of the backward computes: those of results that only choose
