@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.errors import InputError
 from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.stage_sizes import load_rows
-from meshwright.plan.time.load import Load, loaded
+from meshwright.plan.time.load import loaded
 from meshwright.train.report.run_data import read_run
 
 
@@ -22,13 +22,13 @@ def under_load(plan: RunPlan, experts: str, documents: str) -> RunPlan:
     if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", documents):
         what, rule = f"--documents {documents}", "takes lengths of documents, which are repeated to fill a sample"
         raise InputError(what, where="command line, --documents", rule=rule, fix="--documents 512,2048")
+    lengths = [int(one) for one in documents.split(",") if one]
     zipf = re.fullmatch(r"zipf(:(\d+(\.\d+)?))?", experts)
-    load = Load(
-        float(zipf[2] or 1) if zipf else None,
-        _counts(Path(experts)) if experts and not zipf else {},
-        tuple(map(int, documents.split(","))) if documents else (),
-    )
-    return loaded(plan, load)
+    if zipf:
+        exponent = float(zipf[2] or 1)
+        return loaded(plan, lambda layer, _: [expert**-exponent for expert in range(1, layer.num_experts + 1)], lengths)
+    counts = _counts(Path(experts)) if experts else {}
+    return loaded(plan, (lambda _, number: counts.get(number, ())) if experts else None, lengths)
 
 
 def _counts(folder: Path) -> Mapping[int | None, Sequence[int]]:

@@ -51,10 +51,9 @@ class OperatorMaker:
         compiled: bool,
     ) -> tuple[PlannedOperator, ...]:
         """Return the operators of a kind, given its parameters, experts and attention on a rank."""
-        operators = facts.operators
-        if self._drops and operators and operators[-1].dropped is not None:
-            operators = tuple(one.dropped or one for one in operators)
-            operators = operators if compiled else _run_to_the_end(operators)
+        # Dropout saves the tokens' numbers; a compiler sees that nothing needs to be computed again for them.
+        ends = self._drops and not compiled and facts.operators[-1:] and facts.operators[-1].dropped != Kernels()
+        operators = _run_to_the_end(facts.operators) if ends else facts.operators
         return tuple(self._operator(one, parameters, experts, attention) for one in operators)
 
     def _operator(
@@ -66,15 +65,16 @@ class OperatorMaker:
     ) -> PlannedOperator:
         weight = _weight_of(one, parameters)
         is_trained = weight is not None and weight.trained
+        more = one.dropped if self._drops else Kernels()
         backward = one.backward if is_trained or one.input_gradient else Kernels()
         made = PlannedOperator(
             one.name,
             one.kind,
             attention_flops=self._attention_flops(one, attention),
             forward=self._kernels(one.forward),
-            backward=self._kernels(backward),
-            fused_forward=None if one.fused_forward is None else self._kernels(one.fused_forward),
-            fused_backward=None if one.fused_backward is None else self._kernels(one.fused_backward),
+            backward=self._kernels(backward + more),
+            fused_forward=None if one.fused_forward is None else self._kernels(one.fused_forward + more),
+            fused_backward=None if one.fused_backward is None else self._kernels(one.fused_backward + more),
             fused_on_cuda=one.fused_on_cuda,
             rerun=one.rerun,
             rate=self._wide if one.wide else self._dtype,
@@ -156,8 +156,7 @@ def _run_to_the_end(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
     for at in reversed(range(len(found))):
         if found[at].rerun is not Rerun.NEVER:
             break
-        again = Rerun.ALWAYS if found[at].kind is OperatorKind.MEMORY else Rerun.FULL
-        found[at] = replace(found[at], rerun=again)
+        found[at] = replace(found[at], rerun=Rerun.ALWAYS if found[at].kind is OperatorKind.MEMORY else Rerun.FULL)
     return tuple(found)
 
 

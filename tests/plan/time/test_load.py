@@ -12,7 +12,7 @@ from meshwright.cluster.performance import AttentionCurve
 from meshwright.errors import InputError
 from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.plan.expert_traffic import LoadedExperts, sent_by_layer
-from meshwright.plan.time.load import Load, describe_load, loaded, shares_of
+from meshwright.plan.time.load import describe_load, loaded, shares_of
 from meshwright.plan.time.step_time import predict_step
 from meshwright.plan.traffic import Purpose
 from tests.plan.plans import plan_of
@@ -27,8 +27,12 @@ EXPERTS = (
 PACKED = "llama-tiny data.packing=documents train.seq_len=128"
 
 
-def parts_of(plan, load, cluster=RATES):
-    return predict_step(loaded(plan, load), cluster).parts
+def parts_of(plan, popularity=None, documents=(), cluster=RATES):
+    return predict_step(loaded(plan, popularity, documents), cluster).parts
+
+
+def zipf(exponent):
+    return lambda layer, _: [1 / number**exponent for number in range(1, layer.num_experts + 1)]
 
 
 def moe_layers(plan):
@@ -39,9 +43,8 @@ def moe_layers(plan):
 def test_equal_loads_are_the_balanced_one(words):
     plan = plan_of(words)
     balanced = predict_step(plan, RATES).parts
-    alike = {layer: [7] * kind.experts.num_experts for kind, layer in moe_layers(plan)}
-    for load in (Load(), Load(exponent=0.0), Load(counts=alike)):
-        assert parts_of(plan, load) == pytest.approx(balanced, rel=1e-6)
+    for popularity in (None, zipf(0.0), lambda layer, _: [7] * layer.num_experts):
+        assert parts_of(plan, popularity) == pytest.approx(balanced, rel=1e-6)
 
 
 @pytest.mark.parametrize(("popular", "top_k", "expected"), [
@@ -76,7 +79,7 @@ def test_the_busiest_rank_sets_the_pace(exponent):
     layer, samples = layers[0][0].experts, plan.batch.samples * plan.batch.num_microbatches
     popular = [1 / number**exponent for number in range(1, layer.num_experts + 1)]
     tokens, choices = busiest_by_hand(layer, popular, 2)
-    found = parts_of(plan, Load(exponent=exponent))
+    found = parts_of(plan, zipf(exponent))
     row, weight, counts = 4 * layer.width, 8, 8 * (layer.num_experts // 2 + 1)
     each = samples * plan.rank_tokens * (tokens * row + choices / 2 * weight) + plan.batch.num_microbatches * counts / 4
     others = balanced[Purpose.EXPERTS] - len(layers) * sum(o.num_bytes for o in sent_by_layer(plan, 0, layer)) / SENT
@@ -95,14 +98,14 @@ def test_layers_of_a_run_have_their_own_counts():
     numbers = [layer for _, layer in moe_layers(plan)]
     first, second = [8, 7, 6, 5, 4, 3, 2, 1], [1, 1, 1, 1, 9, 9, 1, 1]
     one, other, both = (
-        parts_of(plan, Load(counts={n: counts[at % 2] for at, n in enumerate(numbers)}))
+        parts_of(plan, lambda _, number, counts=counts: counts[numbers.index(number) % 2])
         for counts in ((first, first), (second, second), (first, second))
     )
     for name in ("products", Purpose.EXPERTS):
         assert one[name] != pytest.approx(other[name], rel=1e-3)
         assert both[name] == pytest.approx((one[name] + other[name]) / 2, rel=1e-4)
     with pytest.raises(InputError):
-        parts_of(plan, Load(counts={numbers[0]: [1, 2]}))
+        parts_of(plan, lambda *_: [1, 2])
 
 
 @pytest.mark.parametrize("words", [
@@ -111,8 +114,8 @@ def test_layers_of_a_run_have_their_own_counts():
 ])  # fmt: skip
 def test_without_ep_or_where_the_load_is_known_nothing_changes(words):
     plan = plan_of(words)
-    assert parts_of(plan, Load(exponent=1.0)) == predict_step(plan, RATES).parts
-    assert list(describe_load(loaded(plan, Load(exponent=1.0)))) == []
+    assert parts_of(plan, zipf(1.0)) == predict_step(plan, RATES).parts
+    assert list(describe_load(loaded(plan, zipf(1.0)))) == []
 
 
 def pairs(mask, lengths):
@@ -129,28 +132,28 @@ def test_attention_takes_the_pairs_inside_documents(documents, lengths):
     cluster = replace(RATES, performance=replace(RATES.performance, attention=curves))
     whole = predict_step(plan, cluster).parts["attention"]
     each = sum(pairs(mask, [one]) * (one + 64) / one for one in lengths)
-    found = parts_of(plan, Load(documents=documents), cluster)["attention"]
+    found = parts_of(plan, documents=documents, cluster=cluster)["attention"]
     assert found == pytest.approx(whole * each / (pairs(mask, [128]) * (128 + 64) / 128))
 
 
 def test_a_window_hides_pairs_of_long_documents_only():
     plan = plan_of(f"{PACKED} model.window=64")
-    whole, found = (parts_of(plan, Load(documents=one))["attention"] for one in ((), (80,)))
+    whole, found = (parts_of(plan, documents=one)["attention"] for one in ((), (80,)))
     mask = MaskSpec(causal=True, window=64)
     assert found / whole == pytest.approx(pairs(mask, [80, 48]) / pairs(mask, [128]))
 
 
 def test_short_documents_send_less_over_a_ring():
     plan = plan_of(f"{PACKED} mesh.cp=2")
-    whole, same, short = (parts_of(plan, Load(documents=one)).get(Purpose.CONTEXT, 0.0) for one in ((), (128,), (64,)))
+    whole, same, short = (parts_of(plan, documents=one).get(Purpose.CONTEXT, 0.0) for one in ((), (128,), (64,)))
     assert whole == same > 0.0 and short == 0.0
 
 
 def test_a_page_says_what_is_assumed():
     packed, experts = plan_of(PACKED), plan_of(EXPERTS[0])
     assert len(list(describe_load(packed))) == 1
-    assert list(describe_load(loaded(packed, Load(documents=(64,))))) == []
-    (line,) = describe_load(loaded(experts, Load(exponent=1.0)))
-    busiest = max(one.experts.busiest for one in loaded(experts, Load(exponent=1.0)).kinds
+    assert list(describe_load(loaded(packed, documents=(64,)))) == []
+    (line,) = describe_load(loaded(experts, zipf(1.0)))
+    busiest = max(one.experts.busiest for one in loaded(experts, zipf(1.0)).kinds
                   if isinstance(one.experts, LoadedExperts))  # fmt: skip
     assert f"{busiest:.2f}" in line and busiest > 1.1

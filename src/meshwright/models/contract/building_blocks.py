@@ -120,22 +120,17 @@ def swiglu(name: str, size: float, sharding: Sharding = DIVIDED) -> Operator:
 
 def residual_sum(name: str, dim: int, *, rerun: Rerun = Rerun.ALWAYS) -> Operator:
     """Return the sum of a branch and the stream, whose gradient is the sum of both paths'. Dropout is a part of its
-    kernel, also in compiled blocks, and a kernel of its own in the backward."""
-    forward, backward = Kernels(1, STREAM.narrow(3.0 * dim)), Kernels(2, STREAM.narrow(5.0 * dim))
-    dropped = Operator(
-        name, OperatorKind.MEMORY, forward=forward, backward=backward, fused_forward=forward, fused_backward=backward,
-        rerun=rerun,
-    )  # fmt: skip
+    kernel, and one of its own in the backward."""
     return Operator(
         name,
         OperatorKind.MEMORY,
-        forward=forward,
-        backward=forward,
+        forward=Kernels(1, STREAM.narrow(3.0 * dim)),
+        backward=Kernels(1, STREAM.narrow(3.0 * dim)),
         # A part of the kernel of the norm that follows, which reads the branch and writes the sum.
         fused_forward=Kernels(0, STREAM.narrow(2.0 * dim)),
         fused_backward=Kernels(0, STREAM.narrow(float(dim))),
         rerun=rerun,
-        dropped=dropped,
+        dropped=Kernels(1, STREAM.narrow(2.0 * dim)),
     )
 
 

@@ -184,12 +184,9 @@ def trace_model(
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    places = {
-        place: Traced(sum(one.flops for one in operators), operators, trace.compiled(place))
-        if runs_backward
-        else Traced(sum(one.flops for one in operators))
-        for place, operators in found.items()
-    }
+    places = {place: Traced(sum(one.flops for one in operators)) for place, operators in found.items()}
+    if runs_backward:
+        places = {at: replace(one, operators=found[at], compiled=trace.compiled(at)) for at, one in places.items()}
     return TracedModel(places, trace.saved, frozenset(trace.final))
 
 
@@ -347,15 +344,10 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             rows / self._tokens,
             inner,
             columns,
-            groups=groups,
-            forward=each,
-            backward=each,
-            fused_forward=each,
-            fused_backward=each,
-            input_gradient=first.requires_grad,
-            second_gradient=parameter is None and second.requires_grad,
+            groups=groups, forward=each, backward=each, fused_forward=each, fused_backward=each,
+            input_gradient=first.requires_grad, second_gradient=parameter is None and second.requires_grad,
             wide=not _is_narrow(first),
-        )
+        )  # fmt: skip
 
     def _attention(self, args: tuple[Any, ...]) -> Operator:
         """Return the operator of attention, of all pairs of queries and keys unless it is causal by itself."""
@@ -456,9 +448,7 @@ class _Trace(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
             later = [size for number, size in written.items() if self._last_read.get(number, -1) > chain[-1].number]
             moved = _total([*read.values(), *later])
             found += [Kernels(1, moved, moved_once=_total(one.once for one in chain))] if moved != Saved() else []
-        return Kernels(
-            len(found), _total(one.moved for one in found), moved_once=_total(one.moved_once for one in found)
-        )
+        return sum(found, Kernels())
 
 
 def _as_saved(x: Tensor, elements: float) -> Saved:

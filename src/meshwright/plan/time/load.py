@@ -3,9 +3,9 @@ import torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, cycle, pairwise, takewhile
 from statistics import fmean
 
 from meshwright.errors import InputError
@@ -13,35 +13,15 @@ from meshwright.models.contract.operators import OperatorKind
 from meshwright.plan.expert_traffic import LoadedExperts, RankLoad, counted_load
 from meshwright.plan.run_plan import ExpertLayer, LayerSpec, PlannedKernels, PlannedOperator, RunPlan
 
-
-@dataclass(frozen=True)
-class Load:
-    """What a step gets. By default, experts get equally many tokens, and each sample is one document."""
-
-    exponent: float | None = None
-    """Exponent of Zipf's law: a layer's i-th expert is chosen in proportion to 1 / i ** exponent."""
-    counts: Mapping[int | None, Sequence[int]] = field(default_factory=dict, hash=False)
-    """Tokens of each expert by layer, as a run has counted them."""
-    documents: tuple[int, ...] = ()
-    """Lengths of documents, which are repeated until a sample is full."""
-
-    def shares(self, layer: ExpertLayer, number: int | None) -> tuple[float, ...]:
-        """Return the probability that a token chooses each expert of a layer; empty if all are alike."""
-        if self.exponent is not None:
-            return shares_of([expert**-self.exponent for expert in range(1, layer.num_experts + 1)], layer.top_k)
-        counts = self.counts.get(number, ())
-        if self.counts and len(counts) != layer.num_experts:
-            what = f"{layer.num_experts} experts in layer {number}, of which the run counted {len(counts)}"
-            rule, fix = "a run's load is for plans with the same layers and experts", "--experts zipf"
-            raise InputError(what, where="command line, --experts", rule=rule, fix=fix)
-        return shares_of(counts, layer.top_k) if any(counts) else ()
+Popularity = Callable[[ExpertLayer, int | None], Sequence[float]]
+"""Function that returns how often each expert of a layer, given with its number, is chosen, in any unit."""
 
 
-def loaded(plan: RunPlan, load: Load) -> RunPlan:
-    """Return a plan under a load, for its time: its masks have documents, and the experts of all ranks get as many
-    tokens as those of the busiest rank, for which the others wait."""
-    kinds = (_with_documents(plan, kind, load) for kind in plan.kinds)
-    return replace(plan, kinds=tuple(_with_experts(plan, kind, load) for kind in kinds))
+def loaded(plan: RunPlan, popularity: Popularity | None = None, documents: Sequence[int] = ()) -> RunPlan:
+    """Return a plan under a load, for its time: its samples are documents of these lengths, in turn, and the experts of
+    all ranks get as many tokens as those of the busiest rank, for which the others wait."""
+    kinds = (_with_documents(plan, kind, documents) if documents else kind for kind in plan.kinds)
+    return replace(plan, kinds=tuple(_with_experts(plan, kind, popularity) if popularity else kind for kind in kinds))
 
 
 def describe_load(plan: RunPlan) -> Iterator[str]:
@@ -64,15 +44,18 @@ def shares_of(popular: Sequence[float], top_k: int) -> tuple[float, ...]:
     return tuple(min(1.0, scale * one) for one in popular)
 
 
-def _with_experts(plan: RunPlan, kind: LayerSpec, load: Load) -> LayerSpec:
+def _with_experts(plan: RunPlan, kind: LayerSpec, popularity: Popularity) -> LayerSpec:
     """Return a kind with the load of its busiest rank, on average over its layers."""
     layer = kind.experts
     if layer is None or not layer.axes or layer.uniform or layer.capacity is not None:
         return kind
     held = (one for stage in plan.stages for one in plan.held(stage))
-    shares = [load.shares(layer, number) for one, number in held if one.name == kind.name]
-    if not shares or not all(shares):
-        return kind
+    popular = [popularity(layer, number) for one, number in held if one.name == kind.name]
+    if any(len(one) != layer.num_experts for one in popular):
+        what = f"{layer.num_experts} experts in a layer of {kind.name}, of which the run didn't count all"
+        rule, fix = "a run's load is for plans with the same layers and experts", "--experts zipf"
+        raise InputError(what, where="command line, --experts", rule=rule, fix=fix)
+    shares = [shares_of(one, layer.top_k) for one in popular]
     size, tokens = plan.mesh.size(*layer.axes), plan.rank_tokens
     loads = {one: counted_load(one, top_k=layer.top_k, num_tokens=tokens, num_ranks=size) for one in set(shares)}
     rows, choices = (fmean(max(getattr(loads[one], of)) for one in shares) for of in ("tokens", "choices"))
@@ -97,12 +80,13 @@ def _of_busiest(one: PlannedOperator, layer: LoadedExperts) -> PlannedOperator:
     )  # fmt: skip
 
 
-def _with_documents(plan: RunPlan, kind: LayerSpec, load: Load) -> LayerSpec:
-    if kind.attention is None or not load.documents:
+def _with_documents(plan: RunPlan, kind: LayerSpec, documents: Sequence[int]) -> LayerSpec:
+    if kind.attention is None:
         return kind
-    lengths, left, each = list[int](), plan.batch.tokens, cycle(load.documents)
-    while left:
-        lengths.append(min(left, next(each)))
-        left -= lengths[-1]
-    mask = replace(kind.attention.mask, documents=(tuple(lengths),) * plan.batch.samples)
-    return replace(kind, attention=replace(kind.attention, mask=mask))
+    tokens, layer = plan.batch.tokens, kind.attention
+    ends = [*takewhile(lambda end: end < tokens, accumulate(cycle(documents))), tokens]
+    lengths = tuple(end - start for start, end in pairwise((0, *ends)))
+    mask = replace(layer.mask, documents=(lengths,) * plan.batch.samples)
+    share = mask.num_pairs(tokens) / layer.mask.num_pairs(tokens)
+    operators = (replace(one, attention_flops=round(share * one.attention_flops)) for one in kind.operators)
+    return replace(kind, attention=replace(layer, mask=mask), operators=tuple(operators))
