@@ -68,6 +68,10 @@ class KindMaker:
         self._tp, self._ep, self._cp = mesh.view("tp"), mesh.view("ep"), mesh.view("cp")
         self._tp_size, self._data = mesh.size(*self._tp), mesh.view("batch") + self._cp
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
+        drops = facts.has_dropout and config.train.dropout > 0
+        if drops and not config.train.compile:  # a recomputed forward runs to its end
+            kept = [{path: replace(one, kept=True) for path, one in found.items()} for found in self._styles.values()]
+            self._styles = dict(zip(self._styles, kept, strict=True))
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._roles = {name: one.role for name, one in facts.named_parameters()}
         self._tokens = facts.tokens // mesh.size(*self._cp)
@@ -79,7 +83,7 @@ class KindMaker:
             dtype=self._dtype,
             tokens=self._tokens,
             stream=1 / self._tp_size if self._shards_stream else 1.0,
-            drops=facts.has_dropout and config.train.dropout > 0,
+            drops=drops,
         )
         self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
