@@ -96,6 +96,7 @@ def predict_memory(made: Made) -> int:
     if program.state_bytes is not None:
         activations = [rank.activations for rank in by_pipeline_rank(plan, on_cuda=True)]
         activations = _saved(plan) if program.counts_saved else activations
+        activations = _buffered(plan) if program.buffers and len(plan.stages) > 1 else activations
         states = (program.state_bytes * _parameters(plan, place) for place in range(len(activations)))
         allocated = max(map(add, activations, states))
     return int(program.reserved * allocated + program.context_bytes)
@@ -105,6 +106,18 @@ def _saved(plan: RunPlan) -> list[int]:
     """Return the bytes that each rank of the pipeline saves for the backward at most."""
     costs = (StageCosts(activation_bytes=stage_bytes(plan, stage, on_cuda=True).saved) for stage in plan.stages)
     return [rank.activations for rank in peak_bytes(plan.schedule, Costs(list(costs)))]
+
+
+def _buffered(plan: RunPlan) -> list[int]:
+    """Return what the first stage of OneFlow's pipelines holds besides states, where its memory was measured.
+
+    It is planned ahead: what a stage's backward takes from its forward has twice as many copies as there are stages
+    (OneFlow, pipeline_buffer_pass.cpp). Forward and backward share no memory then, nor do micro-batches' gradients
+    with their sums; weights are copied for all micro-batches, and the table to and its gradient from the last stage.
+    """
+    sizes = stage_bytes(plan, plan.stages[0], on_cuda=True)
+    table = sum(plan.elements(one) for kind in plan.kinds if kind.name == "embed" for one in kind.parameters)
+    return [(1 + 2 * len(plan.stages)) * sizes.saved + 2 * sizes.running + 4 * _parameters(plan, 0) + 4 * table]
 
 
 def _parameters(plan: RunPlan, place: int) -> int:
