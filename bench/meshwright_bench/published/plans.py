@@ -10,13 +10,10 @@ from typing import Any
 
 from meshwright.config.schema import RunConfig, run_type
 from meshwright.models.contract.operators import OperatorKind, Rerun
-from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load, violations
 from meshwright.plan.run_plan import (
     BYTES,
-    Atoms,
-    Collective,
     LayerSpec,
     PlannedKernels,
     PlannedOperator,
@@ -26,15 +23,12 @@ from meshwright.plan.run_plan import (
     Stage,
     Unit,
 )
-from meshwright.plan.traffic import Purpose
 from meshwright_bench.published.programs import PROGRAMS, Program, program_of
 from meshwright_bench.published.rows import Row
+from meshwright_bench.published.torchtitan import as_torchtitan
 
 GPT = "meshwright_bench.published.gpt:FAMILY"
 POLICIES = ("none", "full", "selective")
-ROW_PARALLEL = ("attention.wo", "ffn.down")
-NUM_SCALES = 4 + 7, 7
-"""Scales that tp ranks agree on in a block's forward, of inputs and weights, and in its backward, of gradients."""
 VOCABULARY = 51200
 """Size of MT-NLG's vocabulary, which its row doesn't state: GPT-2's, padded."""
 MOST_STAGES = 8
@@ -116,6 +110,13 @@ def _chunks(row: Row) -> list[int]:
     return [chunks for chunks in (1, 2, 3, 4, 5, 6) if (row.size("layers") // pp) % chunks == 0]
 
 
+def _split(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage: as many, as Megatron and OneFlow demand; torchtitan gives the stages after the
+    first those that are left."""
+    each, left = divmod(layers, stages)
+    return [each + (0 < stage <= left) for stage in range(stages)]
+
+
 def _replicas(row: Row) -> int:
     """Return the size of data parallelism, of both kinds."""
     return row.size("gpus") // (row.size("tp") * row.size("pp") * row.size("cp"))
@@ -128,7 +129,7 @@ def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConf
     mesh = {
         "pp": row.size("pp"), "tp": row.size("tp"), "cp": row.size("cp"), "dp_shard": shards,
         "dp_replicate": replicas // shards, "sequence_parallel": row.text["sp"] == "1",
-        "cp_method": "ring" if row.size("cp") > 1 else "auto",
+        "cp_method": "ring" if row.size("cp") > 1 else "auto", "reshard_after_forward": row.size("pp") == 1,
     }  # fmt: skip
     values: dict[str, Any] = {
         "model": _model(row, program),
@@ -141,8 +142,9 @@ def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConf
     }  # fmt: skip
     if row.text["dtype"] == "fp8" and program.compiled:
         values["float8"] = {"recipe": "current"}
-    if chunks > 1:
-        values["pipeline"] = {"chunks": chunks, "schedule": "interleaved"}
+    stages = row.size("pp") * chunks
+    if stages > 1:
+        values["pipeline"] = {"chunks": chunks, "layers_per_stage": _split(row.size("layers"), stages)}
     return run_type(values["model"]["kind"]).model_validate(values)
 
 
@@ -167,24 +169,21 @@ def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
     reduce = "bfloat16" if "PURE" in row.text["notes"] else program.reduce
     rate = {"fp8": "float8", "fp16": "float16"}.get(row.text["dtype"], "bfloat16")
     tp = plan.mesh.view("tp")
-    size = plan.mesh.size(*tp)
 
     def of_kind(kind: LayerSpec) -> LayerSpec:
         operators = tuple(_as_run(one, program, rate, is_block=kind.is_block) for one in kind.operators)
-        if rate == "float8" and program.compiled:
-            products = {one.name: one for one in operators if one.rows}
-            operators = tuple(_casts(one, products.get(one.name), program, size) for one in operators)
         units = tuple(replace(unit, reduce=reduce) for unit in kind.units) if not program.reduces_whole else ()
         return replace(
             kind,
             units=units,
             operators=operators,
-            collectives=tuple(_sent(kind, program, tp, in_float8=rate == "float8")),
             saved=_saved(kind, operators, program),
             output_elements=int(program.live_logits * kind.output_elements),
         )
 
     kinds = {kind.name: of_kind(kind) for kind in plan.kinds}
+    if program.reruns:
+        kinds = {name: as_torchtitan(kind, program, plan.mesh) for name, kind in kinds.items()}
     stages = tuple(replace(stage, root=_root(plan, stage, reduce, program.reduces_whole)) for stage in plan.stages)
     plan = replace(plan, kinds=tuple(kinds.values()), stages=stages)
     # Each tp rank sends its part of what it has whole, and gathers it (Narayanan et al. 2021, section 4.1).
@@ -217,10 +216,10 @@ def _as_run(one: PlannedOperator, program: Program, rate: str, *, is_block: bool
     if one.rate == "bfloat16" and (rate == "float16" or (is_block and is_product)):
         one = replace(one, rate=rate)
         one = _with_casts(one) if rate == "float8" else one
-    if program.reruns and one.rate == "float8":
-        # torchtitan keeps the results of PyTorch's product, which isn't the one in float8; nothing needs the last one.
-        return replace(one, rerun=Rerun.NEVER if one.name == "ffn.down" else Rerun.ALWAYS)
-    return replace(one, rerun=Rerun.ALWAYS) if one.name in program.reruns else one
+    if one.name not in program.reruns and not (program.reruns and one.rate == "float8"):
+        return one
+    # torchtitan keeps the results of PyTorch's product, which isn't the one in float8; nothing needs a block's last.
+    return replace(one, rerun=Rerun.NEVER if one.name == "ffn.down" else Rerun.ALWAYS)
 
 
 def _with_casts(one: PlannedOperator) -> PlannedOperator:
@@ -231,44 +230,3 @@ def _with_casts(one: PlannedOperator) -> PlannedOperator:
     ahead = PlannedKernels(2, 3 * inputs, 3 * weight)
     back = PlannedKernels(3, 2 * inputs + 5 * outputs, 2 * weight)
     return replace(one, forward=ahead, backward=back)
-
-
-def _casts(one: PlannedOperator, product: PlannedOperator | None, program: Program, tp: int) -> PlannedOperator:
-    """Return the casts of a product as torchao runs them.
-
-    Scaled by tensor, tp ranks cast their shards of the stream, and copy by columns what they have gathered: the input of
-    a column-parallel layer, and the gradient of a row-parallel one's result. Scaled by row, the backward casts its
-    operands once more along the other dim.
-    """
-    ahead, back = one.fused_forward, one.fused_backward
-    if one.kind is not OperatorKind.MEMORY or product is None or ahead is None or back is None:
-        return one
-    inputs = product.rows * product.inner * (ahead.num_bytes > 0)  # layers share casts of their input
-    outputs = product.rows * product.columns
-    if not program.by_tensor:
-        return replace(one, fused_backward=replace(back, num_bytes=back.num_bytes + 5 * inputs + 4 * outputs))
-    if tp == 1:  # FSDP casts its shards of weights, and gathers them in float8
-        ahead, back = replace(ahead, bytes_once=0), replace(back, bytes_once=2 * product.inner * product.columns)
-        return replace(one, fused_forward=ahead, fused_backward=back)
-    if product.name in ROW_PARALLEL:
-        return replace(one, fused_backward=replace(back, num_bytes=(back.num_bytes - outputs) // tp + 2 * outputs))
-    ahead = replace(ahead, num_bytes=ahead.num_bytes // tp)
-    return replace(one, fused_forward=ahead, fused_backward=replace(back, num_bytes=back.num_bytes + 2 * inputs))
-
-
-def _sent(kind: LayerSpec, program: Program, tp: Atoms, *, in_float8: bool) -> Iterator[Collective]:
-    """Yield the collectives of a kind as a program runs them: gathers again in the backward, where selective
-    recomputation doesn't keep their results; in float8, if scales are by tensor, for each of which there is a sum."""
-    again = program.reruns and kind.recompute is RecomputePolicy.SELECTIVE
-    in_float8 = in_float8 and program.by_tensor and kind.is_block
-    for one in kind.collectives if kind.is_block else ():
-        if again and one.op in program.resends:
-            one = replace(one, backward=one.backward + one.recomputed)
-        yield replace(one, elements=one.elements // 2) if in_float8 and one.op == "all_gather" else one
-    yield from () if kind.is_block else kind.collectives
-    if in_float8 and tp:
-        ahead, back = NUM_SCALES
-        yield Collective(
-            Purpose.TENSOR, "all_reduce", tp, 1, "float32", forward=ahead, backward=back + (ahead if again else 0),
-            recomputed=ahead,
-        )  # fmt: skip
