@@ -51,6 +51,8 @@ def _with_experts(plan: RunPlan, kind: LayerSpec, popularity: Popularity) -> Lay
         return kind
     held = (one for stage in plan.stages for one in plan.held(stage))
     popular = [popularity(layer, number) for one, number in held if one.name == kind.name]
+    if not popular:
+        return kind
     if any(len(one) != layer.num_experts for one in popular):
         what = f"{layer.num_experts} experts in a layer of {kind.name}, of which the run didn't count all"
         rule, fix = "a run's load is for plans with the same layers and experts", "--experts zipf"
