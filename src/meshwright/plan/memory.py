@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.plan.context.exchange import Exchange
     from meshwright.plan.context.method import AttentionDims
 
-LIBRARIES, TRACER, COMPILER = 265 * MIB, 100 * MIB, 60 * MIB
+LIBRARIES, TRACER, COMPILER = 280 * MIB, 115 * MIB, 60 * MIB
 """Memory of a rank on the CPU without its tensors: Python and PyTorch 2.13 (CPU build); `torch._dynamo`, which FSDP2,
 DTensor's operators, checkpoints of recomputation and experts import, though they compile nothing; and, of compiled
 blocks, the compiler; measured."""
@@ -95,7 +95,7 @@ def library_bytes(plan: RunPlan) -> int:
     compiles = any(kind.compiled for kind in plan.kinds)
     special = any(kind.recompute is not RecomputePolicy.NONE or kind.experts is not None for kind in plan.kinds)
     traces = compiles or special or plan.mesh.num_ranks() > plan.mesh.size("pp")
-    return LIBRARIES + traces * TRACER + compiles * COMPILER
+    return LIBRARIES + max(traces * TRACER, plan.libraries) + compiles * COMPILER
 
 
 @lru_cache(maxsize=8)

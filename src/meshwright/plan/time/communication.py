@@ -85,7 +85,7 @@ class Communication:
         return sum(number * one.forward for number, one in calls), sum(number * one.backward for number, one in calls)
 
     def _experts(self, kind: LayerSpec) -> tuple[float, float]:
-        """Return the time of dispatch and combine, forward and backward, under a balanced load."""
+        """Return the time of dispatch and combine, forward and backward."""
         layer = kind.experts
         if layer is None:
             return 0.0, 0.0
@@ -109,7 +109,7 @@ class Communication:
 
         forwards = 2 if kind.recompute is RecomputePolicy.FULL else 1
         busiest = max(
-            sum(sent for _, sent in sent_by_attention(self._plan, rank, kind))
+            sum(sent for _, sent in sent_by_attention(self._plan, rank, kind, layer.mask.documents))
             for rank in self._plan.mesh.line(0, layer.axes)
         )
         size = self._plan.mesh.size(*layer.axes)
