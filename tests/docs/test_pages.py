@@ -37,6 +37,7 @@ ELSEWHERE = {
     "meshwright bench": "tests/bench runs each part, smaller",
     "python bench/gpu": "tests/bench/gpu runs it dry",
     "torchrun --nproc-per-node 2 docs/examples/shared_drift.py": "tests/parallel/test_drift_example.py, shorter",
+    "meshwright run llama-tiny float8.recipe=current train.compile": "tests/features/float8/test_run.py has smaller ones",
     "meshwright draw loss runs/exact": "three of its four runs are said in words; tests/cli/test_draw_loss.py",
 }
 """Beginnings of commands that don't run here, and why."""
@@ -57,6 +58,8 @@ SHORT = {
     "generate": ("--tokens", "3"),
 }
 """Words that make commands short."""
+SMALL_PROOF = ("train.global_batch=8", "train.seq_len=64")
+"""Sizes that pages give to proofs whose output they show, for those that name none."""
 MORE = {
     "dit-": ("diffusion.num_samples=0",),
     "train.profile=": ("train.steps=12",),
@@ -194,6 +197,8 @@ class Reader:
         if verb == "prove" and (lines or words[0] == "script"):
             return []
         found = list(SHORT.get(verb, ()))
+        if verb == "prove" and "dit-" not in command:
+            found += [word for word in SMALL_PROOF if word.partition("=")[0] not in command]
         if verb == "run":
             source = self._folder / words[0]
             if source.is_dir():  # it goes on by a step, with what it has
