@@ -37,7 +37,7 @@ ELSEWHERE = {
     "meshwright bench": "tests/bench runs each part, smaller",
     "python bench/gpu": "tests/bench/gpu runs it dry",
     "torchrun --nproc-per-node 2 docs/examples/shared_drift.py": "tests/parallel/test_drift_example.py, shorter",
-    "meshwright run llama-tiny float8.recipe=current train.compile": "tests/features/float8/test_run.py has smaller ones",
+    "meshwright run llama-tiny float8.recipe=current train.compile": "tests/features/float8/test_run.py, smaller",
     "meshwright draw loss runs/exact": "three of its four runs are said in words; tests/cli/test_draw_loss.py",
 }
 """Beginnings of commands that don't run here, and why."""
