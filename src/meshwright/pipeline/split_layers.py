@@ -54,8 +54,10 @@ def balance_layers(
         chosen: list[int] = []
         for stop in range(num_layers + 1):
             cheapest, begin = (math.inf, math.inf), 0
-            is_late = total[stop] + before > (stage + 1) * most
-            for start in range(-1 if is_late else stop - fewest, -1, -1):
+            # Neither the stages up to this one nor those after it can hold more.
+            ahead, rest = total[stop] + before, total[-1] - total[stop]
+            fits = ahead <= (stage + 1) * most and rest <= (num_stages - stage - 1) * most
+            for start in range(stop - fewest if fits else -1, -1, -1):
                 cost = stage_cost(stage, start, stop)
                 if cost > min(most, cheapest[0]):  # as are all stages that start earlier
                     break

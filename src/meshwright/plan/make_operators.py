@@ -115,9 +115,9 @@ class OperatorMaker:
 
     def _imbalance(self, attention: AttentionLayer) -> float:
         """Return the work of the busiest context-parallel rank, relative to the mean."""
-        kinds = (self._facts.kind_of(layer) for layer in range(self._facts.num_layers))
-        masks = tuple(kind.attention.mask for kind in kinds if kind.attention is not None)
-        return _imbalance(masks, attention.mask, self._facts.tokens, self._mesh.size(*self._mesh.view("cp")))
+        return _imbalance(
+            self._facts.masks, attention.mask, self._facts.tokens, self._mesh.size(*self._mesh.view("cp"))
+        )
 
     def _kernels(self, kernels: Kernels) -> PlannedKernels:
         narrow = BYTES[self._dtype]

@@ -261,6 +261,12 @@ class ModelFacts:
     def _by_name(self) -> dict[str, KindFacts]:
         return {kind.name: kind for kind in self.kinds}
 
+    @cached_property
+    def masks(self) -> tuple[MaskSpec, ...]:
+        """Mask of each layer with attention."""
+        found = (self._by_name[name].attention for name in self.layers)
+        return tuple(one.mask for one in found if one is not None)
+
     def held(self, layers: range, *, is_first: bool, is_last: bool) -> Iterator[tuple[KindFacts, int | None]]:
         """Yield the kinds on a stage with these layers, and the layer of each block, in module order."""
         yield from ((kind, None) for kind in (*(self.first if is_first else ()), *self.every))

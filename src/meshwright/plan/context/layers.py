@@ -36,8 +36,7 @@ def method_of(
         packed: whether samples are packed documents.
         recompute: whether the backward repeats the forward, with what it sends.
     """
-    masks = [kind.attention.mask for kind in map(model.kind_of, range(model.num_layers)) if kind.attention is not None]
-    shards = context_shards(masks, model.tokens, mesh.size(*layer.axes))
+    shards = context_shards(model.masks, model.tokens, mesh.size(*layer.axes))
     return _choose(layer.mask, shards, model.tokens, attention_dims(layer, mesh, dtype), recompute, packed).method
 
 
@@ -61,7 +60,8 @@ def explain_method(plan: RunPlan, kind: LayerSpec) -> str:
 
 def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...]:
     """Return the tokens of each context-parallel rank of a micro-batch."""
-    masks = [replace(layer.mask, documents=documents) for layer in _layers(plan)]
+    masks = [layer.mask for layer in _layers(plan)]
+    masks = masks if documents is None else [replace(mask, documents=documents) for mask in masks]
     return context_shards(masks, plan.batch.tokens, plan.mesh.size(*plan.mesh.view("cp")))
 
 

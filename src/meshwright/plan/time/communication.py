@@ -61,7 +61,8 @@ class Communication:
 
     def of_kind(self, kind: LayerSpec) -> tuple[Times, Times, Times]:
         """Return the time of a kind's collectives per micro-batch: of the forward, backward and recomputation."""
-        forward, backward, again = ([self._exchanges(kind)[number]] for number in (0, 1, 0))
+        ahead, back = self._exchanges(kind)
+        forward, backward, again = [ahead], [back], [ahead]
         for one in kind.collectives:
             calls = one.num_calls(self._plan.batch.samples * self._plan.rank_tokens)
             whole = self._plan.batch.samples * one.elements * BYTES[one.dtype]
