@@ -73,7 +73,8 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
 def by_pipeline_rank(plan: RunPlan, *, on_cuda: bool = False) -> list[MemoryEstimate]:
     """Return what a rank in each place of the pipeline holds of each type at most, though not all at one time."""
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
-    return [rank_bytes(plan, place * size, peak) for place, peak in enumerate(_peaks(plan, on_cuda))]
+    costs = Costs([stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages])
+    return [rank_bytes(plan, place * size, peak) for place, peak in enumerate(peak_bytes(plan.schedule, costs))]
 
 
 def predict_process_memory(plan: RunPlan) -> int:
@@ -96,12 +97,6 @@ def library_bytes(plan: RunPlan) -> int:
     special = any(kind.recompute is not RecomputePolicy.NONE or kind.experts is not None for kind in plan.kinds)
     traces = compiles or special or plan.mesh.num_ranks() > plan.mesh.size("pp")
     return LIBRARIES + traces * TRACER + compiles * COMPILER
-
-
-@lru_cache(maxsize=8)
-def _peaks(plan: RunPlan, on_cuda: bool) -> tuple[PeakBytes, ...]:
-    costs = Costs([stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages])
-    return peak_bytes(plan.schedule, costs)
 
 
 def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -60,8 +60,10 @@ def explain_method(plan: RunPlan, kind: LayerSpec) -> str:
 
 def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...]:
     """Return the tokens of each context-parallel rank of a micro-batch."""
-    masks = [layer.mask for layer in _layers(plan)]
-    masks = masks if documents is None else [replace(mask, documents=documents) for mask in masks]
+    masks = Counter[MaskSpec]()
+    for name, number in Counter(name for stage in plan.stages for name in stage.kinds).items():
+        if (layer := plan.kind(name).attention) is not None:
+            masks[replace(layer.mask, documents=documents)] += number
     return context_shards(masks, plan.batch.tokens, plan.mesh.size(*plan.mesh.view("cp")))
 
 
@@ -107,8 +109,8 @@ class LayerCosts:
     """Costs of the queries of one sample, summed over layers. FLOPs are proportional to pairs of query and key, if all
     layers have as many heads of the same size."""
 
-    def __init__(self, masks: Sequence[MaskSpec], seq_len: int, sample: int = 0) -> None:
-        """Index a sample of `seq_len` tokens; `masks` has one for each layer."""
+    def __init__(self, masks: Iterable[MaskSpec], seq_len: int, sample: int = 0) -> None:
+        """Index a sample of `seq_len` tokens; `masks` has one for each layer, or counts."""
         self.seq_len = seq_len
         self._layers = [(SampleMask.make(mask, seq_len, sample), times) for mask, times in Counter(masks).items()]
         self._before: dict[int, int] = {}
@@ -139,14 +141,14 @@ class LayerCosts:
         return sorted(points)
 
 
-def context_shards(masks: Sequence[MaskSpec], seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
+def context_shards(masks: Iterable[MaskSpec], seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
     """Distribute the tokens of each sample over context-parallel ranks.
 
     Each sample is balanced by itself. If no order is within 5 %, which happens to ranks of a few tokens, the best
     balanced one is returned.
 
     Args:
-        masks: the masks of the model's layers, one for each; those with documents have the same.
+        masks: the masks of the model's layers, one for each, or their counts; those with documents have the same.
         seq_len: tokens of a sample.
         num_ranks: number of context-parallel ranks.
 
@@ -159,9 +161,11 @@ def context_shards(masks: Sequence[MaskSpec], seq_len: int, num_ranks: int) -> t
     if seq_len % num_ranks:
         what, rule = f"cp = {num_ranks} does not divide {seq_len} tokens", "all ranks hold equally many tokens"
         raise ConfigError(what, where="mesh.cp", rule=rule, fix=f"use {seq_len - seq_len % num_ranks} tokens")
-    samples = max((len(mask.documents) for mask in masks if mask.documents is not None), default=1)
+    counts = Counter(masks)
+    samples = max((len(mask.documents) for mask in counts if mask.documents is not None), default=1)
     orders = [
-        _order(tuple(_of_sample(mask, sample) for mask in masks), seq_len, num_ranks) for sample in range(samples)
+        _order(tuple((_of_sample(mask, sample), number) for mask, number in counts.items()), seq_len, num_ranks)
+        for sample in range(samples)
     ]
     return tuple(zip(*orders, strict=True))
 
@@ -193,9 +197,9 @@ def _of_sample(mask: MaskSpec, sample: int) -> MaskSpec:
 
 
 @lru_cache(maxsize=256)
-def _order(masks: tuple[MaskSpec, ...], seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
+def _order(counts: tuple[tuple[MaskSpec, int], ...], seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
     """Choose the order of one sample."""
-    costs = LayerCosts(masks, seq_len)
+    costs = LayerCosts(Counter(dict(counts)), seq_len)
     orders = [contiguous(seq_len, num_ranks), zigzag(seq_len, num_ranks)]
     orders.append(balanced_arcs(costs, num_ranks, tolerance=TOLERANCE))
     balanced = [
