@@ -181,17 +181,18 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
     ending: Row = []
     unsharded: set[int] = set()
     for position, action in enumerate(row):
-        is_compute = action.parts()[0].kind in COMPUTE
-        if is_compute:
-            lowered += ending
-            ending = []
+        if action.parts()[0].kind not in COMPUTE:
+            lowered.append(action)
+            continue
+        lowered += ending
         for part in action.parts():
-            if options.keeps_unsharded and is_compute and part.stage not in unsharded:
+            if options.keeps_unsharded and part.stage not in unsharded:
                 unsharded.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
         # An overlap may contain a stage twice but ends it only once. An evaluation has no gradients to reduce.
-        ended = {part.stage: part for part in action.parts() if is_compute and last[part.stage] == position}
+        ended = {part.stage: part for part in action.parts() if last[part.stage] == position}
+        ending = []
         for stage, part in ended.items():
             ending += [Action(K.REDUCE, stage)] * (part.kind is not K.FORWARD)
             ending += [Action(K.RESHARD, stage)] * options.keeps_unsharded

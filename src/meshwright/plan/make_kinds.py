@@ -97,13 +97,10 @@ class KindMaker:
             untied: whether to omit tied parameters because their targets are on the same stage.
             units: FSDP units of the kind; all other parameters belong to the root.
         """
-        globs, names = (
-            self._config.train.freeze,
-            [p.tied_to or facts.full_name(p.name, layer) for p in facts.parameters],
-        )
+        globs = self._config.train.freeze
         trained = tuple(
-            not (p.frozen or any(fnmatchcase(name, one) for one in globs))
-            for p, name in zip(facts.parameters, names, strict=True)
+            not (p.frozen or any(fnmatchcase(p.tied_to or facts.full_name(p.name, layer), one) for one in globs))
+            for p in facts.parameters
         )
         omitted = [untied and p.tied_to is not None for p in facts.parameters]
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)

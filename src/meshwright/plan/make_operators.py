@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
 from meshwright.models.contract.operators import Kernels, Operator, OperatorKind
@@ -22,6 +24,9 @@ from meshwright.plan.run_plan import (
     PlannedKernels,
     PlannedOperator,
 )
+
+if TYPE_CHECKING:
+    from meshwright.nn.attention.mask_spec import MaskSpec
 
 WIDE = 4
 """Bytes of float32."""
@@ -110,11 +115,8 @@ class OperatorMaker:
 
     def _imbalance(self, attention: AttentionLayer) -> float:
         """Return the work of the busiest context-parallel rank, relative to the mean."""
-        from meshwright.plan.context.layers import context_shards, imbalance  # only where cp shards tokens
-
-        tokens = self._facts.tokens
-        shards = context_shards(self._facts.masks, tokens, self._mesh.size(*self._mesh.view("cp")))
-        return imbalance([attention.mask], shards, tokens)
+        masks, num_ranks = tuple(self._facts.masks.items()), self._mesh.size(*self._mesh.view("cp"))
+        return _imbalance(masks, attention.mask, self._facts.tokens, num_ranks)
 
     def _kernels(self, kernels: Kernels) -> PlannedKernels:
         narrow = BYTES[self._dtype]
@@ -135,3 +137,11 @@ def _weight_of(one: Operator, parameters: Sequence[Parameter]) -> Parameter | No
     """Return the weight of an operator: the parameter of its name, or the first matrix of its module."""
     own = [p for p in parameters if p.name == one.name or p.name.rpartition(".")[0] == one.name]
     return next((p for p in own if len(p.shape) > 1), None)
+
+
+@lru_cache(maxsize=256)
+def _imbalance(masks: tuple[tuple[MaskSpec, int], ...], mask: MaskSpec, tokens: int, num_ranks: int) -> float:
+    """Return the work of the busiest of the ranks that share samples, in layers with a mask, relative to the mean."""
+    from meshwright.plan.context.layers import context_shards, imbalance  # only where cp shards tokens
+
+    return imbalance([mask], context_shards(dict(masks), tokens, num_ranks), tokens)

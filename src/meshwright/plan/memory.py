@@ -104,13 +104,13 @@ def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
     stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
     master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
     for stage in stages:
-        for kind, _, parameter in plan.parameters(stage):
+        for kind, parameter, number in plan.different_parameters(stage):
             local = plan.local_shape(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
-            stored += math.prod(local)
+            stored += number * math.prod(local)
             if parameter.trained:
-                trained += math.prod(local)
+                trained += number * math.prod(local)
                 states = (one for one in plan.optimizer.update_of(parameter.role).states if one.dims != ())
-                state += sum(math.prod(one.local_shape(local)) * BYTES[one.dtype] for one in states)
+                state += number * sum(math.prod(one.local_shape(local)) * BYTES[one.dtype] for one in states)
     saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
     kept = sum(feature.weight_bytes(plan, stage) for feature in plan_features(plan=plan) for stage in stages)
     return MemoryEstimate(

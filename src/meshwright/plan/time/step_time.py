@@ -210,9 +210,13 @@ def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, sta
     performance, numbers = cluster.performance, plan.schedule.stages_of(place)
     held = [plan.stages[number] for number in numbers]
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
-    moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
+    moved, updated = 0, 0
+    for stage in held:
+        for kind, one, number in plan.different_parameters(stage):
+            size = _update_bytes(plan, stage, kind, one)
+            moved, updated = moved + number * size, updated + number * (size > 0)
     processes = sent.processes * plan.schedule.num_ranks
-    optimizer = update_us(cluster, sum(moved), sum(size > 0 for size in moved), processes=processes)
+    optimizer = update_us(cluster, moved, updated, processes=processes)
     optimizer += performance.slower("products", processes) * _whole_updates(plan, performance, place)
     own = {"optimizer": optimizer, "step": performance.slower("host", processes) * performance.host.step_us}
     return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)
