@@ -159,11 +159,9 @@ def _plan_of(
             )
         return source, read_plan(Path(source), where=where), None
     config = load(source, overrides)
-    made = make_plan(config)
-    nodes = nodes_of_gpus(made) if cluster is None else min(cluster.devices_per_node, made.mesh.num_ranks())
-    if config.comm.ranks_per_node is None and nodes is not None:
-        made = make_plan(config, nodes=nodes)
-    return config.name, made, config
+    ranks = config.mesh.axes().num_ranks()
+    nodes = nodes_of_gpus(make_plan(config)) if cluster is None else min(cluster.devices_per_node, ranks)
+    return config.name, make_plan(config, nodes=nodes), config
 
 
 def _figures(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluster | None) -> dict[str, Any]:

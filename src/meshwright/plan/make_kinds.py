@@ -69,7 +69,6 @@ class KindMaker:
         self._tp_size, self._data = mesh.size(*self._tp), mesh.view("batch") + self._cp
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
-        self._roles = {name: one.role for name, one in facts.named_parameters()}
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
         self._dtype, self._features = config.train.precision, plan_features(config=config)
@@ -212,7 +211,7 @@ class KindMaker:
 
     def _parameter(self, facts: KindFacts, one: ParameterFacts, trained: bool) -> Parameter:
         # A tied parameter has the role of what it is tied to, or copies on two stages would diverge.
-        role = one.role if one.tied_to is None else self._roles[one.tied_to]
+        role = one.role if one.tied_to is None else dict(self._facts.named_parameters())[one.tied_to].role
         style = self._style_of(facts, one.name)
         kind = None if style is None else style.kind
         used: tuple[Shard, ...] = ()

@@ -120,17 +120,14 @@ class Pricer:
 
     def _activations(self, layout: Layout) -> list[Activations]:
         """Return the bytes of a micro-batch: all but the output's are proportional to its samples."""
-        inner, key = layout.inner, ("activations", layout.inner, layout.pp, layout.chunks, layout.is_v_shaped)
-        if key not in self._found:
-            probe, one = self._probe(inner), inner._replace(samples=1)
-            plain = Layout(one, layout.pp, dp_shard=inner.fewest_shards)
-            sizes = self._of((probe, one.recompute, layout.pp > 1), layout, lambda: probe.activations(plain))
-            output = self._output(inner._replace(recompute="none"))
-            self._found[key] = [
-                Activations(*(inner.samples * size for size in each))._replace(output=output * content.has_last)
-                for each, (content, _) in zip(sizes, self.contents(layout), strict=True)
-            ]
-        return self._found[key]  # type: ignore[return-value]
+        inner, probe, number = layout.inner, self._probe(layout.inner), layout.inner.samples
+        plain = Layout(inner._replace(samples=1), layout.pp, dp_shard=inner.fewest_shards)
+        sizes = self._of((probe, inner.recompute, layout.pp > 1), layout, lambda: probe.activations(plain))
+        output = self._output(inner._replace(recompute="none"))
+        return [
+            Activations(number * one.saved, number * one.running, output * content.has_last, number * one.stream)
+            for one, (content, _) in zip(sizes, self.contents(layout), strict=True)
+        ]
 
     def _state(self, layout: Layout) -> list[State]:
         """Return the bytes of state. What is sharded is inverse to the number of shards, but for experts, of which a
