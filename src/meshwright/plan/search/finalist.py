@@ -49,19 +49,13 @@ def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) 
     first, last = (math.ceil(layout.pp * one) for one in STEADY.get(layout.schedule, LATE))
     number = last + (layout.pp if layout.schedule == "interleaved" else 1)  # it ends with as many as it began with
     number = min(number, layout.num_microbatches) if layout.pp > 1 else layout.num_microbatches
-    fewer = _with(config, layout, number)
+    batch = layout.data_parallel * layout.inner.samples * number
+    fewer = config.with_keys({"train.num_microbatches": number, "train.global_batch": batch})
     plan = make_plan(fewer, nodes=cluster.devices_per_node, checked=False)
     if (broken := next(violations(fewer, None), None)) is not None:
         raise broken.kind(broken.what, where=broken.key, rule=broken.rule)
     memory = predict_cuda_memory(plan) if pricer.on_cuda else predict_memory(plan)
     if (size := pricer.total(memory)) > pricer.capacity:
         raise LayoutError(f"{format_bytes(size)} on the fullest rank")
-    more = layout.num_microbatches if number < layout.num_microbatches else None
-    step = predict_step(plan, cluster, microbatches=more, steady=(first, last))
+    step = predict_step(plan, cluster, microbatches=layout.num_microbatches, steady=(first, last))
     return Finalist(layout, config, step, memory, size, number)
-
-
-def _with(config: RunConfig, layout: Layout, number: int) -> RunConfig:
-    """Return the configuration of a run with as many micro-batches of the same size."""
-    batch = layout.data_parallel * layout.inner.samples * number
-    return config.with_keys({"train.num_microbatches": number, "train.global_batch": batch})

@@ -85,9 +85,9 @@ def predict_step(
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
     span = _on_shared_cores(cluster, sent, found, stages)
     ends = [at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
-    number = microbatches or plan.batch.num_microbatches
-    ratio = number / plan.batch.num_microbatches
-    later = (number - plan.batch.num_microbatches) * _period(found, *steady) if microbatches else 0.0
+    number, simulated = microbatches or plan.batch.num_microbatches, plan.batch.num_microbatches
+    later = (number - simulated) * _period(found, *steady) if number > simulated else 0.0
+    ratio = number / simulated
     lasts = [end + later for end in _last_ends(found)]
     # A rank whose backwards end early reduces its gradients while others still have some.
     slowest = max(range(len(ends)), key=lambda place: lasts[place] + sum(ends[place].values()))
