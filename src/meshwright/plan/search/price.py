@@ -118,11 +118,17 @@ class Pricer:
             self._found[whole] = [found[content[:4]] for content, _ in self.contents(layout)]
         return self._found[whole]  # type: ignore[return-value]
 
+    def _places(self, layout: Layout) -> int:
+        """Return the places of a pipeline whose bytes are counted: a lone stage has those of the first and the last
+        together, unless their parameters are tied."""
+        is_tied = any(parameter.tied_to for kind in self.facts(layout.inner.tp).last for parameter in kind.parameters)
+        return layout.pp if is_tied else 2
+
     def _activations(self, layout: Layout) -> list[Activations]:
         """Return the bytes of a micro-batch: all but the output's are proportional to its samples."""
         inner, probe, number = layout.inner, self._probe(layout.inner), layout.inner.samples
-        plain = Layout(inner._replace(samples=1), layout.pp, dp_shard=inner.fewest_shards)
-        sizes = self._of((probe, inner.recompute, layout.pp > 1), layout, lambda: probe.activations(plain))
+        plain = Layout(inner._replace(samples=1), self._places(layout), dp_shard=inner.fewest_shards)
+        sizes = self._of((probe, inner.recompute, plain.pp > 1), layout, lambda: probe.activations(plain))
         output = self._output(inner._replace(recompute="none"))
         return [
             Activations(number * one.saved, number * one.running, output * content.has_last, number * one.stream)
@@ -137,8 +143,8 @@ class Pricer:
         few = max(inner.fewest_shards, 1 if inner.cp > 1 else 2)
 
         def at(number: int) -> list[State]:
-            plain = Layout(inner, layout.pp, dp_shard=number)
-            key = "state", inner, number, layout.pp > 1
+            plain = Layout(inner, self._places(layout), dp_shard=number)
+            key = "state", inner, number, plain.pp > 1
             return self._of(key, layout, lambda: self._probe(inner).state(plain))
 
         if shards <= few or any(kind.experts is not None for kind in self.facts(inner.tp).kinds):
