@@ -84,12 +84,8 @@ def num_slots(schedule: Schedule, rank: int) -> dict[ActionKind, int]:
 
 def last_compute(row: Iterable[Action | Overlap]) -> dict[tuple[int, int], int]:
     """Return the position of the last computation of each stage and micro-batch: B, or W if the backward is split."""
-    last = {}
-    for position, action in enumerate(row):
-        for part in action.parts():
-            if part.kind in COMPUTE:
-                last[part.stage, part.microbatch] = position
-    return last
+    parts = ((part, at) for at, action in enumerate(row) for part in action.parts())
+    return {(part.stage, part.microbatch): at for part, at in parts if part.kind in COMPUTE}
 
 
 def _with_transfers(schedule: Schedule) -> list[Row]:
@@ -172,11 +168,8 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
     The last computation's send goes first, since the preceding stage waits for it."""
     if not options.reduces:
         return row
-    last: dict[int, int] = {}
-    for position, action in enumerate(row):
-        for part in action.parts():
-            if part.kind in COMPUTE:
-                last[part.stage] = position
+    computed = ((part.stage, at) for at, one in enumerate(row) for part in one.parts() if part.kind in COMPUTE)
+    last = dict(computed)
     lowered: Row = []
     ending: Row = []
     unsharded: set[int] = set()

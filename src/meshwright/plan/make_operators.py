@@ -110,13 +110,9 @@ class OperatorMaker:
         """Return the operations of a sample's attention on the rank with the most, as if it were one document."""
         found = one.attention_flops * self._tokens / self._tp
         if attention is not None and attention.method is ContextMethod.RING:
-            found *= self._imbalance(attention)
+            masks, num_ranks = tuple(self._facts.masks.items()), self._mesh.size(*self._mesh.view("cp"))
+            found *= _imbalance(masks, attention.mask, self._facts.tokens, num_ranks)
         return round(found)
-
-    def _imbalance(self, attention: AttentionLayer) -> float:
-        """Return the work of the busiest context-parallel rank, relative to the mean."""
-        masks, num_ranks = tuple(self._facts.masks.items()), self._mesh.size(*self._mesh.view("cp"))
-        return _imbalance(masks, attention.mask, self._facts.tokens, num_ranks)
 
     def _kernels(self, kernels: Kernels) -> PlannedKernels:
         narrow = BYTES[self._dtype]

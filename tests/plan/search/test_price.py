@@ -116,7 +116,7 @@ def test_finalists_are_simulated_with_fewer_micro_batches(name):
     found = finalist(pricer.base, pricer.cluster, layout._replace(reshard=False), pricer)
     plan = make_plan(found.config, nodes=8)
     whole = predict_step(plan, pricer.cluster)
-    assert found.simulated < layout.num_microbatches
+    assert len(found.step.timeline.spans) < len(whole.timeline.spans)
     assert found.step.total == pytest.approx(whole.total, rel=0.01)
     assert sum(found.step.parts.values()) == pytest.approx(found.step.total)
     assert found.step.tokens == whole.tokens and found.step.flops == pytest.approx(whole.flops)

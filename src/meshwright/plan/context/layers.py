@@ -70,19 +70,14 @@ def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...
 def imbalance_of_ranks(plan: RunPlan) -> float:
     """Return the attention work of the slowest context-parallel rank, relative to the mean, as if each sample were one
     document. Heads give all ranks the same work, whatever their tokens."""
-    layers = _layers(plan)
+    found = (plan.kind(name).attention for stage in plan.stages for name in stage.kinds)
+    layers = [layer for layer in found if layer is not None]
     rings = [layer.mask for layer in layers if layer.method is ContextMethod.RING]
     if not rings:
         return 1.0
     excess = imbalance(rings, batch_shards(plan, None), plan.batch.tokens) - 1.0
     total = sum(layer.mask.num_pairs(plan.batch.tokens) for layer in layers)
     return 1.0 + excess * sum(mask.num_pairs(plan.batch.tokens) for mask in rings) / total
-
-
-def _layers(plan: RunPlan) -> list[AttentionLayer]:
-    """Return the attention of all layers."""
-    found = (plan.kind(name).attention for stage in plan.stages for name in stage.kinds)
-    return [layer for layer in found if layer is not None]
 
 
 def attention_dims(layer: AttentionLayer, mesh: Mesh, dtype: str) -> AttentionDims:

@@ -35,8 +35,6 @@ class Finalist:
     step: StepTime
     memory: MemoryEstimate
     num_bytes: float
-    simulated: int
-    """Micro-batches that were simulated."""
 
 
 def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) -> Finalist:
@@ -58,4 +56,4 @@ def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) 
     if (size := pricer.total(memory)) > pricer.capacity:
         raise LayoutError(f"{format_bytes(size)} on the fullest rank")
     step = predict_step(plan, cluster, microbatches=layout.num_microbatches, steady=(first, last))
-    return Finalist(layout, config, step, memory, size, number)
+    return Finalist(layout, config, step, memory, size)
