@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.cluster.presets import cluster_preset, preset_on
 from meshwright.plan.cuda_memory import predict_cuda_memory
+from meshwright.plan.memory import stage_bytes
 from meshwright.plan.run_plan import BYTES
 from meshwright.plan.time.communication import Communication
 from meshwright_bench.published import accuracy, fit, plans, rows
@@ -79,6 +80,81 @@ def test_programs_change_plans():
     assert len(plan.stages[0].root.parameters) == sum(len(kind.parameters) for kind in plan.kinds)
     pure = next(plans_of(BY_ID["LF-154"]))
     assert {unit.reduce for kind in pure.plan.kinds for unit in kind.units} == {"bfloat16"} and pure.repeats == 1
+
+
+def block_of(row):
+    return next(kind for kind in next(plans_of(BY_ID[row])).plan.kinds if kind.is_block)
+
+
+def test_torchtitan_gathers_float8_if_it_is_scaled_by_tensor():
+    """Two runs that differ in their scales only: gathers have half the bytes, and casts are of a rank's shards."""
+    by_tensor, by_row = block_of("TT-011"), block_of("TT-023")
+    tokens, dim, tp = 8192, 8192, 8
+    sizes = [{one.elements for one in block.collectives if one.op == "all_gather"} for block in (by_tensor, by_row)]
+    assert sizes == [{tokens * dim // 2}, {tokens * dim}]
+    scales = [[one for one in block.collectives if one.elements == 1] for block in (by_tensor, by_row)]
+    assert [(one.forward, one.backward, one.recomputed) for one in scales[0]] == [(11, 7, 11)] and not scales[1]
+    casts = [
+        {one.name: one for one in block.operators if one.fused_forward and not one.rows}
+        for block in (by_tensor, by_row)
+    ]
+    ahead = [one["ffn.gate"].fused_forward.num_bytes for one in casts]
+    assert ahead == [5 * tokens * dim // tp, 5 * tokens * dim]
+    assert [one["ffn.up"].fused_forward.num_bytes for one in casts] == [0, 0]  # shares the cast of its input
+    back = [one["ffn.down"].fused_backward.num_bytes for one in casts]
+    inner = 28672 // tp
+    assert back == [5 * tokens * dim // tp + 2 * tokens * dim, (6 + 4) * tokens * dim + 5 * tokens * inner]
+
+
+def test_fsdp_casts_shards_of_weights_and_gathers_are_run_again_under_selective_recomputation():
+    weights = {one.name: one for one in block_of("TT-031").operators if one.fused_forward and not one.rows}
+    assert weights["ffn.gate"].fused_forward.bytes_once == 0
+    assert weights["ffn.gate"].fused_backward.bytes_once == 2 * 4096 * 14336
+    found = {(one.op, one.forward, one.backward) for one in block_of("TT-026").collectives}
+    # Asynchronous tensor parallelism doesn't keep the result of attention's reduce-scatter, either.
+    assert found == {
+        ("all_gather", 1, 1), ("all_gather", 0, 1), ("reduce_scatter", 0, 1), ("reduce_scatter", 1, 1),
+        ("reduce_scatter", 1, 0),
+    }  # fmt: skip
+
+
+def test_casts_between_gathers_and_products_keep_gathers_from_being_hidden():
+    """Scaled by row, only reduce-scatters run beside products, which are half of the collectives."""
+    hidden = [PROGRAMS[name].stack.hidden_tensor for name in ("torchtitan-async", "torchtitan-async-rowwise")]
+    assert hidden[1] == pytest.approx(hidden[0] / 2) and hidden[0] == fitted()["async-tp/hidden_tensor"]
+
+
+@pytest.mark.parametrize(
+    ("row", "layers"), [("OF-025", [4] * 4), ("TT-015", [15, *[16] * 6, 15]), ("NAR-005", [24, 24])]
+)
+def test_programs_split_layers_evenly(row, layers):
+    assert [len(stage.kinds) for stage in next(plans_of(BY_ID[row])).plan.stages] == layers
+
+
+def test_oneflow_has_buffers_for_micro_batches_between_forward_and_backward():
+    """Twice as many copies of the blocks' inputs as there are stages, beside the inputs themselves (OneFlow,
+    pipeline_buffer_pass.cpp); a run without a pipeline has none."""
+    made = next(plans_of(BY_ID["OF-031"]))
+    tokens, dim, layers, stages, masks = 8 * 2048, 2304, 12, 2, 8 * 2048 * 2304
+    sizes = stage_bytes(made.plan, made.plan.stages[0], on_cuda=True)
+    assert sizes.saved == layers * 2 * tokens * dim + masks + 8 * tokens
+    parameters = accuracy._parameters(made.plan, 0)
+    table = 2 * 51200 * dim // 8
+    copies = (1 + 2 * stages) * sizes.saved + 3 * (2 * tokens * dim + table) + 2 * sizes.running + 4 * parameters
+    assert accuracy.predict_memory(made) == int(copies + 18 * parameters + PROGRAMS["oneflow-hybrid"].context_bytes)
+    assert accuracy.predict_memory(made) == pytest.approx(BY_ID["OF-031"].memory_bytes, rel=0.1)
+    alone = next(plans_of(BY_ID["OF-005"]))
+    assert accuracy.predict_memory(alone) == pytest.approx(BY_ID["OF-005"].memory_bytes, rel=0.1)
+
+
+def test_weights_that_a_stage_keeps_gathered_are_in_float8():
+    made = next(plans_of(BY_ID["TT-015"]))
+    block = block_of("TT-015")
+    kept = min(len(stage.kinds) for stage in made.plan.stages) * sum(
+        made.plan.elements(one) for one in block.parameters
+    )
+    allocated = predict_cuda_memory(made.plan).total() - kept
+    assert accuracy.predict_memory(made) == int(PROGRAMS["torchtitan"].reserved * allocated)
 
 
 @pytest.mark.slow
@@ -167,7 +243,12 @@ def test_published_runs_are_predicted_as_docs_say():
     from meshwright_bench.benchmarks import Options
 
     found = by_name(bench_plan(Options(), lambda text: None).figures)
-    for name in ("all.time.median", "all.time.p90", "fitted.time.median", "held_out.time.median", "impossible"):
+    met = (
+        "TT.mean",
+        "impossible",
+        *(f"{name}.memory.{one}" for name in ("all", "held_out") for one in ("median", "p90")),
+    )
+    for name in ("all.time.median", "all.time.p90", "fitted.time.median", "held_out.time.median", *met):
         assert found[name].is_met, f"{name} is {found[name].value}"
     assert found["rows"].value == len(rows.counting_rows())
 

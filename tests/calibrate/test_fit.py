@@ -86,10 +86,11 @@ def test_attention():
 def test_links_are_fitted_as_collectives_are_priced(cores):
     base = cluster_preset("CPU")
     link = replace(base.inside_node, bandwidth_bytes_per_s=2e9)
-    curves = {Level.INSIDE_NODE: LinkCurve(70.0, reduce_scatter_slower=1.5)}
+    true = LinkCurve(70.0, reduce_scatter_slower=1.5, cached_bytes=1.5 * 2**20, uncached_slower=3.0)
+    curves = {Level.INSIDE_NODE: true}
     cluster = replace(base, inside_node=link, performance=replace(base.performance, links=curves, cores=cores))
     ops = (CollectiveOp.ALL_GATHER, CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_REDUCE)
-    cases = list(itertools.product(ops, (2**10, 2**16, 2**20, 2**24), (2, 4)))
+    cases = list(itertools.product(ops, (2**10, 2**16, 2**20, 2**22, 2**24), (2, 4)))
     samples = [
         TimedCollective(op, size, ranks, collective_us(cluster, op, size, GroupShape(ranks)) / 1e6 * each)
         for (op, size, ranks), each in zip(cases, noise(6, 0.1, len(cases)), strict=True)
@@ -97,6 +98,9 @@ def test_links_are_fitted_as_collectives_are_priced(cores):
     found = fit_link(replace(cluster, inside_node=base.inside_node), samples)
     curve = found.curve(Level.INSIDE_NODE)
     assert found.inside_node.bandwidth_bytes_per_s == pytest.approx(2e9, rel=0.15)
+    assert curve.uncached_slower == pytest.approx(3, rel=0.15) and curve.cached(2**24) == pytest.approx(
+        true.cached(2**24), rel=0.1
+    )
     assert curve.latency_us == pytest.approx(70, rel=0.1) and curve.reduce_scatter_slower == pytest.approx(1.5, rel=0.1)
     assert curve.residual == pytest.approx(0.1, rel=0.4)
 

@@ -81,6 +81,14 @@ def test_a_reduce_scatter_may_be_slower_than_an_all_gather():
     assert us["reduce_scatter"] - 7 == pytest.approx(1.5 * (us["all_gather"] - 7))
 
 
+def test_bytes_that_caches_do_not_hold_take_longer():
+    base = cluster()
+    half = LinkCurve(1.0, cached_bytes=BYTES / 2, uncached_slower=3.0)
+    slower = replace(base, performance=replace(base.performance, links={Level.INSIDE_NODE: half}))
+    assert collective_us(slower, "all_gather", BYTES / 2, GroupShape(2)) == pytest.approx(1 + BYTES / 4 / 100e3)
+    assert collective_us(slower, "all_gather", BYTES, GroupShape(2)) == pytest.approx(1 + 4 * BYTES / 4 / 100e3)
+
+
 @pytest.mark.parametrize(("ranks", "concurrent", "slower"), [(2, 1, 1), (4, 1, 2), (2, 2, 2), (1, 4, 1)])
 def test_processes_share_cores(ranks, concurrent, slower):
     shape = GroupShape(ranks)

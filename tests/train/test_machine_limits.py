@@ -13,7 +13,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import SHARED, predict_process_memory
 from meshwright.plan.rules import load
 from meshwright.train.launch import launcher, machine_limits
-from meshwright.train.launch.launcher import NO_THREAD_CACHE, TUNABLES, rank_environment
+from meshwright.train.launch.launcher import ALLOCATOR, TUNABLES, rank_environment
 from meshwright.train.launch.machine_limits import (
     BusyCores,
     advice,
@@ -139,7 +139,7 @@ def test_the_configuration_comes_before_the_environment_and_that_before_the_core
 def test_the_environment_is_as_before_once_ranks_have_started(monkeypatch, eight_cores):
     monkeypatch.delenv(TUNABLES, raising=False)
     with rank_environment(3):
-        assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ[TUNABLES] == NO_THREAD_CACHE
+        assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ[TUNABLES].count("=") == len(ALLOCATOR)
     assert "OMP_NUM_THREADS" not in os.environ and TUNABLES not in os.environ
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     with pytest.raises(KeyError), rank_environment(3):
@@ -147,15 +147,17 @@ def test_the_environment_is_as_before_once_ranks_have_started(monkeypatch, eight
     assert os.environ["OMP_NUM_THREADS"] == "5"
 
 
-@pytest.mark.parametrize(("chosen", "expected"), [
-    ("glibc.malloc.arena_max=1", f"glibc.malloc.arena_max=1:{NO_THREAD_CACHE}"),
-    ("glibc.malloc.tcache_count=3", "glibc.malloc.tcache_count=3"), ("", NO_THREAD_CACHE),
-])  # fmt: skip
-def test_a_thread_cache_that_a_user_chose_stays(monkeypatch, chosen, expected):
+@pytest.mark.parametrize("chosen", ["glibc.malloc.arena_max=1", "glibc.malloc.tcache_count=3", ""])
+def test_what_a_user_chose_of_the_allocator_stays(monkeypatch, chosen):
     monkeypatch.setenv(TUNABLES, chosen)
+    own = dict(one.split("=") for one in chosen.split(":") if one)
     with rank_environment(3):
-        assert os.environ[TUNABLES] == expected
+        assert dict(one.split("=") for one in os.environ[TUNABLES].split(":")) == _words(ALLOCATOR) | own
     assert os.environ[TUNABLES] == chosen
+
+
+def _words(numbers):
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def stat(path, *rows):

@@ -92,19 +92,43 @@ def predict_made(made: Made) -> Prediction:
 def predict_memory(made: Made) -> int:
     """Return the bytes of the rank with the most, by the measure that the program's runs state."""
     program, plan = PROGRAMS[made.program], made.plan
-    allocated = predict_cuda_memory(plan).total()
+    allocated = predict_cuda_memory(plan).total() - _narrower(made)
     if program.state_bytes is not None:
         activations = [rank.activations for rank in by_pipeline_rank(plan, on_cuda=True)]
         activations = _saved(plan) if program.counts_saved else activations
+        activations = _buffered(plan) if program.buffers and len(plan.stages) > 1 else activations
         states = (program.state_bytes * _parameters(plan, place) for place in range(len(activations)))
         allocated = max(map(add, activations, states))
     return int(program.reserved * allocated + program.context_bytes)
+
+
+def _narrower(made: Made) -> int:
+    """Return how much smaller the weights that a stage keeps gathered are in float8 than in 16 bits."""
+    if made.config.float8.recipe == "none" or not PROGRAMS[made.program].by_tensor:
+        return 0
+    plan = made.plan
+    held = ([(stage, kind, one) for kind, _, one in plan.parameters(stage) if kind.is_block] for stage in plan.stages)
+    return min(sum(plan.elements(p) for s, kind, p in found if not plan.unit_of(s, kind, p).freed) for found in held)
 
 
 def _saved(plan: RunPlan) -> list[int]:
     """Return the bytes that each rank of the pipeline saves for the backward at most."""
     costs = (StageCosts(activation_bytes=stage_bytes(plan, stage, on_cuda=True).saved) for stage in plan.stages)
     return [rank.activations for rank in peak_bytes(plan.schedule, Costs(list(costs)))]
+
+
+def _buffered(plan: RunPlan) -> list[int]:
+    """Return what the first stage of OneFlow's pipelines holds besides states, where its memory was measured.
+
+    It is planned ahead: what a stage's backward takes from its forward has twice as many copies as there are stages
+    (OneFlow, pipeline_buffer_pass.cpp), and each tensor to or from another stage, such as the head's table and its
+    gradient, one where it is sent and two where it arrives. Forward and backward share no memory, nor do gradients of a
+    micro-batch and their sums, and weights are copied once for all micro-batches: four bytes per parameter.
+    """
+    sizes = stage_bytes(plan, plan.stages[0], on_cuda=True)
+    table = 2 * sum(plan.elements(one) for kind in plan.kinds for one in kind.parameters if one.name == "embed.weight")
+    copies = (1 + 2 * len(plan.stages)) * sizes.saved + 3 * (sizes.stream + table)
+    return [copies + 2 * sizes.running + 4 * _parameters(plan, 0)]
 
 
 def _parameters(plan: RunPlan, place: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import mean, median, quantiles
 
-from meshwright.cluster.presets import cluster_preset
 from meshwright.plan.traffic import Purpose
 from meshwright.units import counted
 from meshwright_bench.benchmarks import Benchmark, Options, Say
@@ -23,8 +22,6 @@ SOURCES = {
 MEDIAN, TENTH = 5.0, 12.0
 """Targets in percent: of the median error, and of the one that a tenth of the rows exceeds."""
 WORST = 10
-FULL = 0.85
-"""Share of a device's memory from which on PyTorch's allocator frees and allocates again during steps."""
 COMMUNICATION = (Purpose.TENSOR, Purpose.WEIGHTS, Purpose.GRADIENTS, Purpose.REPLICAS)
 
 
@@ -91,11 +88,9 @@ def likely_reason(one: Prediction) -> str:
 
 
 def _reasons(one: Prediction) -> Iterator[str]:
-    row, capacity = one.row, cluster_preset(one.made.cluster).device.memory_bytes
+    row = one.row
     if row.size("cp") > 1:
         yield "ring attention, whose steps exchange, merge and launch differently in each program"
-    if one.error > 0 and one.memory_bytes > FULL * capacity:
-        yield "memory is nearly full, so PyTorch's allocator frees and allocates again"
     sent = _largest((name, one.parts.get(name, 0.0)) for name in COMMUNICATION)
     if sent[1] > 0.2 * one.seconds:
         yield f"{sent[1] / one.seconds:.0%} of the step is communication ({sent[0]}) on links that others share"

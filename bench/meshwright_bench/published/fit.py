@@ -84,7 +84,7 @@ PARAMETERS = (
     Parameter("deepspeed/slower_products", 1.1, 0.2),
     Parameter("oneflow/slower_attention", 1.2), Parameter("oneflow/slower_memory", 1.0),
     Parameter("torchtitan/slower_ring", 0.1, 1.0), Parameter("torchtitan-eager/slower_memory", 1.1, 0.3),
-    Parameter("async-tp/hidden_tensor", 0.4), Parameter("rowwise/slower_products", 1.3),
+    Parameter("async-tp/hidden_tensor", 0.4), Parameter("rowwise/slower_float8", 1.1),
 )  # fmt: skip
 
 
@@ -104,7 +104,8 @@ def apply_to_cluster(cluster: Cluster, preset: str, link: str, values: Mapping[s
 
 
 def _with_curve(performance: Performance, name: str, value: float) -> Performance:
-    """Return a performance with a field of it, or of a curve, replaced; both dtypes of 16 bits have the same curves."""
+    """Return a performance with a field of it, or of a curve, replaced; both dtypes of 16 bits have the same curves,
+    and float8 their shapes: tiles are as large, but twice as deep."""
     kind, _, rest = name.partition("/")
     changes: dict[str, Any] = {kind: value}
     if rest:
@@ -112,6 +113,9 @@ def _with_curve(performance: Performance, name: str, value: float) -> Performanc
         curves = dict(getattr(performance, kind))
         for one in [one for one in curves if one == rate or (rate == "16" and one.endswith("float16"))]:
             curves[one] = replace(curves[one], **{field: value})
+        if rate == "16" and kind == "products" and field.startswith("half_") and "float8" in curves:
+            deeper = 2 if field == "half_inner" else 1
+            curves["float8"] = replace(curves["float8"], **{field: deeper * value})
         changes = {kind: curves}
     return replace(performance, **changes)
 

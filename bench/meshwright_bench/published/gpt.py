@@ -73,7 +73,7 @@ class GptFamily(Family):
         table = linear("embed", c.dim, c.vocab_size, role=Role.EMBEDDING)
         positions = linear("positions", c.dim, tokens)
         first = KindFacts(
-            "embed", "", (*table, *positions), saved=Saved(fixed_bytes=8.0),
+            "embed", "", (*table, *positions), saved=Saved(stream=_mask(c), fixed_bytes=8.0),
             operators=(embedding("embed", c.vocab_size, c.dim), _elementwise("positions", c.dim, 3, 1, STREAM)),
         )  # fmt: skip
         last = KindFacts(
@@ -106,6 +106,11 @@ class GptFamily(Family):
     reference: Any = _plan_only
 
 
+def _mask(c: GptConfig) -> float:
+    """Return the elements that the mask of a dropout of the stream takes: half of one, as it has a byte for each."""
+    return 0.5 * c.dim if c.bias else 0.0
+
+
 def _block(c: GptConfig, tokens: int) -> KindFacts:
     dim, wide = c.dim, c.ffn_dim
     parameters = (
@@ -117,7 +122,7 @@ def _block(c: GptConfig, tokens: int) -> KindFacts:
     scores = float(c.num_heads * tokens)
     # Inputs of norms and layers, queries, keys, values, attention's result, the activation's input and result; masks of
     # dropout take a byte per element.
-    masks = 0.5 * 2 * dim if c.bias else 0.0
+    masks = 2 * _mask(c)
     plain = Saved(full=2.0 * dim, stream=2.0 * dim + masks, divided=4.0 * dim + 2.0 * wide)
     core = Saved(divided=2.5 * scores) if c.scores else Saved(wide_divided=c.num_heads)
     kernels = _scores(c, scores) if c.scores else _flash(c, attention.flops(tokens))

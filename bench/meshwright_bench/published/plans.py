@@ -25,6 +25,7 @@ from meshwright.plan.run_plan import (
 )
 from meshwright_bench.published.programs import PROGRAMS, Program, program_of
 from meshwright_bench.published.rows import Row
+from meshwright_bench.published.torchtitan import as_torchtitan
 
 GPT = "meshwright_bench.published.gpt:FAMILY"
 POLICIES = ("none", "full", "selective")
@@ -109,6 +110,13 @@ def _chunks(row: Row) -> list[int]:
     return [chunks for chunks in (1, 2, 3, 4, 5, 6) if (row.size("layers") // pp) % chunks == 0]
 
 
+def _split(layers: int, stages: int) -> list[int]:
+    """Return the layers of each stage: as many, as Megatron and OneFlow demand; torchtitan gives the stages after the
+    first those that are left."""
+    each, left = divmod(layers, stages)
+    return [each + (0 < stage <= left) for stage in range(stages)]
+
+
 def _replicas(row: Row) -> int:
     """Return the size of data parallelism, of both kinds."""
     return row.size("gpus") // (row.size("tp") * row.size("pp") * row.size("cp"))
@@ -121,7 +129,7 @@ def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConf
     mesh = {
         "pp": row.size("pp"), "tp": row.size("tp"), "cp": row.size("cp"), "dp_shard": shards,
         "dp_replicate": replicas // shards, "sequence_parallel": row.text["sp"] == "1",
-        "cp_method": "ring" if row.size("cp") > 1 else "auto",
+        "cp_method": "ring" if row.size("cp") > 1 else "auto", "reshard_after_forward": row.size("pp") == 1,
     }  # fmt: skip
     values: dict[str, Any] = {
         "model": _model(row, program),
@@ -132,8 +140,11 @@ def _config(row: Row, program: Program, *, samples: int, chunks: int) -> RunConf
         },
         "recompute": {"policy": next(p for p in POLICIES if row.text["recompute"].startswith(p))},
     }  # fmt: skip
-    if chunks > 1:
-        values["pipeline"] = {"chunks": chunks, "schedule": "interleaved"}
+    if row.text["dtype"] == "fp8" and program.compiled:
+        values["float8"] = {"recipe": "current"}
+    stages = row.size("pp") * chunks
+    if stages > 1:
+        values["pipeline"] = {"chunks": chunks, "layers_per_stage": _split(row.size("layers"), stages)}
     return run_type(values["model"]["kind"]).model_validate(values)
 
 
@@ -157,6 +168,7 @@ def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
     # "PURE" reduces in 16 bits, too.
     reduce = "bfloat16" if "PURE" in row.text["notes"] else program.reduce
     rate = {"fp8": "float8", "fp16": "float16"}.get(row.text["dtype"], "bfloat16")
+    tp = plan.mesh.view("tp")
 
     def of_kind(kind: LayerSpec) -> LayerSpec:
         operators = tuple(_as_run(one, program, rate, is_block=kind.is_block) for one in kind.operators)
@@ -170,9 +182,10 @@ def _as_program(plan: RunPlan, program: Program, row: Row) -> RunPlan:
         )
 
     kinds = {kind.name: of_kind(kind) for kind in plan.kinds}
+    if program.reruns:
+        kinds = {name: as_torchtitan(kind, program, plan.mesh) for name, kind in kinds.items()}
     stages = tuple(replace(stage, root=_root(plan, stage, reduce, program.reduces_whole)) for stage in plan.stages)
     plan = replace(plan, kinds=tuple(kinds.values()), stages=stages)
-    tp = plan.mesh.view("tp")
     # Each tp rank sends its part of what it has whole, and gathers it (Narayanan et al. 2021, section 4.1).
     return replace(plan, edge=replace(plan.edge, shards=(Shard(0, tp),))) if program.scatters and tp else plan
 
@@ -202,18 +215,18 @@ def _as_run(one: PlannedOperator, program: Program, rate: str, *, is_block: bool
     is_product = one.kind is OperatorKind.PRODUCT
     if one.rate == "bfloat16" and (rate == "float16" or (is_block and is_product)):
         one = replace(one, rate=rate)
-    if one.rate == "float8":
-        one = _with_casts(one)
-    # torchtitan keeps the results of PyTorch's product, which is not the one in float8.
-    again = one.name in program.reruns or (program.reruns and one.rate == "float8" and one.rerun is not Rerun.NEVER)
-    return replace(one, rerun=Rerun.ALWAYS) if again else one
+        one = _with_casts(one) if rate == "float8" else one
+    if one.name not in program.reruns and not (program.reruns and one.rate == "float8"):
+        return one
+    # torchtitan keeps the results of PyTorch's product, which isn't the one in float8; nothing needs a block's last.
+    return replace(one, rerun=Rerun.NEVER if one.name == "ffn.down" else Rerun.ALWAYS)
 
 
 def _with_casts(one: PlannedOperator) -> PlannedOperator:
-    """Return a product with the kernels that cast its operands to float8: they read two bytes and write one, and the
-    backward also transposes, as products in float8 take operands in one order only."""
+    """Return a product with Transformer Engine's kernels that cast its operands to float8: they read two bytes and
+    write one, and the backward also transposes, as products in float8 take operands in one order only."""
     inputs, outputs = one.rows * one.inner, one.rows * one.columns
     weight = one.inner * one.columns
     ahead = PlannedKernels(2, 3 * inputs, 3 * weight)
     back = PlannedKernels(3, 2 * inputs + 5 * outputs, 2 * weight)
-    return replace(one, forward=ahead, backward=back, fused_forward=ahead, fused_backward=back)
+    return replace(one, forward=ahead, backward=back)

@@ -26,6 +26,9 @@ ALIKE = {
     "rowwise": ("torchtitan-rowwise", "torchtitan-async-rowwise"),
 }  # fmt: skip
 """Stacks that share parameters, by the name before them."""
+PARTS = {("torchtitan-async-rowwise", "hidden_tensor"): 0.5}
+"""What of a shared parameter a stack has. Scaled by row, casts are between gathers and products, so that of the
+collectives only reduce-scatters, which are half of them, run beside products (pytorch/pytorch issue 149990)."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,16 @@ class Program:
     bias: bool = True
     """Whether a GPT has biases and dropout."""
     compiled: bool = False
+    by_tensor: bool = True
+    """Whether float8 is scaled by tensor, so that tensor parallelism gathers it, or by row."""
     reruns: tuple[str, ...] = ()
     """Products that selective recomputation runs again."""
+    resends: tuple[str, ...] = ("all_gather",)
+    """Collectives of tensor parallelism that it runs again with them."""
     state_bytes: int | None = None
     """Bytes per parameter that a rank holds at all times; None as Meshwright, which frees gradients."""
+    buffers: bool = False
+    """Whether pipelines keep copies of what a backward takes from its forward, as OneFlow's do."""
     counts_saved: bool = False
     """Whether a memory figure counts states and saved activations only, as a paper's own formula does."""
     live_logits: float = 1.0
@@ -72,12 +81,19 @@ def fitted() -> Mapping[str, float]:
 def with_parameters(stack: Stack, values: Mapping[str, float]) -> Stack:
     """Return a stack with those of the parameters that are its own."""
     found = ((path.partition("/"), value) for path, value in values.items())
-    own: dict[str, Any] = {name: value for (owner, _, name), value in found if stack.name in ALIKE.get(owner, (owner,))}
+    own: dict[str, Any] = {
+        name: value * PARTS.get((stack.name, name), 1.0)
+        for (owner, _, name), value in found
+        if stack.name in ALIKE.get(owner, (owner,))
+    }
     return replace(stack, **own)
 
 
 SAC = ("attention.wk", "attention.wo", "ffn.up")
 """Every second product of a block, which torchtitan's selective recomputation runs again."""
+RESENDS = ("all_gather", "reduce_scatter")
+"""Those that asynchronous tensor parallelism runs again: it can't hide those whose results are kept (torchtitan pull
+request 965)."""
 FOUNDRY = Program(Stack("llm-foundry"), reduces_each=True, bias=False, live_logits=1 / 3)
 """FSDP1, whose trainer reduces gradients after each micro-batch; cross-entropy by one kernel, on logits in 16 bits."""
 MEGATRON = Program(
@@ -87,8 +103,8 @@ MEGATRON = Program(
 """Replicas that sum gradients once, after the last backward. Weights in 16 bits, and gradients, weights and two states
 in float32 are held at all times (18 bytes: Korthikanti et al. 2022, section 6)."""
 ONEFLOW = Program(
-    Stack("oneflow"), sharded=False, reduce="float16", scores=True, state_bytes=18, live_logits=0.5,
-    context_bytes=1.2e9,
+    Stack("oneflow"), sharded=False, reduce="float16", scores=True, state_bytes=18, buffers=True,
+    live_logits=0.5, context_bytes=1.2e9,
 )  # fmt: skip
 """Gradients are summed beside the backward; logits stay in 16 bits. Memory is nvidia-smi's: of the context by the rows
 that aren't held out."""
@@ -115,9 +131,9 @@ PROGRAMS = {
         ("oneflow-hybrid", HYBRID, {}),
         ("torchtitan-eager", TITAN, {"compiled": False}),
         ("torchtitan", TITAN, {}),
-        ("torchtitan-rowwise", TITAN, {}),
-        ("torchtitan-async", TITAN, {}),
-        ("torchtitan-async-rowwise", TITAN, {}),
+        ("torchtitan-rowwise", TITAN, {"by_tensor": False}),
+        ("torchtitan-async", TITAN, {"resends": RESENDS}),
+        ("torchtitan-async-rowwise", TITAN, {"by_tensor": False, "resends": RESENDS}),
         ("maxtext", Program(Stack("maxtext", fused=True), compiled=True), {}),
     )
 }

@@ -27,6 +27,8 @@ WIDE, LOOSE, CLOSE, FIXED = 3.0, 1.0, 0.1, 1e-6
 measured, of what was measured itself, and of what is no parameter here."""
 ITERATIONS, SLOPE = 40, 1e-3
 OVERHEAD_S = 2e-6
+CACHED_BYTES = 2.0**20
+"""Estimate of what of a tensor stays in a CPU's caches while processes exchange it."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,14 @@ def fit_attention(samples: Sequence[TimedAttention]) -> AttentionCurve:
 
 def fit_link(cluster: Cluster, samples: Sequence[TimedCollective]) -> Cluster:
     """Fit latency and bandwidth of the link inside a node to collectives, by the rules that price them."""
+    on_cpu = not cluster.performance.is_async
 
     def changed(values: Sequence[float]) -> Cluster:
-        latency, bandwidth, slower = map(float, values)
+        latency, bandwidth, slower, cached, uncached_slower = map(float, values)
         link = replace(cluster.inside_node, latency_us=latency, bandwidth_bytes_per_s=bandwidth)
         curve = LinkCurve(latency, reduce_scatter_slower=slower)
+        if on_cpu:
+            curve = replace(curve, cached_bytes=cached, uncached_slower=max(1.0, uncached_slower))
         links = {**cluster.performance.links, Level.INSIDE_NODE: curve}
         return replace(cluster, inside_node=link, performance=replace(cluster.performance, links=links))
 
@@ -169,8 +174,9 @@ def fit_link(cluster: Cluster, samples: Sequence[TimedCollective]) -> Cluster:
         return np.array(times) / 1e6
 
     link, curve = cluster.inside_node, cluster.curve(Level.INSIDE_NODE)
-    start = [curve.latency_us, link.bandwidth_bytes_per_s, 1.0]
-    found = fit_logs(predict, start, [WIDE, WIDE, LOOSE], [one.seconds for one in samples])
+    start = [curve.latency_us, link.bandwidth_bytes_per_s, 1.0, CACHED_BYTES, 2.0]
+    freedom = [WIDE, WIDE, LOOSE, *((0.3, LOOSE) if on_cpu else (FIXED, FIXED))]
+    found = fit_logs(predict, start, freedom, [one.seconds for one in samples])
     made = changed(found.values)
     links = dict(made.performance.links)
     links[Level.INSIDE_NODE] = replace(links[Level.INSIDE_NODE], residual=found.expected)

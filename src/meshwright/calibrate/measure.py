@@ -34,7 +34,7 @@ LONGEST_S = 0.02
 """Longest time of a product on a CPU: larger ones are left out, as of a dtype that it has no instructions for."""
 HEADS, HEAD_DIMS, TOKENS = 4, (32, 64), 1024
 CHAIN = 32
-UPDATED = ((64, 64), (2**20, 6))
+UPDATED = ((64, 64), (2**20, 20))
 """Elements and number of parameters that are updated: of a time per parameter, and of one per byte."""
 UPDATE_BYTES = 40
 """Read and written per element: seven tensors by AdamW, one by the norm, two by clipping."""

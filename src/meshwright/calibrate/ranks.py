@@ -38,7 +38,7 @@ from meshwright.train.launch.machine_limits import BusyCores
 from meshwright.train.launch.rank_context import RankContext
 from meshwright.train.train_step import TrainStep
 
-COLLECTIVE_BYTES = (2**10, 2**16, 2**20, 2**23)
+COLLECTIVE_BYTES = (2**10, 2**16, 2**20, 2**22, 2**24)
 MOST_ROUNDS = 25
 TIMEOUT_S = 60.0
 SHARES = {"host": 0.05, "copy": 0.03, "memory": 0.07, "runs": 0.4}
@@ -110,12 +110,17 @@ def _collectives(context: RankContext, device: torch.device) -> dict[tuple[str, 
         full = torch.zeros(num_bytes // 4, device=device)
         shard = torch.zeros(num_bytes // 4 // context.num_ranks, device=device)
         runs: dict[CollectiveOp, Callable[[], Tensor]] = {
-            CollectiveOp.ALL_GATHER: partial(all_gather_rows_into, full, shard),
+            CollectiveOp.ALL_GATHER: partial(_gather_anew, full, shard),
             CollectiveOp.REDUCE_SCATTER: partial(reduce_scatter_sum, full),
             CollectiveOp.ALL_REDUCE: partial(all_reduce_sum, full),
         }
         cases |= {(str(op), num_bytes): run for op, run in runs.items()}
     return cases
+
+
+def _gather_anew(full: Tensor, shard: Tensor) -> Tensor:
+    """Gather into a new tensor, as FSDP2 does for each unit."""
+    return all_gather_rows_into(torch.empty_like(full), shard)
 
 
 def _slower_together(context: RankContext, device: torch.device, budget_s: float) -> dict[str, float]:

@@ -89,6 +89,7 @@ def collective_us(
         return 0.0
     op = CollectiveOp(op)
     slower = _oversubscription(cluster, shape, concurrent)
+    num_bytes = max(cluster.curve(level).cached(num_bytes) for level in shape.steps())
     if op == CollectiveOp.SEND:
         return slower * _message_us(cluster, num_bytes, list(shape.steps())[-1])
     if op == CollectiveOp.ALL_TO_ALL:

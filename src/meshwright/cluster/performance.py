@@ -61,7 +61,15 @@ class LinkCurve:
     """Bytes per step at which half of it is reached."""
     reduce_scatter_slower: float = 1.0
     """Time of a reduce-scatter's bytes over that of an all-gather's."""
+    cached_bytes: float = 0.0
+    """Bytes of a tensor that CPUs' caches hold, so that they move faster than the rest; 0 without such a difference."""
+    uncached_slower: float = 1.0
+    """Time of a byte of the rest over that of a cached one."""
     residual: float = 0.2
+
+    def cached(self, num_bytes: float) -> float:
+        """Return how many cached bytes take as long as those of a tensor."""
+        return num_bytes + (self.uncached_slower - 1) * max(0.0, num_bytes - self.cached_bytes)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ class Stack:
     name: str
     hidden_tensor: float = 0.0
     """Share of tensor parallelism's communication that runs beside products."""
-    hidden_experts: float = 0.0
-    """Share of the experts' all-to-alls that runs beside other work."""
     prefetches: bool = True
     """Whether gathers of the next FSDP unit run beside a block's work."""
     hides_reductions: bool = True
@@ -33,6 +31,8 @@ class Stack:
     merged results and exchanges that nothing hides."""
     slower_products: float = 1.0
     """Time of products over that of the device's libraries as they were measured, as of older ones."""
+    slower_float8: float = 1.0
+    """The same of products in float8 only, as of another kernel."""
     slower_beside: float = 0.0
     """Share of hidden communication's time by which it slows the work beside it, as it takes processors and bandwidth.
     """

@@ -109,6 +109,7 @@ def _assemble(
         ),
         schedule=table,
         optimizer=planned_optimizer(train.optimizer, masters=MASTER_DTYPES[train.precision], moved=train.precision),
+        libraries=config.family.library_bytes,
     )
 
 

@@ -96,7 +96,7 @@ def library_bytes(plan: RunPlan) -> int:
     compiles = any(kind.compiled for kind in plan.kinds)
     special = any(kind.recompute is not RecomputePolicy.NONE or kind.experts is not None for kind in plan.kinds)
     traces = compiles or special or plan.mesh.num_ranks() > plan.mesh.size("pp")
-    return LIBRARIES + traces * TRACER + compiles * COMPILER
+    return LIBRARIES + max(traces * TRACER, plan.libraries) + compiles * COMPILER
 
 
 def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:

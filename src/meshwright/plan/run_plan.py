@@ -322,6 +322,8 @@ class RunPlan:
     schedule: Schedule
     """The lowered schedule."""
     optimizer: PlannedOptimizer
+    libraries: int = 0
+    """Bytes of a process that libraries of the model's family take, `torch._dynamo` included if they import it."""
 
     @cached_property
     def _kinds(self) -> dict[str, LayerSpec]:

@@ -24,8 +24,8 @@ WIDTH = 160
 """Maximum line length, where a value can be broken into several lines."""
 REGENERATE_FIX = "a new plan, which meshwright plan writes with the words of the run and -o"
 
-OMITS_DEFAULTS = (PlannedOperator, PlannedKernels)
-"""Types of which there are many in a plan, written without fields that have their default."""
+OMITS_DEFAULTS = (PlannedOperator, PlannedKernels, RunPlan)
+"""Types that are written without fields that have their default, as most of theirs do."""
 
 LATER: dict[type, tuple[str, ...]] = {SavedBytes: ("fused",), LayerSpec: ("operators",)}
 """Fields that plans of this format lack if they are from before them."""

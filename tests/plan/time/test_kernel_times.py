@@ -148,6 +148,14 @@ def test_a_stack_slows_the_kernels_that_it_names():
     assert found == pytest.approx((1.5, 2.0, 3.0))
 
 
+def test_a_stack_may_slow_products_in_float8_only():
+    cluster, rates = constant_rates(), ("float32", "float8")
+    performance = replace(cluster.performance, products=dict.fromkeys(rates, ProductCurve(FLOPS * 1e6)))
+    slow = KernelTimes(cluster.device, performance, replace(MESHWRIGHT, slower_float8=1.5))
+    wide, narrow = (slow.of_kind(kind(replace(PRODUCT, rate=one)), samples=1, tokens=100).forward for one in rates)
+    assert (wide.products, narrow.products) == pytest.approx((ONE_PRODUCT, 1.5 * ONE_PRODUCT))
+
+
 def test_an_unknown_rate_is_an_error():
     with pytest.raises(ConfigError, match="int3"):
         work_of(kind(replace(PRODUCT, rate="int3")))

@@ -79,6 +79,8 @@ class Family(ABC):
     """Whether a model is built and run to describe it, which takes seconds, instead of being described by its sizes."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that every rank needs besides PyTorch and that are slow to import: they are imported once."""
+    library_bytes: ClassVar[int] = 0
+    """Memory that libraries of the family take in each process besides PyTorch, as `RunPlan.libraries`."""
     conditions: ClassVar[tuple[str, ...]] = ()
     """Names of the tensors among a batch's conditions, in order, for messages."""
     foreign_names: ClassVar[Mapping[str, str]] = {}

@@ -35,6 +35,7 @@ from meshwright.models.hf.config import (
     transformers_version,
 )
 from meshwright.settings.violation import Violation
+from meshwright.units import MIB
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +56,7 @@ class HfFamily(ForeignFamily):
     sections = {"model": HfConfig, "lora": LoraConfig}
     foreign_names = FOREIGN_NAMES
     preload = ("meshwright.models.hf.preload",)
+    library_bytes = 195 * MIB  # of transformers 5 with what it imports, such as torch._dynamo; measured
 
     def structure(self, f: RunFacts) -> Structure:
         return structure_of(f)

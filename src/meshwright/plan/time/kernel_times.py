@@ -114,7 +114,8 @@ class KernelTimes:
         m, k, n = shape
         curve, size = product_curve(self._performance, one.rate), OPERAND_BYTES[one.rate]
         moved = size * (m * k + k * n + m * n) / self._bytes_per_us
-        each = max(slower * curve.seconds(m, k, n) * 1e6 * self._stack.slower_products, moved)
+        slower *= self._stack.slower_products * (self._stack.slower_float8 if one.rate == "float8" else 1.0)
+        each = max(slower * curve.seconds(m, k, n) * 1e6, moved)
         launches = 1 if one.kind is OperatorKind.GROUPED and self._performance.is_async else one.groups
         return Work(
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n

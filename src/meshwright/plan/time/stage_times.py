@@ -189,13 +189,9 @@ class StagePricer:
 
     def _exposed(self, sent: tuple[Times, Times, Times]) -> tuple[Times, Times, Times]:
         """Return what is left of an operator's communication beside the work that a stack runs meanwhile."""
-        hidden: dict[str, float] = {
-            Purpose.TENSOR: self._stack.hidden_tensor,
-            Purpose.EXPERTS: self._stack.hidden_experts,
-        }
-        slower = self._stack.slower_beside
+        left = 1 - self._stack.hidden_tensor * (1 - self._stack.slower_beside)
         forward, backward, again = (
-            {name: us * (1 - hidden.get(name, 0.0) * (1 - slower)) for name, us in one.items()} for one in sent
+            {name: us * (left if name == Purpose.TENSOR else 1.0) for name, us in one.items()} for one in sent
         )
         return forward, backward, again
 

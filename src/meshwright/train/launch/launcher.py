@@ -32,6 +32,7 @@ from meshwright.errors import CONTINUE, InputError, MeshwrightError, RunError, S
 from meshwright.train.launch.machine_limits import VARIABLE, check_ranks, threads_per_rank
 from meshwright.train.launch.rank_context import STARTED_CUDA, STOPPING, Body, DescribeAction, RankContext, StatusBoard
 from meshwright.train.launch.rank_start import enter_rank, send_started_cuda
+from meshwright.units import GIB, MIB
 
 T = TypeVar("T")
 
@@ -44,11 +45,18 @@ SAME_S = 0.5
 PRELOAD = ["meshwright.train.launch.rank_imports"]
 
 TUNABLES = "GLIBC_TUNABLES"
-NO_THREAD_CACHE = "glibc.malloc.tcache_count=0"
-"""Lets glibc's allocator merge all that is free.
+ALLOCATOR = {
+    "glibc.malloc.tcache_count": 0,
+    "glibc.malloc.mmap_threshold": 8 * MIB,
+    "glibc.malloc.trim_threshold": 4 * GIB,
+    "glibc.malloc.hugetlb": 1,
+}
+"""How glibc's allocator serves tensors on a CPU (docs/planning.md has what each of these changed).
 
-Small chunks in a thread's cache count as used, so each of them splits a hole that a gathered block would fit into: with
-FSDP2 on two ranks, a process held 1.16 GiB instead of 0.93 GiB (docs/planning.md).
+Small chunks in a thread's cache count as used, so each of them splits a hole that a gathered block would fit into;
+without the cache, all that is free is merged. Gathered blocks above the first threshold are mapped apart from the heap,
+where they would leave such holes, and in huge pages. Of the rest, the heap keeps what a step frees for the next one:
+otherwise the kernel clears the same pages in every step.
 """
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -164,11 +172,11 @@ def launch(
 
 @contextmanager
 def rank_environment(threads: int) -> Iterator[None]:
-    """Set variables that ranks started in the context read before any of our code runs; a thread cache that a user has
-    chosen stays."""
-    tunables = os.environ.get(TUNABLES, "")
-    if "glibc.malloc.tcache_count" not in tunables:
-        tunables = ":".join(filter(None, (tunables, NO_THREAD_CACHE)))
+    """Set variables that ranks started in the context read before any of our code runs; what a user has chosen of the
+    allocator stays."""
+    given = os.environ.get(TUNABLES, "")
+    chosen = {part.partition("=")[0] for part in given.split(":")}
+    tunables = ":".join(filter(None, (given, *(f"{key}={one}" for key, one in ALLOCATOR.items() if key not in chosen))))
     values = {VARIABLE: str(threads), TUNABLES: tunables, NVML_CHECK: "1", STARTED_CUDA: ""}
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
