@@ -264,7 +264,7 @@ class ModelFacts:
 
     @cached_property
     def masks(self) -> Counter[MaskSpec]:
-        """Layers by the mask of their attention."""
+        """Number of layers by the mask of their attention."""
         found = (self._by_name[name].attention for name in self.layers)
         return Counter(one.mask for one in found if one is not None)
 

@@ -194,7 +194,7 @@ def _of_sample(mask: MaskSpec, sample: int) -> MaskSpec:
 @lru_cache(maxsize=256)
 def _order(counts: tuple[tuple[MaskSpec, int], ...], seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
     """Choose the order of one sample."""
-    costs = LayerCosts(Counter(dict(counts)), seq_len)
+    costs = LayerCosts(dict(counts), seq_len)
     orders = [contiguous(seq_len, num_ranks), zigzag(seq_len, num_ranks)]
     orders.append(balanced_arcs(costs, num_ranks, tolerance=TOLERANCE))
     balanced = [

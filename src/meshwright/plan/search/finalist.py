@@ -45,8 +45,9 @@ def finalist(base: RunConfig, cluster: Cluster, layout: Layout, pricer: Pricer) 
     """
     config = layout.configured(base)
     first, last = (math.ceil(layout.pp * one) for one in STEADY.get(layout.schedule, LATE))
-    number = last + (layout.pp if layout.schedule == "interleaved" else 1)  # it ends with as many as it began with
-    number = min(number, layout.num_microbatches) if layout.pp > 1 else layout.num_microbatches
+    number, round_size = layout.num_microbatches, layout.pp if layout.schedule == "interleaved" else 1
+    if layout.pp > 1 and number % round_size == 0:
+        number = min(number, last + round_size)  # a round after the steady state empties the pipeline
     batch = layout.data_parallel * layout.inner.samples * number
     fewer = config.with_keys({"train.num_microbatches": number, "train.global_batch": batch})
     plan = make_plan(fewer, nodes=cluster.devices_per_node, checked=False)
