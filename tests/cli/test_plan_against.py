@@ -1,6 +1,8 @@
-"""`meshwright plan --against RUN`, and the cluster that a run's device has."""
+"""`meshwright plan --against RUN`, the cluster that a run's device has, and the load of its experts."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +11,9 @@ from meshwright.cli.main import app
 from meshwright.cluster.cluster_file import cluster_toml
 from meshwright.cluster.presets import cluster_of_device, cluster_preset, own_file
 from meshwright.errors import MeshwrightError
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.rules import load
+from meshwright.plan.stage_sizes import load_rows
 from tests.train.report.folders import write_folder
 
 WORDS = ["llama-tiny", "mesh.dp_shard=2"]
@@ -82,4 +87,48 @@ def test_what_cannot_be_compared_is_an_error(tmp_path, missing):
     words = ["--cluster", "here"] if missing == "calibration" else []
     with pytest.raises(MeshwrightError) as caught:
         shown("--against", tmp_path if missing == "folder" else folder, *words)
+    assert caught.value.rule and caught.value.fix
+
+
+def time_of(page):
+    return next(line for line in page.splitlines() if line.startswith("a step takes"))
+
+
+def test_a_run_s_load_of_experts_is_used(tmp_path):
+    """Its last step's counts: those of all tokens on one rank take longer than equal ones, which are as balanced."""
+    words = ["moe-tiny", "mesh.dp_shard=2", "mesh.ep=2"]
+    folder = write_folder(tmp_path / "run", words)
+    plan = make_plan(load(words[0], words[1:]))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    def shown_with(counts):
+        lines[-1]["expert_counts"] = [counts for _ in load_rows(plan)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return shown(*words, "--cluster", "H100", "--experts", folder)
+
+    plain = shown(*words, "--cluster", "H100")
+    even, skewed = shown_with([5] * 8), shown_with([9, 9, 9, 9, 0, 0, 0, 0])
+    assert time_of(even) == time_of(plain) != time_of(skewed)
+    assert "1.00 ×" in even and "2.00 ×" in skewed and "×" not in plain.split("rates")[0].split("a step takes")[1]
+
+
+def test_a_page_under_a_load(tmp_path):
+    words = ["llama-tiny", "data.packing=documents", "train.seq_len=512", "--cluster", "H100"]
+    whole, short = shown(*words), shown(*words, "--documents", "32,64")
+    assert "at most" in whole and "at most" not in short
+    file = tmp_path / "plan.json"
+    shown(*words, "--documents", "32", "--json", file)
+    assert json.loads(file.read_text())["time"]["parts"]["attention"] > 0
+
+
+@pytest.mark.parametrize("options", [
+    ("--experts", "zipf"), ("--documents", "512"), ("--cluster", "H100", "--documents", "0"),
+    ("--cluster", "H100", "--documents", "a,1"), ("--cluster", "H100", "--experts", "zipf:x"),
+    ("--devices", "8xH100", "--experts", "zipf"), ("--cluster", "H100", "--experts", "llama-run"),
+])  # fmt: skip
+def test_a_load_that_says_nothing_is_an_error(tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "llama-run", WORDS)
+    with pytest.raises(MeshwrightError) as caught:
+        shown("moe-tiny", "mesh.ep=2", "mesh.dp_shard=2", *options)
     assert caught.value.rule and caught.value.fix

@@ -30,8 +30,10 @@ VIDEO = ("dit-digits-video", "data.source=digits-video", "model.dim=64", "model.
 FLOAT8 = (*LLAMA, "float8.recipe=current")
 DELAYED = (*LLAMA, "float8.recipe=delayed", "float8.modules=['*.ffn.*','*.wq']")
 CHUNKS = (*LLAMA, "train.loss_chunk=100")
-CASES = [LLAMA, WINDOWS, MOE, SHARED, SIGMOID, GROUPS, CAPACITY, DIT, VIDEO, FLOAT8, DELAYED, CHUNKS]
-ONE_EACH = [*zip(CASES, [*RecomputePolicy] * 4, strict=True)]
+DROPOUT = "train.dropout=0.1"
+CASES = [LLAMA, WINDOWS, MOE, SHARED, SIGMOID, GROUPS, CAPACITY, DIT, VIDEO, FLOAT8, DELAYED, CHUNKS,
+         (*MOE, DROPOUT), (*DIT, DROPOUT), (*LLAMA, DROPOUT)]  # fmt: skip
+ONE_EACH = [*zip(CASES, [*RecomputePolicy] * 5, strict=True)]
 """A policy for each case."""
 BF16 = "bfloat16"
 
@@ -68,6 +70,7 @@ QUICK = [
     (DIT, "full", "float32"),
     (DELAYED, "full", BF16),
     (CHUNKS, "none", BF16),
+    (CASES[-1], "full", "float32"),
 ]
 SLOW = [
     (words, policy, dtype)

@@ -147,6 +147,8 @@ ALL_KINDS = [
     pytest.param(2, ["mesh.tp=2", WHOLE, RECOMPUTE, "train.num_microbatches=2", "train.precision=bfloat16"],
                  marks=pytest.mark.slow),
     pytest.param(2, [*DIT, "mesh.tp=2", RECOMPUTE, "model.num_layers=1"], marks=pytest.mark.slow),
+    *(pytest.param(2, [*more, "mesh.tp=2", RECOMPUTE, "train.dropout=0.1"], marks=pytest.mark.slow)
+      for more in ([], [WHOLE], ["moe-tiny"], ["moe-tiny", "model.num_shared_experts=1"], DIT)),
     pytest.param(2, ["mesh.tp=2", "train.loss_chunk=100"], marks=pytest.mark.slow),
     pytest.param(4, ["mesh.dp_replicate=2", "mesh.dp_shard=2"], marks=pytest.mark.slow),
     pytest.param(4, [*DIT, "mesh.pp=2", "mesh.dp_shard=2", "pipeline.schedule=zb-v"], marks=pytest.mark.slow),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +66,7 @@ def _plain(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if type(x) in (Tensor, nn.Parameter)]
 
 
-def live_bytes(block: nn.Module, inputs: tuple[Any, ...]) -> int:
+def live_bytes(block: Callable[..., Any], inputs: tuple[Any, ...]) -> int:
     """Return the bytes that a forward of `block` leaves for its backward, including its first input.
 
     Parameters and other inputs, which blocks share, are not counted, nor is the output.
@@ -92,12 +94,13 @@ def _settled(storages: _NewStorages) -> int:
     return found
 
 
-def inputs_of_last_block(module: nn.Module, *inputs: Any) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Return the last block of a stage, and what a forward of the stage passes to it."""
-    *_, block = module.get_submodule("blocks").children()
-    seen: list[tuple[Any, ...]] = []
-    hook = block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
+def inputs_of_last_block(module: nn.Module, *inputs: Any, blocks: str = "blocks") -> tuple[Any, tuple[Any, ...]]:
+    """Return the last of a stage's `blocks`, and what a forward of the stage passes to it by position."""
+    *_, block = module.get_submodule(blocks).children()
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    hook = block.register_forward_pre_hook(lambda _, *passed: seen.append(passed), with_kwargs=True)
     with torch.no_grad():
         module(*inputs)
     hook.remove()
-    return block, seen[0]
+    args, named = seen[0]
+    return functools.partial(block, **named) if named else block, args

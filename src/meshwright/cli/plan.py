@@ -48,6 +48,12 @@ def plan(
         Path | None,
         typer.Option(help="Draw memory, with --cluster a step, or with --devices all layouts: .svg or .png."),
     ] = None,
+    experts: Annotated[
+        str, typer.Option(metavar="zipf[:EXPONENT]|RUN", help="With --cluster: the load of experts.")
+    ] = "",
+    documents: Annotated[
+        str, typer.Option(metavar="LENGTH,...", help="With --cluster: lengths of packed documents, repeated.")
+    ] = "",
     run: Annotated[
         str | None, typer.Option("--against", metavar="RUN", help="Compare the prediction with what a run measured.")
     ] = None,
@@ -71,6 +77,9 @@ def plan(
         from meshwright.figure import check_figure
 
         check_figure(figure)
+    if (experts or documents) and (cluster is None or devices or run):
+        what, rule = "a load without the time of a plan", "--experts and --documents change the time of a step"
+        raise InputError(what, where="command line", rule=rule, fix="beside them --cluster H100 alone")
     if devices is not None:
         from meshwright.cli.plan_search import search_page
 
@@ -86,12 +95,13 @@ def plan(
     if run is not None:
         _show_against(run, words, chosen)
         return
-    _show_plan(words, chosen, json_path, out, diff, figure)
+    _show_plan(words, chosen, (experts, documents), json_path, out, diff, figure)
 
 
 def _show_plan(
     words: list[str] | None,
     chosen: Cluster | None,
+    load: tuple[str, str],
     json_path: Path | None,
     out: Path | None,
     diff: str | None,
@@ -103,13 +113,18 @@ def _show_plan(
 
     name, made, config = _plan_of(words, cluster=chosen)
     verify(made, where=name)
+    timed = made
+    if any(load):
+        from meshwright.cli.plan_load import under_load
+
+        timed = under_load(made, *load)
     other = None if diff is None else _plan_of(_words(diff), where="command line, --diff")[1]
     # Write files first: closing a pager may end the command before the page is complete.
     if out is not None:
         write_output(out, to_json(made), where=OUT_OPTION)
     if figure is not None:
-        _draw(name, made, config, chosen, figure)
-    figures = "" if json_path is None else json.dumps(_figures(name, made, config, chosen), indent=1)
+        _draw(name, timed, config, chosen, figure)
+    figures = "" if json_path is None else json.dumps(_figures(name, made, timed, config, chosen), indent=1)
     if json_path is not None and json_path != STDOUT:
         write_output(json_path, figures + "\n", where=JSON_OPTION)
     if other is not None:
@@ -118,7 +133,7 @@ def _show_plan(
         from meshwright.cli.plan_page import page
         from meshwright.config.resolve import notes_of
 
-        for line in page(name, made, config=config, cluster=chosen):
+        for line in page(name, made, config=config, cluster=chosen, timed=timed):
             show(paint(line, "bold", sys.stdout) if line and line[0] != " " else line)
         for note in () if config is None else notes_of(config):
             show(note)
@@ -166,7 +181,9 @@ def _plan_of(
     return config.name, make_plan(config, nodes=nodes), config
 
 
-def _figures(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluster | None) -> dict[str, Any]:
+def _figures(
+    name: str, made: RunPlan, timed: RunPlan, config: RunConfig | None, cluster: Cluster | None
+) -> dict[str, Any]:
     """Return the JSON output: bytes by type and purpose, optimizer groups, the hashes (`fingerprint`, `model` and
     `layout`), the plan itself and, with a cluster, the time of a step in seconds."""
     from meshwright.cli.plan_page import optimizer_groups
@@ -187,7 +204,7 @@ def _figures(name: str, made: RunPlan, config: RunConfig | None, cluster: Cluste
         "links": {str(one.purpose): vars(one.sent) for one in traffic.entries},
         "optimizer": optimizer_groups(made, config.train if config is not None else None),
         "plan": encode(made),
-        **({} if cluster is None else {"time": _seconds(made, config, cluster)}),
+        **({} if cluster is None else {"time": _seconds(timed, config, cluster)}),
     }
 
 

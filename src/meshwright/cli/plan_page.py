@@ -31,14 +31,17 @@ MAX_ROWS = 8
 """Maximum number of stages to list one by one; beyond it, stages equal to the previous one are folded."""
 
 
-def page(name: str, plan: RunPlan, *, config: RunConfig | None = None, cluster: Cluster | None = None) -> Iterator[str]:
+def page(
+    name: str, plan: RunPlan, *, config: RunConfig | None = None, cluster: Cluster | None = None,
+    timed: RunPlan | None = None,
+) -> Iterator[str]:  # fmt: skip
     """Yield the lines of the page; headings are not indented. A plan from a file has no configuration. With a cluster,
-    the page has the time of a step on it."""
+    the page has the time of a step on it; `timed` is the plan under a load."""
     yield f"{name} · {format_count(num_params(plan))} parameters{_trained(plan)}"
     yield from _batch(plan)
     yield from (f"  {line}" for line in replicated_note(plan))
     if cluster is not None:
-        yield from _time(plan, cluster, captured=is_captured(config))
+        yield from _time(timed or plan, cluster, captured=is_captured(config))
     memory = predict_cuda_memory(plan)
     yield f"maximum memory of a rank  {format_bytes(memory.total())}"
     yield from _items(*(f"{kind} {format_bytes(size)}" for kind, size in vars(memory).items() if size))
@@ -79,7 +82,8 @@ def is_captured(config: RunConfig | None) -> bool:
 
 
 def _time(plan: RunPlan, cluster: Cluster, *, captured: bool) -> Iterator[str]:
-    from meshwright.plan.time.step_time import predict_step  # only with a cluster
+    from meshwright.plan.time.load import describe_load  # only with a cluster
+    from meshwright.plan.time.step_time import predict_step
 
     found = predict_step(plan, cluster, captured=captured)
     low, total, high = map(format_time, (found.low, found.total, found.high))
@@ -91,6 +95,7 @@ def _time(plan: RunPlan, cluster: Cluster, *, captured: bool) -> Iterator[str]:
     )
     parts = sorted(found.parts.items(), key=lambda item: -item[1])
     yield from _items(*(f"{part} {format_time(us)}" for part, us in parts if us >= SHOWN * found.total))
+    yield from (f"  {line}" for line in describe_load(plan))
     yield from wrapped(f"rates: {cluster.performance.source}", COLUMNS, indent="  ")
 
 

@@ -28,6 +28,15 @@ class RankLoad:
 
 
 @dataclass(frozen=True)
+class LoadedExperts(ExpertLayer):
+    """An expert layer with a load that is given, which all ranks have."""
+
+    load: RankLoad = RankLoad((), ())
+    busiest: float = 1.0
+    """Tokens of a rank's experts, relative to a balanced load."""
+
+
+@dataclass(frozen=True)
 class SentToRank:
     """Bytes per step that one layer sends to another rank."""
 
@@ -85,8 +94,10 @@ def describe_rows(plan: RunPlan, rank: int) -> str:
 
 @lru_cache(maxsize=64)
 def predicted_load(layer: ExpertLayer, num_tokens: int, num_ranks: int) -> RankLoad:
-    """Return the load of each rank, expected for sets of k random experts; exact with uniform routing, and under a
-    capacity, where every slot counts."""
+    """Return the load of each rank, unless it is given that expected for sets of k random experts; exact with uniform
+    routing, and under a capacity, where every slot counts."""
+    if isinstance(layer, LoadedExperts):
+        return layer.load
     if layer.capacity is not None:
         slots = float(layer.capacity * (layer.num_experts // num_ranks))
         return RankLoad((slots,) * num_ranks, (slots,) * num_ranks)
@@ -128,7 +139,7 @@ def _hit_probability(layer: ExpertLayer, num_ranks: int, rank: int) -> float:
     return 1.0 - missed
 
 
-def counted_load(counts: Sequence[int], *, top_k: int, num_tokens: int, num_ranks: int) -> RankLoad:
+def counted_load(counts: Sequence[float], *, top_k: int, num_tokens: int, num_ranks: int) -> RankLoad:
     """Return the load of each rank expected from the experts' counts.
 
     Args:

@@ -68,6 +68,10 @@ class KindMaker:
         self._tp, self._ep, self._cp = mesh.view("tp"), mesh.view("ep"), mesh.view("cp")
         self._tp_size, self._data = mesh.size(*self._tp), mesh.view("batch") + self._cp
         self._styles = config.family.styles(run_facts(config)) if self._tp else {}
+        drops = facts.has_dropout and config.train.dropout > 0
+        if drops and not config.train.compile:  # a recomputed forward runs to its end
+            kept = [{path: replace(one, kept=True) for path, one in found.items()} for found in self._styles.values()]
+            self._styles = dict(zip(self._styles, kept, strict=True))
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
@@ -78,6 +82,7 @@ class KindMaker:
             dtype=self._dtype,
             tokens=self._tokens,
             stream=1 / self._tp_size if self._shards_stream else 1.0,
+            drops=drops,
         )
         self._kinds: dict[tuple[object, ...], LayerSpec] = {}
 
@@ -114,6 +119,8 @@ class KindMaker:
             collectives = tuple(self._kind_collectives(facts, LossReductions.of(parts))) if self._tp else ()
             compiled = self._config.train.compile and layer is not None
             changes = self._changes(facts, made, compiled)
+            attention = self._attention(facts, policy)
+            operators = self._operators.of_kind(facts, used, experts, attention, compiled=compiled)
             self._kinds[identity] = LayerSpec(
                 name=f"{facts.name}.{taken + 1}" if taken else facts.name,
                 described=facts.name,
@@ -129,11 +136,11 @@ class KindMaker:
                 ),
                 recompute=policy,
                 compiled=compiled,
-                saved=self._saved(facts, experts, collectives, changes, compiled=compiled),
+                saved=self._saved(facts, experts, collectives, changes, operators, compiled=compiled),
                 output_elements=int(self._tokens * (facts.output / (self._tp_size if facts.output_divided else 1))),
                 experts=experts,
-                attention=(attention := self._attention(facts, policy)),
-                operators=self._changed(facts, made, self._operators.of_kind(facts, used, experts, attention)),
+                attention=attention,
+                operators=self._changed(facts, made, operators),
                 parts=parts,
                 tied=tuple(p.name for p, out in zip(facts.parameters, omitted, strict=True) if out),
                 everywhere=facts in self._facts.every,
@@ -332,6 +339,7 @@ class KindMaker:
         experts: ExpertLayer | None,
         collectives: tuple[Collective, ...],
         changes: list[Saved],
+        operators: tuple[PlannedOperator, ...],
         *,
         compiled: bool,
     ) -> SavedBytes | None:
@@ -346,7 +354,6 @@ class KindMaker:
         plain, fused = facts.saved, facts.fused
         if compiled:
             plain, fused = facts.compiled or fused or plain, None
-        kept = plain if facts.kept is None else facts.kept + Saved(full=recalled.full)
         size, tp = BYTES[self._dtype], self._tp_size
         stream = 1 / tp if self._shards_stream else 1.0
         """Fraction of the stream's tokens that a rank holds."""
@@ -355,12 +362,16 @@ class KindMaker:
             sizes = (one.num_bytes(element_bytes=size, tp=tp, stream=stream) for one in parts)
             return round(self._tokens * sum(sizes))
 
-        results = 0
+        if facts.kept is None and operators:
+            kept = self._operators.kept_bytes(facts.operators, operators, compiled=compiled)
+        else:
+            kept = total(plain if facts.kept is None else facts.kept)
+        results = total(Saved(full=recalled.full))
         for one in collectives:
             elements = one.elements // tp if one.op == "reduce_scatter" else one.elements
             results += one.forward * elements * BYTES[one.dtype]
         on_cuda = None if fused is None else total(fused, order, *changes)
-        return SavedBytes(total(plain, order, *changes), total(inputs, kept) + results, total(inputs), on_cuda)
+        return SavedBytes(total(plain, order, *changes), total(inputs) + kept + results, total(inputs), on_cuda)
 
 
 def _style_without_matrix(facts: KindFacts, path: str, rule: str, found: str) -> LayoutError:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from meshwright.models.contract.model_facts import KindFacts, ModelFacts, Saved
-from meshwright.models.contract.operators import Kernels, Operator, OperatorKind
+from meshwright.models.contract.operators import Kernels, Operator, OperatorKind, Rerun
 from meshwright.plan.run_plan import (
     BYTES,
     AttentionLayer,
@@ -35,10 +35,11 @@ WIDE = 4
 class OperatorMaker:
     """Factory of a plan's operators."""
 
-    def __init__(self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float) -> None:
-        """`tokens` are those of a sample on a rank, and `stream` is the part of the stream's tokens that it holds."""
+    def __init__(self, facts: ModelFacts, mesh: Mesh, *, dtype: str, tokens: int, stream: float, drops: bool) -> None:
+        """`tokens` are those of a sample on a rank, `stream` is the part of the stream's tokens that it holds, and
+        `drops` says whether blocks have dropout."""
         self._facts, self._mesh, self._dtype, self._tokens, self._stream = facts, mesh, dtype, tokens, stream
-        self._tp = mesh.size(*mesh.view("tp"))
+        self._tp, self._drops = mesh.size(*mesh.view("tp")), drops
 
     def of_kind(
         self,
@@ -46,9 +47,14 @@ class OperatorMaker:
         parameters: Sequence[Parameter],
         experts: ExpertLayer | None,
         attention: AttentionLayer | None,
+        *,
+        compiled: bool,
     ) -> tuple[PlannedOperator, ...]:
         """Return the operators of a kind, given its parameters, experts and attention on a rank."""
-        return tuple(self._operator(one, parameters, experts, attention) for one in facts.operators)
+        # Dropout saves the tokens' numbers; a compiler sees that nothing needs to be computed again for them.
+        ends = self._drops and not compiled and facts.operators[-1:] and facts.operators[-1].dropped != Kernels()
+        operators = _run_to_the_end(facts.operators) if ends else facts.operators
+        return tuple(self._operator(one, parameters, experts, attention) for one in operators)
 
     def _operator(
         self,
@@ -59,15 +65,16 @@ class OperatorMaker:
     ) -> PlannedOperator:
         weight = _weight_of(one, parameters)
         is_trained = weight is not None and weight.trained
+        more = one.dropped if self._drops else Kernels()
         backward = one.backward if is_trained or one.input_gradient else Kernels()
         made = PlannedOperator(
             one.name,
             one.kind,
             attention_flops=self._attention_flops(one, attention),
             forward=self._kernels(one.forward),
-            backward=self._kernels(backward),
-            fused_forward=None if one.fused_forward is None else self._kernels(one.fused_forward),
-            fused_backward=None if one.fused_backward is None else self._kernels(one.fused_backward),
+            backward=self._kernels(backward + more),
+            fused_forward=None if one.fused_forward is None else self._kernels(one.fused_forward + more),
+            fused_backward=None if one.fused_backward is None else self._kernels(one.fused_backward + more),
             fused_on_cuda=one.fused_on_cuda,
             rerun=one.rerun,
             rate=self._wide if one.wide else self._dtype,
@@ -85,6 +92,15 @@ class OperatorMaker:
             weights=int(is_trained or one.second_gradient),
             inputs=int(one.input_gradient),
         )
+
+    def kept_bytes(self, operators: Sequence[Operator], on_rank: Sequence[PlannedOperator], *, compiled: bool) -> int:
+        """Return the bytes per sample of the results that selective recomputation keeps (`nn/kept_results.py`): all
+        that products return but, in a compiled block, what no backward reads, and those of attention."""
+        products = (
+            one.rows * one.columns * BYTES[one.rate] for one in on_rank if not (compiled and one.rerun is Rerun.NEVER)
+        )
+        others = sum((one.kept for one in operators), Saved())
+        return sum(products) + round(self._tokens * self._num_bytes(others, BYTES[self._dtype]))
 
     @property
     def _wide(self) -> str:
@@ -127,6 +143,16 @@ class OperatorMaker:
 
     def _num_bytes(self, moved: Saved, element_bytes: int) -> float:
         return moved.num_bytes(element_bytes=element_bytes, tp=self._tp, stream=self._stream)
+
+
+def _run_to_the_end(operators: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return a block's operators whose last one saves something, so that a recomputed forward runs to its end."""
+    found = list(operators)
+    for at in reversed(range(len(found))):
+        if found[at].rerun is not Rerun.NEVER:
+            break
+        found[at] = replace(found[at], rerun=Rerun.ALWAYS if found[at].kind is OperatorKind.MEMORY else Rerun.FULL)
+    return tuple(found)
 
 
 def _weight_of(one: Operator, parameters: Sequence[Parameter]) -> Parameter | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.plan.context.exchange import Exchange
     from meshwright.plan.context.method import AttentionDims
 
-LIBRARIES, TRACER, COMPILER = 265 * MIB, 100 * MIB, 60 * MIB
+LIBRARIES, TRACER, COMPILER = 280 * MIB, 115 * MIB, 60 * MIB
 """Memory of a rank on the CPU without its tensors: Python and PyTorch 2.13 (CPU build); `torch._dynamo`, which FSDP2,
 DTensor's operators, checkpoints of recomputation and experts import, though they compile nothing; and, of compiled
 blocks, the compiler; measured."""

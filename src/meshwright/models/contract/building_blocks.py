@@ -57,7 +57,7 @@ def attention_core(name: str, *, flops: float, queries: int, keys: int, num_head
     backward = Kernels(moved=DIVIDED.narrow(4.0 * queries + 4.0 * keys) + lse)
     return Operator(
         name, OperatorKind.ATTENTION, attention_flops=flops, forward=forward, backward=backward, rerun=Rerun.FULL,
-        fused_forward=forward, fused_backward=backward,
+        fused_forward=forward, fused_backward=backward, kept=DIVIDED.narrow(queries) + lse,
     )  # fmt: skip
 
 
@@ -119,7 +119,8 @@ def swiglu(name: str, size: float, sharding: Sharding = DIVIDED) -> Operator:
 
 
 def residual_sum(name: str, dim: int, *, rerun: Rerun = Rerun.ALWAYS) -> Operator:
-    """Return the sum of a branch and the stream, whose gradient is the sum of both paths'."""
+    """Return the sum of a branch and the stream, whose gradient is the sum of both paths'. Dropout is a part of its
+    kernel, and one of its own in the backward."""
     return Operator(
         name,
         OperatorKind.MEMORY,
@@ -129,6 +130,7 @@ def residual_sum(name: str, dim: int, *, rerun: Rerun = Rerun.ALWAYS) -> Operato
         fused_forward=Kernels(0, STREAM.narrow(2.0 * dim)),
         fused_backward=Kernels(0, STREAM.narrow(float(dim))),
         rerun=rerun,
+        dropped=Kernels(1, STREAM.narrow(2.0 * dim)),
     )
 
 

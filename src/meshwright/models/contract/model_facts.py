@@ -170,8 +170,8 @@ class KindFacts:
     compiled: Saved | None = None
     """What a compiled block saves; None if that is `fused`, or unknown and at most that."""
     kept: Saved | None = None
-    """Results that selective recomputation keeps (`nn/kept_results.py`), without the input and collectives' results;
-    None if unknown, which counts as much as `saved`."""
+    """Results that selective recomputation keeps, without the input and collectives' results; None if these are the
+    results of `operators`, or as much as `saved` if they are unknown, too."""
     recalled: Saved = Saved()
     """What any recomputed block keeps besides its input: indices, and values of `nn/kept_results.py`."""
     output: float = 0.0

@@ -8,7 +8,7 @@ many for that of its weight. Doesn't import torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from meshwright.models.contract.saved import Saved
@@ -52,6 +52,9 @@ class Kernels:
     moved_once: Saved = Saved()
     """Elements read and written once per micro-batch, whatever its tokens, such as the gradient of a table."""
 
+    def __add__(self, other: Kernels) -> Kernels:
+        return Kernels(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
 
 @dataclass(frozen=True)
 class Operator:
@@ -81,6 +84,10 @@ class Operator:
     """Whether the backward computes the gradient of the input; not of what takes ids or samples."""
     second_gradient: bool = False
     """Whether the backward computes the gradient of a second operand that isn't a parameter."""
+    kept: Saved = Saved()
+    """Results besides a product's that selective recomputation keeps (`nn/kept_results.py`), such as attention's."""
+    dropped: Kernels = Kernels()
+    """Kernels that `train.dropout` adds to the backward, and to both passes of compiled blocks: it isn't fused."""
     groups: int = 1
     """Matrices that divide the rows of a grouped product, if the kind doesn't describe its experts."""
     wide: bool = False

@@ -148,11 +148,6 @@ def saved_by_fused_norm(dim: int) -> Saved:
     return Saved(full=dim, stream=dim, wide_stream=1.0)
 
 
-def kept_of_attention(dim: int, queries: int, keys: int, num_heads: int) -> Saved:
-    """Return what selective recomputation keeps of attention: the projections' outputs, its own and its logsumexp."""
-    return Saved(full=dim, divided=2.0 * queries + 2.0 * keys, wide_divided=num_heads)
-
-
 def attention_inputs(dim: int, queries: int) -> tuple[LinearInput, ...]:
     """Return the inputs of an attention layer's projections; its backward needs its own output anyway."""
     projections = ("attention.wq", "attention.wk", "attention.wv")
@@ -199,8 +194,6 @@ def _block(name: str, spec: DecoderSpec, window: int | None, seq_len: int) -> Ki
         fused=fused,
         # The activation function is computed again from its input.
         compiled=fused + Saved(divided=-spec.ffn_dim),
-        # Queries and keys before rotation, and the outputs of row-parallel layers, which tp ranks sum afterwards.
-        kept=kept_of_attention(dim, queries, keys, spec.num_heads) + Saved(full=float(dim), divided=2.0 * spec.ffn_dim),
         linear_inputs=(
             *attention_inputs(dim, queries),
             LinearInput(("ffn.gate", "ffn.up"), dim, freed=Saved(full=dim)),

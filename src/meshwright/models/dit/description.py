@@ -177,7 +177,6 @@ def _block(spec: DiTSpec) -> KindFacts:
         saved=Saved(full=8.0 * dim + 4.0 + 9.0 * dim / tokens) + others,
         # Norms' outputs, the input of the second half and the scales are computed again.
         compiled=Saved(full=5.0 * dim + 4.0 + 8.0 * dim / tokens) + others,
-        kept=Saved(full=2.0 * dim + 6.0 * dim / tokens, divided=4.0 * inner + float(ffn), wide_divided=spec.num_heads),
         # Modulation multiplies one row per sample, too few for float8.
         linear_inputs=(
             LinearInput(("attention.wq", "attention.wk", "attention.wv"), dim, freed=Saved(full=dim)),

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,6 @@ from meshwright.models.foreign.probe import (
     TIMES,
     TO_HEAD,
     NoForward,
-    final_modules,
-    measure_saved,
     probe,
     saved_by_kind,
 )
@@ -44,7 +43,7 @@ from meshwright.models.foreign.stage import (
 )
 from meshwright.models.foreign.structure import BlockFacts, EndFacts, FillFacts, Structure
 from meshwright.models.foreign.tp_shapes import first_that_fits, sharded
-from meshwright.models.foreign.trace_operators import Traced, trace_operators
+from meshwright.models.foreign.trace_operators import Traced, trace_model
 from meshwright.nn.linear import undeferred_parameters
 from meshwright.units import format_count
 
@@ -211,24 +210,22 @@ class _Deriver:
             ) from error
         origin.prepare_saving(model)
         try:
-            self._measure_saved(seq_len, tp, torch.bfloat16)
+            self._trace(seq_len, tp, torch.bfloat16)
         except Exception:  # tensors of a fixed dtype, which a run casts where they enter a layer
-            self._measure_saved(seq_len, tp, torch.float32)
+            self._trace(seq_len, tp, torch.float32)
 
-    def _measure_saved(self, seq_len: int, tp: int, dtype: torch.dtype) -> None:
-        model, layers, origin, styles = self._model.to(dtype), self._layers, self._origin, self._styles
-        self._traced = trace_operators(model, layers, seq_len, origin, self._found.stream)
-        with sharded(model, styles, tp):
-            if styles:
-                on_rank = trace_operators(model, layers, seq_len, origin, self._found.stream)
-                self._traced = {
-                    place: found.sharded(on_rank.get(place, found), tp) for place, found in self._traced.items()
-                }
-            self._saved = measure_saved(model, layers, seq_len, origin, self._head.path)
+    def _trace(self, seq_len: int, tp: int, dtype: torch.dtype) -> None:
+        styles, stream, head = self._styles, self._found.stream, self._head.path
+        run = partial(trace_model, self._model.to(dtype), self._layers, seq_len, self._origin, stream, head)
+        whole = on_rank = run()
+        if styles:
             inside = [path for path in styles if path.startswith(f"{self._found.layers_path}.")]
-            reducing = [path for path in inside if styles[path].reduces_output]
-            for path in final_modules(model, layers, seq_len, reducing, origin):
-                styles[path] = replace(styles[path], kept=False)
+            with sharded(self._model, styles, tp):
+                on_rank = run([path for path in inside if styles[path].reduces_output])
+        self._saved, found, size = on_rank.saved, on_rank.places, tp if styles else 1
+        self._traced = {place: one.sharded(found.get(place, one), size) for place, one in whole.places.items()}
+        for path in on_rank.final:
+            styles[path] = replace(styles[path], kept=False)
 
     def structure(self) -> Structure:
         found, path = self._found, self._found.layers_path
@@ -304,8 +301,13 @@ class _Deriver:
             by_kind.setdefault(signatures[key].name, []).append(index)
         saved = {name: saved_by_kind(self._saved, indices) for name, indices in by_kind.items()}
         # The first layer makes what all share, and may have an input without a gradient.
-        operators = {name: self._traced_in(indices[-1]).operators for name, indices in by_kind.items()}
-        found = (replace(kind, saved=saved[kind.name], operators=operators[kind.name]) for kind in kinds)
+        traced = {name: self._traced_in(indices[-1]) for name, indices in by_kind.items()}
+        found = (
+            replace(
+                one, saved=saved[one.name], operators=traced[one.name].operators, compiled=traced[one.name].compiled
+            )
+            for one in kinds
+        )
         return tuple(found), tuple(layers)
 
     def _traced_in(self, index: int) -> Traced:

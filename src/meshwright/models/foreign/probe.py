@@ -9,13 +9,11 @@ Shapes: b batch, t time, d width of the stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -285,92 +283,7 @@ def _used(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
 
 BEFORE, TO_HEAD, AFTER = "before", "to the head", "after"
 Place = int | str
-"""Index of a layer, or an end. Only `measure_saved` tells what is after the head from what is after the layers."""
-
-
-def measure_saved(
-    model: nn.Module, layers: list[nn.Module], seq_len: int, origin: ForeignModel, head: str
-) -> dict[Place, Saved]:
-    """Return the elements per token of one sample that a model of bfloat16 saves, by place.
-
-    Elements in bfloat16 are those of the compute dtype; wider ones are computed in float32 whatever the compute dtype.
-    A tensor that several layers save, such as a mask, is counted once, where it is saved first.
-    """
-    found, new = dict[Place, Saved](), [Saved()]
-    seen = {private.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept: list[Tensor] = []  # the storage of a tensor that is freed could be that of another
-
-    def pack(tensor: Tensor) -> Tensor:
-        if private.storage_id(tensor) not in seen:
-            seen.add(private.storage_id(tensor))
-            kept.append(tensor)
-            new[0] += _saved(tensor, seq_len)
-        return tensor
-
-    def leave(place: Place) -> None:
-        found[place] = found.get(place, Saved()) + new[0]
-        new[0] = Saved()
-
-    at_head = model.get_submodule(head).register_forward_hook(lambda *_: leave(TO_HEAD))
-    with at_head, saved_tensors_hooks(pack, lambda tensor: tensor), FusedAttention():
-        _forward(model, layers, seq_len, leave, origin)
-    return found
-
-
-def final_modules(
-    model: nn.Module, layers: list[nn.Module], seq_len: int, paths: Iterable[str], origin: ForeignModel
-) -> set[str]:
-    """Return those of these modules inside layers after which their layer saves nothing: recomputation ends before the
-    reduction of their output."""
-    found, num_saved, after = set[str](), [0], dict[str, int]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        num_saved[0] += 1
-        return tensor
-
-    def note(path: str) -> Any:
-        return lambda *_: after.update({path: num_saved[0]})
-
-    def leave(place: Place) -> None:
-        found.update(path for path, number in after.items() if number == num_saved[0])
-        after.clear()
-
-    handles = [model.get_submodule(path).register_forward_hook(note(path)) for path in paths]
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        _forward(model, layers, seq_len, leave, origin)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def _forward(
-    model: nn.Module, layers: list[nn.Module], seq_len: int, leave: Callable[[Place], None], origin: ForeignModel
-) -> None:
-    """Run a model on one sample, and call `leave` with each place as its part of the forward ends."""
-    ids = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device)
-    with _at_layers(layers, leave):
-        origin.call(model, ids)
-    leave(AFTER)
-
-
-@contextmanager
-def _at_layers(layers: list[nn.Module], leave: Callable[[Place], None]) -> Iterator[None]:
-    place: list[Place] = [BEFORE]
-
-    def move(to: Place) -> Any:
-        def hook(*_: Any) -> None:
-            leave(place[0])
-            place[0] = to
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(move(index)) for index, layer in enumerate(layers)]
-    handles.append(layers[-1].register_forward_hook(move(AFTER)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+"""Index of a layer, or an end. Only of what is saved, that before the head is told from that after it."""
 
 
 class FusedAttention(TorchFunctionMode):
@@ -401,13 +314,6 @@ def _attention(
         named["attn_mask"] = torch.zeros_like(attn_mask, dtype=query.dtype)  # each call converts its mask
     out: Tensor = private.fused_attention()(query, key, value, **named)[0]
     return out
-
-
-def _saved(tensor: Tensor, seq_len: int) -> Saved:
-    elements = tensor.untyped_storage().nbytes() / tensor.element_size() / seq_len
-    if not tensor.is_floating_point():
-        return Saved(fixed_bytes=elements * tensor.element_size())
-    return Saved(full=elements) if tensor.element_size() <= 2 else Saved(wide_full=elements)
 
 
 def saved_by_kind(values: Mapping[Place, Saved], layers: list[int]) -> Saved:

@@ -54,6 +54,8 @@ class BlockFacts:
     """Forward floating-point operations per token."""
     operators: tuple[Operator, ...] = ()
     """Empty if a backward can't run without values."""
+    compiled: Saved | None = None
+    """What a compiled layer saves; None if that is unknown."""
     styles: dict[str, Style] = field(default_factory=dict)
 
 
@@ -148,8 +150,8 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
 def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
     path = f"{structure.layers_path}.{{layer}}"
     return KindFacts(
-        block.name, path, block.parameters, block.buffers, saved=block.saved, flops=block.flops,
-        operators=block.operators,
+        block.name, path, block.parameters, block.buffers, saved=block.saved, compiled=block.compiled,
+        flops=block.flops, operators=block.operators,
     )  # fmt: skip
 
 
@@ -212,7 +214,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 22
+FORMAT = 27
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -20,7 +20,7 @@ from meshwright.models.contract.model_facts import (
 )
 from meshwright.models.contract.operators import Rerun
 from meshwright.models.decoder.description import BLOCK as DENSE_BLOCK
-from meshwright.models.decoder.description import DecoderSpec, attention_inputs, kept_of_attention
+from meshwright.models.decoder.description import DecoderSpec, attention_inputs
 from meshwright.models.decoder.description import describe as describe_dense
 from meshwright.models.moe.operators import experts_operators
 from meshwright.nn.experts.router_config import RouterConfig, Score
@@ -92,12 +92,6 @@ def _moe_block(spec: MoeSpec, router: RouterConfig, block: KindFacts, seq_len: i
         buffers=_buffers(spec),
         saved=block.saved + others,
         fused=block.fused + others,  # compiled too: experts stay eager
-        kept=kept_of_attention(dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_heads)
-        + Saved(
-            full=copies * dim + (dim if shared else 0.0),
-            divided=2.0 * hidden * copies + 2.0 * shared,
-            wide_full=spec.num_experts,
-        ),
         recalled=recalled,
         linear_inputs=(*attention_inputs(dim, spec.num_heads * spec.head_dim), *_shared_inputs(spec)),
         operators=(

@@ -86,7 +86,7 @@ class Communication:
         return sum(number * one.forward for number, one in calls), sum(number * one.backward for number, one in calls)
 
     def _experts(self, kind: LayerSpec) -> tuple[float, float]:
-        """Return the time of dispatch and combine, forward and backward, under a balanced load."""
+        """Return the time of dispatch and combine, forward and backward."""
         layer = kind.experts
         if layer is None:
             return 0.0, 0.0
@@ -111,7 +111,8 @@ class Communication:
         forwards = 2 if kind.recompute is RecomputePolicy.FULL else 1
         size, line = self._plan.mesh.size(*layer.axes), self._plan.mesh.line(0, layer.axes)
         ranks = line if layer.method is ContextMethod.RING else line[:1]  # of heads, all send the same
-        busiest = max(sum(sent for _, sent in sent_by_attention(self._plan, rank, kind)) for rank in ranks)
+        sent = (sent_by_attention(self._plan, rank, kind, layer.mask.documents) for rank in ranks)
+        busiest = max(sum(num_bytes for _, num_bytes in one) for one in sent)
         each = self.us("all_to_all", busiest / (forwards + 1) * size / (size - 1), layer.axes)
         return each, each
 

@@ -75,20 +75,21 @@ class KernelTimes:
     def of_kind(self, kind: LayerSpec, *, samples: int, tokens: int) -> KindWork:
         """Return the work of a kind on a micro-batch of `samples` samples of `tokens` tokens."""
         compiled = kind.compiled or self._stack.fused
-        found = [self._passes(one, samples, tokens, compiled) for one in kind.operators]
+        length = _length(kind, tokens)
+        found = [self._passes(one, samples, length, compiled) for one in kind.operators]
         rerun = (work[0] for work, one in zip(found, kind.operators, strict=True) if runs_again(one, kind.recompute))
         forward, to_input, to_weight = (sum((work[number] for work in found), Work()) for number in range(3))
         passes = (forward, to_input, to_weight, sum(rerun, Work()))
         return KindWork(*(work.beside(self._performance, self._processes) for work in passes))
 
-    def _passes(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work, Work]:
+    def _passes(self, one: PlannedOperator, samples: int, length: float, compiled: bool) -> tuple[Work, Work, Work]:
         """Return the work of an operator's forward, and of the gradients of its input and weight."""
         forward, backward = one.forward, one.backward
         if compiled or (one.fused_on_cuda and self._performance.is_async):
             forward, backward = one.fused_forward or NOTHING, one.fused_backward or NOTHING
         to_forward, to_input = (self._kernels(kernels, samples, compiled) for kernels in (forward, backward))
         if one.kind is OperatorKind.ATTENTION:
-            attention = self._attention(one, samples, tokens, compiled)
+            attention = self._attention(one, samples, length, compiled)
             return _of_attention(attention[0], to_forward), _of_attention(attention[1], to_input), Work()
         if one.kind is OperatorKind.MEMORY or not one.rows:
             return to_forward, to_input, Work()
@@ -121,10 +122,10 @@ class KernelTimes:
             products=one.groups * each, host=self._launches(launches, compiled), flops=2.0 * one.groups * m * k * n
         )
 
-    def _attention(self, one: PlannedOperator, samples: int, tokens: int, compiled: bool) -> tuple[Work, Work]:
+    def _attention(self, one: PlannedOperator, samples: int, length: float, compiled: bool) -> tuple[Work, Work]:
         curve = _curve(self._performance.attention, one.rate, "attention")
         flops = float(one.attention_flops * samples)
-        forward = flops / curve.flops_per_s * 1e6 * (tokens + curve.half_length) / tokens * self._stack.slower_attention
+        forward = flops / curve.flops_per_s * 1e6 * (length + curve.half_length) / length * self._stack.slower_attention
         backward = ATTENTION_BACKWARD * forward * curve.backward_slower
         host = self._launches(1, compiled)
         return (
@@ -142,6 +143,15 @@ def runs_again(one: PlannedOperator, policy: RecomputePolicy) -> bool:
     if policy is RecomputePolicy.NONE or one.rerun is Rerun.NEVER:
         return False
     return one.rerun is Rerun.ALWAYS or policy is RecomputePolicy.FULL
+
+
+def _length(kind: LayerSpec, tokens: int) -> float:
+    """Return the length of a sample's documents by which attention's rate falls: pairs are computed at their own's."""
+    if kind.attention is None or kind.attention.mask.documents is None:
+        return tokens
+    mask = kind.attention.mask
+    pairs = [(one, mask.num_pairs_before(one, one)) for one in mask.lengths(0, tokens)]
+    return sum(number for _, number in pairs) / sum(number / one for one, number in pairs)
 
 
 def _of_attention(work: Work, kernels: Work) -> Work:
