@@ -26,8 +26,8 @@ def tensor(size):
 
 
 def measure(context, path):
-    """Write by how much the process grows more than it holds if large tensors leave before smaller ones come to stay, as gathered blocks
-    do, and how much of many small tensors it keeps."""
+    """Write by how much the process grows beyond what it holds if large tensors leave before smaller ones come to stay,
+    as gathered blocks do, and how much of many small tensors it keeps."""
     begin, stay = resident_bytes(), []
     for _ in range(NUMBER):
         large = tensor(LARGE)
