@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as xml
-from dataclasses import replace
 
 import pytest
 
@@ -92,7 +91,7 @@ def test_numbers_are_left_out_where_they_do_not_fit(tmp_path):
 def test_a_timeline_of_long_ago_starts_at_zero():
     _, simulation = simulated()
     later = Timeline(
-        4, tuple(replace(span, start=span.start + 77, end=span.end + 77) for span in simulation.timeline.spans)
+        4, tuple(span._replace(start=span.start + 77, end=span.end + 77) for span in simulation.timeline.spans)
     )
     for moved, plain in zip(place_boxes(later), place_boxes(simulation.timeline), strict=True):
         assert (moved.start, moved.end) == pytest.approx((plain.start, plain.end))

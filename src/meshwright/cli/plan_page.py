@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.capture.predict import predict_capture
 from meshwright.cli.wrapping import wrapped
 from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.presets import gpus_by_memory
@@ -147,6 +146,8 @@ def _capture(plan: RunPlan, capture: CaptureConfig) -> Iterator[str]:
     if capture.scope != ("layer",):
         yield f"CUDA graphs of {', '.join(capture.scope)}: planned in the first step, which runs eagerly"
         return
+    from meshwright.capture.predict import predict_capture  # only with graphs of layers
+
     found = predict_capture(plan, mode=capture.mode)
     yield f"CUDA graphs of a rank, at most  {found.graphs} in {found.pools} memory pool{'s' * (found.pools > 1)}"
     sizes = {

@@ -126,4 +126,4 @@ class Cluster:
         links = self.performance.links
         if level == Level.BETWEEN_PODS and level not in links and self.between_pods is None:
             level = Level.BETWEEN_NODES
-        return links.get(level, LinkCurve(self.link_at(level).latency_us))
+        return links.get(level) or LinkCurve(self.link_at(level).latency_us)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import tomllib
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -154,4 +153,4 @@ def _as_file(name: str) -> dict[str, Any]:
 
 @cache
 def _read() -> dict[str, Any]:
-    return tomllib.loads(resources.files("meshwright.cluster").joinpath("presets.toml").read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("presets.toml").read_text("utf-8"))

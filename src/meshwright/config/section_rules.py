@@ -113,14 +113,15 @@ def optimizer_violations(config: RunConfig) -> Iterator[Violation]:
         yield Violation(ConfigError, f"unknown optimizer: {chosen}", KEY, RULE, [{KEY: near}], otherwise=own)
         return
     by_role, fixes = optimizers_by_role(chosen), [{KEY: OTHERS}]
-    for name, parameter in model_facts(config).named_parameters():
-        optimizer, dims = by_role[parameter.role][1], len(parameter.shape)
-        what = f"{name} has role {parameter.role} and {counted(dims, 'dim')}, but {chosen}"
-        for state, one in optimizer.states(parameter.role).items():
+    alike = {(one.role, len(one.shape)): name for name, one in reversed(model_facts(config).named_parameters())}
+    for (role, dims), name in reversed(alike.items()):
+        optimizer = by_role[role][1]
+        what = f"{name} has role {role} and {counted(dims, 'dim')}, but {chosen}"
+        for state, one in optimizer.states(role).items():
             if max(one.dims or (0,)) >= dims:
                 yield Violation(ConfigError, f"{what} keeps {state} along dims {one.dims}", KEY, OWN_RULE, fixes)
                 return
-        if isinstance(optimizer, MatrixOptimizer) and dims != (3 if parameter.role is Role.EXPERTS else 2):
+        if isinstance(optimizer, MatrixOptimizer) and dims != (3 if role is Role.EXPERTS else 2):
             rule = "a matrix has two dims, and matrices that are stacked, with role experts, three"
             yield Violation(ConfigError, f"{what} updates whole matrices", KEY, rule, fixes)
             return

@@ -8,7 +8,6 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 
 DEFAULT_PRESET = "llama-tiny"
+PRESETS = Path(__file__).parent / "presets"
 CONFIG_FILE = "config.toml"
 """File of a run folder with the run's configuration."""
 OTHER_FORMATS = (".yaml", ".yml", ".json", ".py", ".ini", ".cfg", ".sh")
@@ -25,8 +25,7 @@ OTHER_FORMATS = (".yaml", ".yml", ".json", ".py", ".ini", ".cfg", ".sh")
 
 def preset_names() -> list[str]:
     """Return the names of the presets that ship with the package."""
-    files = resources.files("meshwright.config").joinpath("presets").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+    return sorted(file.stem for file in PRESETS.glob("*.toml"))
 
 
 def is_run_folder(path: Path) -> bool:
@@ -42,8 +41,7 @@ def read_source(source: str) -> tuple[str, dict[str, Any]]:
     """
     path = Path(source)
     if source in preset_names():
-        text = resources.files("meshwright.config").joinpath("presets", f"{source}.toml").read_bytes()
-        label = f"preset {source}"
+        text, label = (PRESETS / f"{source}.toml").read_bytes(), f"preset {source}"
     elif (path.suffix == ".toml" and path.is_file()) or is_run_folder(path):
         path = path / CONFIG_FILE if path.is_dir() else path
         text, label = path.read_bytes(), str(path)

@@ -7,7 +7,7 @@ links (Narayanan et al. 2021, section 3). Expert parallelism has no axis of its 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 
 from meshwright.errors import LayoutError
@@ -25,7 +25,7 @@ class Axes:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for name, size in asdict(self).items():
+        for name, size in vars(self).items():
             if size < 1:
                 what, rule = f"mesh.{name} = {size} is not a valid size", "every axis has at least one rank"
                 raise LayoutError(what, where=f"mesh.{name}", rule=rule, fix=f"mesh.{name}=1")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class ActionKind(Enum):
@@ -76,8 +77,7 @@ DESCRIPTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """Single action on one stage."""
 
     kind: ActionKind

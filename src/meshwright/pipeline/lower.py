@@ -84,12 +84,8 @@ def num_slots(schedule: Schedule, rank: int) -> dict[ActionKind, int]:
 
 def last_compute(row: Iterable[Action | Overlap]) -> dict[tuple[int, int], int]:
     """Return the position of the last computation of each stage and micro-batch: B, or W if the backward is split."""
-    last = {}
-    for position, action in enumerate(row):
-        for part in action.parts():
-            if part.kind in COMPUTE:
-                last[part.stage, part.microbatch] = position
-    return last
+    parts = ((part, at) for at, action in enumerate(row) for part in action.parts())
+    return {(part.stage, part.microbatch): at for part, at in parts if part.kind in COMPUTE}
 
 
 def _with_transfers(schedule: Schedule) -> list[Row]:
@@ -172,26 +168,24 @@ def _with_sharding(row: Row, options: LowerOptions) -> Row:
     The last computation's send goes first, since the preceding stage waits for it."""
     if not options.reduces:
         return row
-    last: dict[int, int] = {}
-    for position, action in enumerate(row):
-        for part in action.parts():
-            if part.kind in COMPUTE:
-                last[part.stage] = position
+    computed = ((part.stage, at) for at, one in enumerate(row) for part in one.parts() if part.kind in COMPUTE)
+    last = dict(computed)
     lowered: Row = []
     ending: Row = []
     unsharded: set[int] = set()
     for position, action in enumerate(row):
-        is_compute = action.parts()[0].kind in COMPUTE
-        if is_compute:
-            lowered += ending
-            ending = []
+        if action.parts()[0].kind not in COMPUTE:
+            lowered.append(action)
+            continue
+        lowered += ending
         for part in action.parts():
-            if options.keeps_unsharded and is_compute and part.stage not in unsharded:
+            if options.keeps_unsharded and part.stage not in unsharded:
                 unsharded.add(part.stage)
                 lowered.append(Action(K.UNSHARD, part.stage))
         lowered.append(action)
         # An overlap may contain a stage twice but ends it only once. An evaluation has no gradients to reduce.
-        ended = {part.stage: part for part in action.parts() if is_compute and last[part.stage] == position}
+        ended = {part.stage: part for part in action.parts() if last[part.stage] == position}
+        ending = []
         for stage, part in ended.items():
             ending += [Action(K.REDUCE, stage)] * (part.kind is not K.FORWARD)
             ending += [Action(K.RESHARD, stage)] * options.keeps_unsharded

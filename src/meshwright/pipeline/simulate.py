@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, PEERS, RECVS, SENDS, Action, ActionKind, Overlap
@@ -139,8 +140,14 @@ class Simulation:
     makespan: float
     busy: tuple[float, ...]
     idle: tuple[IdleTime, ...]
-    peak_bytes: tuple[PeakBytes, ...]
     timeline: Timeline
+    schedule: Schedule = field(repr=False)
+    costs: Costs = field(repr=False)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[PeakBytes, ...]:
+        """Each rank's peak memory."""
+        return peak_bytes(self.schedule, self.costs)
 
     def bubble(self) -> float:
         """Return the idle fraction of the makespan over all ranks."""
@@ -163,7 +170,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     makespan = max(span.end for span in spans)
     idle = tuple(IdleTime(inside, makespan - work) for inside, work in zip(in_span, busy, strict=True))
     timeline = Timeline(schedule.num_ranks, tuple(spans))
-    return Simulation(makespan, tuple(busy), idle, peak_bytes(schedule, costs), timeline)
+    return Simulation(makespan, tuple(busy), idle, timeline, schedule, costs)
 
 
 Times = list[tuple[float, float]]

@@ -8,6 +8,7 @@ transformer are on all stages. The model declares shared parameters explicitly; 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,20 +51,17 @@ def balance_layers(
     best: list[tuple[float, float]] = [(0.0, 0.0)] + [(math.inf, math.inf)] * num_layers
     choices: list[list[int]] = []
     for stage in range(num_stages):
-        following: list[tuple[float, float]] = []
-        chosen: list[int] = []
-        for stop in range(num_layers + 1):
-            cheapest, begin = (math.inf, math.inf), 0
-            is_late = total[stop] + before > (stage + 1) * most
-            for start in range(-1 if is_late else stop - fewest, -1, -1):
+        following, chosen = [(math.inf, math.inf)] * (num_layers + 1), [0] * (num_layers + 1)
+        # Neither the stages up to this one nor those after it can hold more.
+        first = bisect_left(total, total[-1] - (num_stages - stage - 1) * most)
+        for stop in range(first, bisect_right(total, (stage + 1) * most - before)):
+            for start in range(stop - fewest, -1, -1):
                 cost = stage_cost(stage, start, stop)
-                if cost > min(most, cheapest[0]):  # as are all stages that start earlier
+                if cost > min(most, following[stop][0]):  # as are all stages that start earlier
                     break
                 found = (max(best[start][0], cost), best[start][1] + cost * cost)
-                if found < cheapest:
-                    cheapest, begin = found, start
-            following.append(cheapest)
-            chosen.append(begin)
+                if found < following[stop]:
+                    following[stop], chosen[stop] = found, start
         best = following
         choices.append(chosen)
     counts, stop = [], num_layers

@@ -21,8 +21,7 @@ from meshwright.pipeline.schedule_table import parse_action
 SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Start and end of one action on one rank."""
 
     rank: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.errors import ScheduleError
 from meshwright.pipeline.actions import BACKWARDS, COMPUTE, RECVS, SENDS, STAGE_LEVEL, Action, ActionKind, Overlap
@@ -315,7 +315,7 @@ def check_no_deadlock(schedule: Schedule) -> None:
     rank = _rank_on_cycle({rank: schedule.stage_ranks[key[1]] for rank, key in missing.items()})
     step = dict(stuck)[rank]
     locations = {
-        str(replace(part, slot=None)): ActionLocation(of_rank, position)
+        str(part._replace(slot=None)): ActionLocation(of_rank, position)
         for of_rank, position, part in schedule.positions()
     }
     needed = _name(missing[rank], schedule)

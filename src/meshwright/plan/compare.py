@@ -68,7 +68,7 @@ def _gradient_layout(plan: RunPlan) -> Any:
 
 def _stage_layout(plan: RunPlan, stage: Stage) -> Any:
     # A unit sends the concatenated shards of its parameters, so their order, identity and sharding matter.
-    blocks = {name: _units(plan.kind(name)) for name in stage.kinds}
+    blocks = {name: _units(plan.kind(name)) for name in dict.fromkeys(stage.kinds)}
     in_root = stage.root.parameters
     members = [_member(p) for kind, _, p in plan.parameters(stage) if f"{kind.name}/{p.name}" in in_root]
     return {

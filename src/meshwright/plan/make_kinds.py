@@ -73,7 +73,6 @@ class KindMaker:
             kept = [{path: replace(one, kept=True) for path, one in found.items()} for found in self._styles.values()]
             self._styles = dict(zip(self._styles, kept, strict=True))
         self._shards_stream = bool(self._tp) and config.mesh.sequence_parallel
-        self._roles = {name: one.role for name, one in facts.named_parameters()}
         self._tokens = facts.tokens // mesh.size(*self._cp)
         """Tokens per sample in a tp group."""
         self._dtype, self._features = config.train.precision, plan_features(config=config)
@@ -102,13 +101,10 @@ class KindMaker:
             untied: whether to omit tied parameters because their targets are on the same stage.
             units: FSDP units of the kind; all other parameters belong to the root.
         """
-        globs, names = (
-            self._config.train.freeze,
-            [p.tied_to or facts.full_name(p.name, layer) for p in facts.parameters],
-        )
+        globs = self._config.train.freeze
         trained = tuple(
-            not (p.frozen or any(fnmatchcase(name, one) for one in globs))
-            for p, name in zip(facts.parameters, names, strict=True)
+            not (p.frozen or any(fnmatchcase(p.tied_to or facts.full_name(p.name, layer), one) for one in globs))
+            for p in facts.parameters
         )
         omitted = [untied and p.tied_to is not None for p in facts.parameters]
         policy = RecomputePolicy.NONE if layer is None else policy_of(self._config.recompute, layer)
@@ -222,7 +218,7 @@ class KindMaker:
 
     def _parameter(self, facts: KindFacts, one: ParameterFacts, trained: bool) -> Parameter:
         # A tied parameter has the role of what it is tied to, or copies on two stages would diverge.
-        role = one.role if one.tied_to is None else self._roles[one.tied_to]
+        role = one.role if one.tied_to is None else dict(self._facts.named_parameters())[one.tied_to].role
         style = self._style_of(facts, one.name)
         kind = None if style is None else style.kind
         used: tuple[Shard, ...] = ()

@@ -126,14 +126,9 @@ class OperatorMaker:
         """Return the operations of a sample's attention on the rank with the most, as if it were one document."""
         found = one.attention_flops * self._tokens / self._tp
         if attention is not None and attention.method is ContextMethod.RING:
-            found *= self._imbalance(attention)
+            masks, num_ranks = tuple(self._facts.masks.items()), self._mesh.size(*self._mesh.view("cp"))
+            found *= _imbalance(masks, attention.mask, self._facts.tokens, num_ranks)
         return round(found)
-
-    def _imbalance(self, attention: AttentionLayer) -> float:
-        """Return the work of the busiest context-parallel rank, relative to the mean."""
-        kinds = (self._facts.kind_of(layer) for layer in range(self._facts.num_layers))
-        masks = tuple(kind.attention.mask for kind in kinds if kind.attention is not None)
-        return _imbalance(masks, attention.mask, self._facts.tokens, self._mesh.size(*self._mesh.view("cp")))
 
     def _kernels(self, kernels: Kernels) -> PlannedKernels:
         narrow = BYTES[self._dtype]
@@ -167,8 +162,8 @@ def _weight_of(one: Operator, parameters: Sequence[Parameter]) -> Parameter | No
 
 
 @lru_cache(maxsize=256)
-def _imbalance(masks: tuple[MaskSpec, ...], mask: MaskSpec, tokens: int, num_ranks: int) -> float:
+def _imbalance(masks: tuple[tuple[MaskSpec, int], ...], mask: MaskSpec, tokens: int, num_ranks: int) -> float:
     """Return the work of the busiest of the ranks that share samples, in layers with a mask, relative to the mean."""
     from meshwright.plan.context.layers import context_shards, imbalance  # only where cp shards tokens
 
-    return imbalance([mask], context_shards(masks, tokens, num_ranks), tokens)
+    return imbalance([mask], context_shards(dict(masks), tokens, num_ranks), tokens)

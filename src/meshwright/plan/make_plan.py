@@ -237,7 +237,7 @@ class _StageMaker:
         """Return the root unit, which holds all parameters that are not in another unit."""
         left = [
             f"{kind.name}/{parameter.name}"
-            for kind in dict.fromkeys(kinds)
+            for kind in {kind.name: kind for kind in kinds}.values()
             for parameter in kind.parameters
             if not any(parameter.name in unit.parameters for unit in kind.units)
         ]

@@ -73,7 +73,8 @@ def predict_memory(plan: RunPlan) -> MemoryEstimate:
 def by_pipeline_rank(plan: RunPlan, *, on_cuda: bool = False) -> list[MemoryEstimate]:
     """Return what a rank in each place of the pipeline holds of each type at most, though not all at one time."""
     size = plan.mesh.num_ranks() // plan.mesh.size("pp")
-    return [rank_bytes(plan, place * size, peak) for place, peak in enumerate(_peaks(plan, on_cuda))]
+    costs = Costs([stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages])
+    return [rank_bytes(plan, place * size, peak) for place, peak in enumerate(peak_bytes(plan.schedule, costs))]
 
 
 def predict_process_memory(plan: RunPlan) -> int:
@@ -98,24 +99,18 @@ def library_bytes(plan: RunPlan) -> int:
     return LIBRARIES + max(traces * TRACER, plan.libraries) + compiles * COMPILER
 
 
-@lru_cache(maxsize=8)
-def _peaks(plan: RunPlan, on_cuda: bool) -> tuple[PeakBytes, ...]:
-    costs = Costs([stage_costs(plan, stage, on_cuda=on_cuda) for stage in plan.stages])
-    return peak_bytes(plan.schedule, costs)
-
-
 def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
     """Return what a rank holds of each type at most, given the peak of its activations."""
     stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
     master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
     for stage in stages:
-        for kind, _, parameter in plan.parameters(stage):
+        for kind, parameter, number in plan.different_parameters(stage):
             local = plan.local_shape(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
-            stored += math.prod(local)
+            stored += number * math.prod(local)
             if parameter.trained:
-                trained += math.prod(local)
+                trained += number * math.prod(local)
                 states = (one for one in plan.optimizer.update_of(parameter.role).states if one.dims != ())
-                state += sum(math.prod(one.local_shape(local)) * BYTES[one.dtype] for one in states)
+                state += number * sum(math.prod(one.local_shape(local)) * BYTES[one.dtype] for one in states)
     saved = sum(math.prod(b.shape) * BYTES[b.dtype] for s in stages for kind, _ in plan.held(s) for b in kind.buffers)
     kept = sum(feature.weight_bytes(plan, stage) for feature in plan_features(plan=plan) for stage in stages)
     return MemoryEstimate(

@@ -13,6 +13,7 @@ runs over a set of atoms.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -342,6 +343,11 @@ class RunPlan:
         """Yield kind, layer and parameter for each parameter of a stage, in module order."""
         return ((kind, layer, parameter) for kind, layer in self.held(stage) for parameter in kind.parameters)
 
+    def different_parameters(self, stage: Stage) -> Iterator[tuple[LayerSpec, Parameter, int]]:
+        """Yield kind and parameter for each parameter of a stage's kinds, and how many layers have it."""
+        for name, number in Counter((*stage.before, *stage.kinds, *stage.after)).items():
+            yield from ((self.kind(name), parameter, number) for parameter in self.kind(name).parameters)
+
     def shared_parameters(self) -> tuple[SharedParameter, ...]:
         """Return the shared parameters in the form used by the pipeline."""
         return tuple(SharedParameter(key, sites) for key, sites in self.shared)
@@ -436,6 +442,10 @@ class Mesh:
         return dict(self.atoms)
 
     @cached_property
+    def _used_views(self) -> dict[str, Atoms]:
+        return {name: tuple(atom for atom in atoms if self.sizes[atom] > 1) for name, atoms in self.views}
+
+    @cached_property
     def _strides(self) -> dict[str, int]:
         strides, stride = {}, 1
         for name, size in reversed(self.atoms):
@@ -445,7 +455,7 @@ class Mesh:
 
     def size(self, *atoms: str) -> int:
         """Return the number of ranks along the given atoms."""
-        return math.prod(self.sizes[atom] for atom in atoms)
+        return math.prod(map(self.sizes.__getitem__, atoms))
 
     def num_ranks(self) -> int:
         """Return the number of ranks in the mesh."""
@@ -453,7 +463,7 @@ class Mesh:
 
     def view(self, name: str) -> Atoms:
         """Return the atoms of a view that have more than one rank."""
-        return tuple(atom for atom in dict(self.views)[name] if self.sizes[atom] > 1)
+        return self._used_views[name]
 
     def in_stage(self) -> Atoms:
         """Return the atoms inside a pipeline stage that have more than one rank."""

@@ -8,11 +8,14 @@ import pytest
 
 from meshwright.cluster.presets import cluster_preset
 from meshwright.config.load import load
+from meshwright.plan.cuda_memory import predict_cuda_memory
+from meshwright.plan.make_plan import make_plan
 from meshwright.plan.search import price
 from meshwright.plan.search.finalist import finalist
 from meshwright.plan.search.layout import Inner, Layout
 from meshwright.plan.search.price import Pricer
 from meshwright.plan.search.probes import Shards
+from meshwright.plan.time.step_time import predict_step
 
 INNER = Inner(sequence_parallel=False, compiled=True)
 LAYOUTS = {
@@ -101,3 +104,20 @@ def test_uneven_chunks_hold_unevenly_many():
     layout = Layout(Inner(tp=8), 8, num_microbatches=32, schedule="zb-v", chunks=2)
     shares = [one.uneven for one, _ in pricer.contents(layout)]
     assert max(shares) > 1.1 and min(shares) >= 0.9
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "v-half", "v-min"])
+def test_finalists_are_simulated_with_fewer_micro_batches(name):
+    """They take as long as all micro-batches do, and as much memory."""
+    pricer = Pricer(base_of("llama3-8b").with_keys({"train.global_batch": 40}), cluster_preset("H100"))
+    pricer.capacity = math.inf
+    inner = Inner(tp=2, compiled=name in ("1f1b", "interleaved"))
+    layout = Layout(inner, pp=4, num_microbatches=40, schedule=name, chunks=1 + (name not in ("1f1b", "zb-h1")))
+    found = finalist(pricer.base, pricer.cluster, layout._replace(reshard=False), pricer)
+    plan = make_plan(found.config, nodes=8)
+    whole = predict_step(plan, pricer.cluster)
+    assert len(found.step.timeline.spans) < len(whole.timeline.spans)
+    assert found.step.total == pytest.approx(whole.total, rel=0.01)
+    assert sum(found.step.parts.values()) == pytest.approx(found.step.total)
+    assert found.step.tokens == whole.tokens and found.step.flops == pytest.approx(whole.flops)
+    assert found.num_bytes == predict_cuda_memory(plan).total()

@@ -8,6 +8,7 @@ import torch.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -260,6 +261,12 @@ class ModelFacts:
     @cached_property
     def _by_name(self) -> dict[str, KindFacts]:
         return {kind.name: kind for kind in self.kinds}
+
+    @cached_property
+    def masks(self) -> Counter[MaskSpec]:
+        """Number of layers by the mask of their attention."""
+        found = (self._by_name[name].attention for name in self.layers)
+        return Counter(one.mask for one in found if one is not None)
 
     def held(self, layers: range, *, is_first: bool, is_last: bool) -> Iterator[tuple[KindFacts, int | None]]:
         """Yield the kinds on a stage with these layers, and the layer of each block, in module order."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import add
 
 
 @dataclass(frozen=True)
@@ -29,4 +30,4 @@ class Saved:
         return narrow * element_bytes + wide * max(4, element_bytes) + self.fixed_bytes
 
     def __add__(self, other: Saved) -> Saved:
-        return Saved(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Saved(*map(add, vars(self).values(), vars(other).values()))

@@ -59,12 +59,12 @@ class MoeSpec(DecoderSpec):
 def describe(spec: MoeSpec, router: RouterConfig, seq_len: int) -> ModelFacts:
     """Describe a model trained on samples of `seq_len` tokens."""
     dense = describe_dense(spec, seq_len)
-    blocks = [dense.kind_of(layer) for layer in range(spec.num_layers)]
-    for layer in range(spec.num_dense_layers, spec.num_layers):
-        blocks[layer] = _moe_block(spec, router, blocks[layer], seq_len)
+    routed = {kind.name: _moe_block(spec, router, kind, seq_len) for kind in dense.kinds}
+    blocks = [dense.kind_of(layer) for layer in range(spec.num_dense_layers)]
+    blocks += [routed[name] for name in dense.layers[spec.num_dense_layers :]]
     return replace(
         dense,
-        kinds=tuple(dict.fromkeys(blocks)),
+        kinds=tuple({block.name: block for block in blocks}.values()),
         layers=tuple(block.name for block in blocks),
         identity=spec.identity(),
         flops_per_token=3.0 * sum(kind.flops for kind in (*blocks, *dense.last)),

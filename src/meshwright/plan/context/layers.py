@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -36,8 +36,7 @@ def method_of(
         packed: whether samples are packed documents.
         recompute: whether the backward repeats the forward, with what it sends.
     """
-    masks = [kind.attention.mask for kind in map(model.kind_of, range(model.num_layers)) if kind.attention is not None]
-    shards = context_shards(masks, model.tokens, mesh.size(*layer.axes))
+    shards = context_shards(model.masks, model.tokens, mesh.size(*layer.axes))
     return _choose(layer.mask, shards, model.tokens, attention_dims(layer, mesh, dtype), recompute, packed).method
 
 
@@ -61,26 +60,24 @@ def explain_method(plan: RunPlan, kind: LayerSpec) -> str:
 
 def batch_shards(plan: RunPlan, documents: Documents | None) -> tuple[Shard, ...]:
     """Return the tokens of each context-parallel rank of a micro-batch."""
-    masks = [replace(layer.mask, documents=documents) for layer in _layers(plan)]
+    masks = Counter[MaskSpec]()
+    for name, number in Counter(name for stage in plan.stages for name in stage.kinds).items():
+        if (layer := plan.kind(name).attention) is not None:
+            masks[replace(layer.mask, documents=documents)] += number
     return context_shards(masks, plan.batch.tokens, plan.mesh.size(*plan.mesh.view("cp")))
 
 
 def imbalance_of_ranks(plan: RunPlan) -> float:
     """Return the attention work of the slowest context-parallel rank, relative to the mean, as if each sample were one
     document. Heads give all ranks the same work, whatever their tokens."""
-    layers = _layers(plan)
+    found = (plan.kind(name).attention for stage in plan.stages for name in stage.kinds)
+    layers = [layer for layer in found if layer is not None]
     rings = [layer.mask for layer in layers if layer.method is ContextMethod.RING]
     if not rings:
         return 1.0
     excess = imbalance(rings, batch_shards(plan, None), plan.batch.tokens) - 1.0
     total = sum(layer.mask.num_pairs(plan.batch.tokens) for layer in layers)
     return 1.0 + excess * sum(mask.num_pairs(plan.batch.tokens) for mask in rings) / total
-
-
-def _layers(plan: RunPlan) -> list[AttentionLayer]:
-    """Return the attention of all layers."""
-    found = (plan.kind(name).attention for stage in plan.stages for name in stage.kinds)
-    return [layer for layer in found if layer is not None]
 
 
 def attention_dims(layer: AttentionLayer, mesh: Mesh, dtype: str) -> AttentionDims:
@@ -107,8 +104,8 @@ class LayerCosts:
     """Costs of the queries of one sample, summed over layers. FLOPs are proportional to pairs of query and key, if all
     layers have as many heads of the same size."""
 
-    def __init__(self, masks: Sequence[MaskSpec], seq_len: int, sample: int = 0) -> None:
-        """Index a sample of `seq_len` tokens; `masks` has one for each layer."""
+    def __init__(self, masks: Iterable[MaskSpec], seq_len: int, sample: int = 0) -> None:
+        """Index a sample of `seq_len` tokens; `masks` has one for each layer, or counts."""
         self.seq_len = seq_len
         self._layers = [(SampleMask.make(mask, seq_len, sample), times) for mask, times in Counter(masks).items()]
         self._before: dict[int, int] = {}
@@ -139,14 +136,14 @@ class LayerCosts:
         return sorted(points)
 
 
-def context_shards(masks: Sequence[MaskSpec], seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
+def context_shards(masks: Iterable[MaskSpec], seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
     """Distribute the tokens of each sample over context-parallel ranks.
 
     Each sample is balanced by itself. If no order is within 5 %, which happens to ranks of a few tokens, the best
     balanced one is returned.
 
     Args:
-        masks: the masks of the model's layers, one for each; those with documents have the same.
+        masks: the masks of the model's layers, one for each, or their counts; those with documents have the same.
         seq_len: tokens of a sample.
         num_ranks: number of context-parallel ranks.
 
@@ -159,9 +156,11 @@ def context_shards(masks: Sequence[MaskSpec], seq_len: int, num_ranks: int) -> t
     if seq_len % num_ranks:
         what, rule = f"cp = {num_ranks} does not divide {seq_len} tokens", "all ranks hold equally many tokens"
         raise ConfigError(what, where="mesh.cp", rule=rule, fix=f"use {seq_len - seq_len % num_ranks} tokens")
-    samples = max((len(mask.documents) for mask in masks if mask.documents is not None), default=1)
+    counts = Counter(masks)
+    samples = max((len(mask.documents) for mask in counts if mask.documents is not None), default=1)
     orders = [
-        _order(tuple(_of_sample(mask, sample) for mask in masks), seq_len, num_ranks) for sample in range(samples)
+        _order(tuple((_of_sample(mask, sample), number) for mask, number in counts.items()), seq_len, num_ranks)
+        for sample in range(samples)
     ]
     return tuple(zip(*orders, strict=True))
 
@@ -193,9 +192,9 @@ def _of_sample(mask: MaskSpec, sample: int) -> MaskSpec:
 
 
 @lru_cache(maxsize=256)
-def _order(masks: tuple[MaskSpec, ...], seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
+def _order(counts: tuple[tuple[MaskSpec, int], ...], seq_len: int, num_ranks: int) -> tuple[Intervals, ...]:
     """Choose the order of one sample."""
-    costs = LayerCosts(masks, seq_len)
+    costs = LayerCosts(dict(counts), seq_len)
     orders = [contiguous(seq_len, num_ranks), zigzag(seq_len, num_ranks)]
     orders.append(balanced_arcs(costs, num_ranks, tolerance=TOLERANCE))
     balanced = [

@@ -47,7 +47,7 @@ class Pricer:
         """Bytes that a rank may take."""
         self.num_priced = 0
         """Layouts whose times were priced."""
-        self.facts = cache(self._facts)
+        self.facts, self.num_bytes = cache(self._facts), cache(self._num_bytes)
         self._contents, self._parts = cache(self._make_contents), cache(self._make_parts)
         self._probe, self._template = cache(self._make_probe), cache(self._make_template)
         self._output = cache(lambda inner: self._probe(inner).output(inner.samples, self._ends(inner)))
@@ -63,13 +63,12 @@ class Pricer:
         return Probe(self.base, self.facts(inner.tp), inner, self.cluster)
 
     def _make_probe(self, inner: Inner) -> Probe:
-        """Return the probe of a division. Recomputation may change how attention communicates under cp, and the samples
-        of a micro-batch whether features do something in the ends, such as a loss by chunks."""
-        policy = inner.recompute if inner.cp > 1 and inner.recompute == "full" else "none"
+        """Return the probe of a division. The samples of a micro-batch may change whether features do something in the
+        ends, such as a loss by chunks."""
         own, samples = self._ends(inner).keys(), 1
         while self._ends(inner._replace(samples=samples)).keys() != own:
             samples += 1
-        return self._template(inner._replace(recompute=policy, samples=samples))
+        return self._template(inner._replace(recompute="none", samples=samples))
 
     def _ends(self, inner: Inner) -> dict[str, tuple[KindPart, ...]]:
         """Return what features add to the model's ends, by the name of the end; neither recomputation nor compilation
@@ -114,22 +113,27 @@ class Pricer:
             if key not in self._prices:
                 self._prices[key] = make()
             prices: Prices[T] = self._prices[key]  # type: ignore[assignment]
-            self._found[whole] = [prices.of(content) for content, _ in self.contents(layout)]
+            alike = {content[:4]: content for content, _ in self.contents(layout)}  # they may differ in `uneven`
+            found = {key: prices.of(content) for key, content in alike.items()}
+            self._found[whole] = [found[content[:4]] for content, _ in self.contents(layout)]
         return self._found[whole]  # type: ignore[return-value]
+
+    def _places(self, layout: Layout) -> int:
+        """Return the places of a pipeline whose bytes are counted: a lone stage has those of the first and the last
+        together, unless their parameters are tied."""
+        is_tied = any(parameter.tied_to for kind in self.facts(layout.inner.tp).last for parameter in kind.parameters)
+        return layout.pp if is_tied else 2
 
     def _activations(self, layout: Layout) -> list[Activations]:
         """Return the bytes of a micro-batch: all but the output's are proportional to its samples."""
-        inner, key = layout.inner, ("activations", layout.inner, layout.pp, layout.chunks, layout.is_v_shaped)
-        if key not in self._found:
-            probe, one = self._probe(inner), inner._replace(samples=1)
-            plain = Layout(one, layout.pp, dp_shard=inner.fewest_shards)
-            sizes = self._of((probe, one.recompute, layout.pp > 1), layout, lambda: probe.activations(plain))
-            output = self._output(inner._replace(recompute="none"))
-            self._found[key] = [
-                Activations(*(inner.samples * size for size in each))._replace(output=output * content.has_last)
-                for each, (content, _) in zip(sizes, self.contents(layout), strict=True)
-            ]
-        return self._found[key]  # type: ignore[return-value]
+        inner, probe, number = layout.inner, self._probe(layout.inner), layout.inner.samples
+        plain = Layout(inner._replace(samples=1), self._places(layout), dp_shard=inner.fewest_shards)
+        sizes = self._of((probe, inner.recompute, plain.pp > 1), layout, lambda: probe.activations(plain))
+        output = self._output(inner._replace(recompute="none"))
+        return [
+            Activations(number * one.saved, number * one.running, output * content.has_last, number * one.stream)
+            for one, (content, _) in zip(sizes, self.contents(layout), strict=True)
+        ]
 
     def _state(self, layout: Layout) -> list[State]:
         """Return the bytes of state. What is sharded is inverse to the number of shards, but for experts, of which a
@@ -139,8 +143,8 @@ class Pricer:
         few = max(inner.fewest_shards, 1 if inner.cp > 1 else 2)
 
         def at(number: int) -> list[State]:
-            plain = Layout(inner, layout.pp, dp_shard=number)
-            key = "state", inner, number, layout.pp > 1
+            plain = Layout(inner, self._places(layout), dp_shard=number)
+            key = "state", inner, number, plain.pp > 1
             return self._of(key, layout, lambda: self._probe(inner).state(plain))
 
         if shards <= few or any(kind.experts is not None for kind in self.facts(inner.tp).kinds):
@@ -205,7 +209,7 @@ class Pricer:
             saved, output = saved + output, 0.0
         return count * saved + max(sizes.running, output), (received + 1) * sizes.stream
 
-    def num_bytes(self, layout: Layout) -> float:
+    def _num_bytes(self, layout: Layout) -> float:
         """Return the bytes of the rank with the most."""
         if layout.pp == 1 or not self.on_cuda:
             return self.total(self.memory(layout)[0])

@@ -117,7 +117,7 @@ class Prices(Generic[T]):
         stages = held.num_stages if self.kind in (Passes, Shards) else 1
         terms = [(stages, self.stage), *zip(held.blocks, self.blocks, strict=True)]
         terms += [(1, self.first)] * held.has_first + [(1, self.last)] * held.has_last
-        return self.kind(*(sum(count * one[at] for count, one in terms) for at in range(len(self.stage))))
+        return self.kind(*map(sum, zip(*([count * amount for amount in one] for count, one in terms), strict=True)))
 
 
 class Probe:

@@ -266,14 +266,11 @@ class Search:
             size = self.pricer.num_bytes(one)  # any other way to shard takes as much, at least
             if size > self.pricer.capacity:
                 self._misfit(one, size)
-            elif not self._is_late(least, one, size) and not self._is_late(self.pricer.least_time(one), one, size):
-                self._add_all(one)
-
-    def _add_all(self, one: Layout) -> None:
-        least = self.pricer.least_time(one)
-        for layout, size in self._fitting(one):
-            if not self._is_late(least, layout, size):
-                self._add(layout, self.pricer.time(layout), size)
+            elif not self._is_late(least, one, size):
+                own = self.pricer.least_time(one)
+                for layout, more in () if self._is_late(own, one, size) else self._fitting(one):
+                    if not self._is_late(own, layout, more):
+                        self._add(layout, self.pricer.time(layout), more)
 
     def _fitting(self, layout: Layout) -> Iterator[tuple[Layout, float]]:
         """Yield the ways to shard and replicate a layout's parameters that fit, with their bytes."""

@@ -11,7 +11,7 @@ from meshwright.cluster.collectives import CollectiveOp, GroupShape, collective_
 from meshwright.cluster.hardware import Cluster
 from meshwright.comm.compression.catalogue import EXACT, encoded_bytes
 from meshwright.nn.recompute_policy import RecomputePolicy
-from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, RunPlan, Stage
+from meshwright.plan.run_plan import BYTES, Atoms, ContextMethod, LayerSpec, RunPlan, Stage
 from meshwright.plan.stage_sizes import COUNT_BYTES, UnitSizes
 from meshwright.plan.traffic import (
     Purpose,
@@ -61,7 +61,8 @@ class Communication:
 
     def of_kind(self, kind: LayerSpec) -> tuple[Times, Times, Times]:
         """Return the time of a kind's collectives per micro-batch: of the forward, backward and recomputation."""
-        forward, backward, again = ([self._exchanges(kind)[number]] for number in (0, 1, 0))
+        ahead, back = self._exchanges(kind)
+        forward, backward, again = [ahead], [back], [ahead]
         for one in kind.collectives:
             calls = one.num_calls(self._plan.batch.samples * self._plan.rank_tokens)
             whole = self._plan.batch.samples * one.elements * BYTES[one.dtype]
@@ -108,11 +109,10 @@ class Communication:
         from meshwright.plan.context.layers import sent_by_attention  # only where cp shards tokens
 
         forwards = 2 if kind.recompute is RecomputePolicy.FULL else 1
-        busiest = max(
-            sum(sent for _, sent in sent_by_attention(self._plan, rank, kind, layer.mask.documents))
-            for rank in self._plan.mesh.line(0, layer.axes)
-        )
-        size = self._plan.mesh.size(*layer.axes)
+        size, line = self._plan.mesh.size(*layer.axes), self._plan.mesh.line(0, layer.axes)
+        ranks = line if layer.method is ContextMethod.RING else line[:1]  # of heads, all send the same
+        sent = (sent_by_attention(self._plan, rank, kind, layer.mask.documents) for rank in ranks)
+        busiest = max(sum(num_bytes for _, num_bytes in one) for one in sent)
         each = self.us("all_to_all", busiest / (forwards + 1) * size / (size - 1), layer.axes)
         return each, each
 

@@ -9,8 +9,9 @@ again, but for those whose results a policy keeps or whose results nothing needs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
+from operator import add
+from typing import NamedTuple, TypeVar
 
 from meshwright.cluster.hardware import Device
 from meshwright.cluster.performance import Performance, ProductCurve
@@ -28,8 +29,7 @@ OPERAND_BYTES = {**BYTES, "float8": 1}
 """Bytes of an element that a product multiplies, by `PlannedOperator.rate`."""
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """Time of kernels on the device in µs, by what bounds it, and of the host that launches them."""
 
     products: float = 0.0
@@ -43,22 +43,15 @@ class Work:
     def on_device(self) -> float:
         return self.products + self.attention + self.memory
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.host + other.host,
-            self.flops + other.flops,
-        )
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*map(add, self, other))
 
     def beside(self, performance: Performance, processes: float) -> Work:
         """Return the work with its times while so many processes share a machine's cores."""
         if not performance.cores:
             return self
-        names = (one.name for one in fields(self) if one.name != "flops")
-        slower = {name: getattr(self, name) * performance.slower(name, processes) for name in names}
-        return Work(**slower, flops=self.flops)
+        times = ((name, us) for name, us in self._asdict().items() if name != "flops")
+        return self._replace(**{name: us * performance.slower(name, processes) for name, us in times})
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,11 @@ class StagePricer:
     """Prices of the stages of a plan; kinds are priced once."""
 
     def __init__(self, plan: RunPlan, kernels: KernelTimes, sent: Communication, performance: Performance,
-                 stack: Stack, *, captured: bool, processes: float = 1) -> None:  # fmt: skip
+                 stack: Stack, *, captured: bool, processes: float = 1,
+                 microbatches: int | None = None) -> None:  # fmt: skip
         self._plan, self._kernels, self._sent, self._performance = plan, kernels, sent, performance
         self._stack, self._captured, self._processes = stack, captured, processes
+        self._microbatches = microbatches or plan.batch.num_microbatches
         self._works: dict[str, tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]] = {}
 
     def times(self, number: int) -> StageTimes:
@@ -174,7 +176,8 @@ class StagePricer:
             among_all, among_secondary = self._sent.gather(one)
             ahead = min(count.among_all, forwards)
             back = (count.among_all - ahead) * among_all + count.among_secondary * among_secondary
-            found.append((ahead * among_all / max(1, forwards), back / max(1, backwards)))
+            each = forwards if ahead == forwards else self._microbatches  # some gathers are for all of a step
+            found.append((ahead * among_all / max(1, each), back / max(1, backwards)))
         return found
 
     def _of_kind(self, kind: LayerSpec) -> tuple[KindWork, tuple[Times, Times, Times], tuple[int, int]]:

@@ -16,6 +16,7 @@ from meshwright.cluster.hardware import Cluster
 from meshwright.cluster.performance import Performance
 from meshwright.cluster.stacks import MESHWRIGHT, Stack
 from meshwright.errors import ConfigError
+from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
 from meshwright.pipeline.timeline import Timeline
 from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, Parameter, RunPlan, Stage
@@ -55,7 +56,15 @@ class StepTime:
         return self.tokens / self.total * 1e6 / num_ranks
 
 
-def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, captured: bool = False) -> StepTime:
+def predict_step(
+    plan: RunPlan,
+    cluster: Cluster,
+    *,
+    stack: Stack = MESHWRIGHT,
+    captured: bool = False,
+    microbatches: int | None = None,
+    steady: tuple[int, int] = (0, 1),
+) -> StepTime:
     """Predict the time of a training step.
 
     Args:
@@ -63,25 +72,30 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         cluster: cluster with a performance.
         stack: the software that trains.
         captured: whether blocks are replayed as CUDA graphs (`capture.scope=layer`), so that the host launches none.
+        microbatches: those of the step, if the plan has only some of them; a pipeline's steady state repeats.
+        steady: two micro-batches that the first stage starts in that state, from whose distance the others follow.
 
     Raises:
         ConfigError: the family doesn't describe its operators, or the cluster has no rate of a dtype.
     """
     _check(plan)
     performance, sent = cluster.performance, Communication(plan, cluster)
-    pricer = stage_pricer(plan, cluster, sent, stack=stack, captured=captured)
+    pricer = stage_pricer(plan, cluster, sent, stack=stack, captured=captured, microbatches=microbatches)
     stages = tuple(pricer.times(number) for number in range(len(plan.stages)))
     found = simulate(plan.schedule, Costs(*_costs(stages, sent, performance.host.action_us)))
     span = _on_shared_cores(cluster, sent, found, stages)
     ends = [at_end(plan, cluster, sent, place, stages) for place in range(plan.schedule.num_ranks)]
-    lasts = _last_ends(found)
+    number, simulated = microbatches or plan.batch.num_microbatches, plan.batch.num_microbatches
+    later = (number - simulated) * _period(found, *steady) if number > simulated else 0.0
+    ratio = number / simulated
+    lasts = [end + later for end in _last_ends(found)]
     # A rank whose backwards end early reduces its gradients while others still have some.
     slowest = max(range(len(ends)), key=lambda place: lasts[place] + sum(ends[place].values()))
     own = [stages[number] for number in plan.schedule.stages_of(slowest)]
-    microbatches, busy = plan.batch.num_microbatches, found.busy[slowest]
-    each = [{name: microbatches * us for name, us in stage.parts.items()} for stage in own]
-    actions = busy - microbatches * sum(stage.per_microbatch for stage in own)
-    waits = {"bubble": lasts[slowest] - busy, "cores": span - found.makespan}
+    busy = ratio * found.busy[slowest]
+    each = [{name: number * us for name, us in stage.parts.items()} for stage in own]
+    actions = busy - number * sum(stage.per_microbatch for stage in own)
+    waits = {"bubble": lasts[slowest] - busy, "cores": ratio * (span - found.makespan)}
     parts = added(ends[slowest], *each, {"host": actions}, waits)
     total = lasts[slowest] + waits["cores"] + sum(ends[slowest].values())
     deviation = _deviation(plan, performance, parts)
@@ -94,9 +108,16 @@ def predict_step(plan: RunPlan, cluster: Cluster, *, stack: Stack = MESHWRIGHT, 
         at_end=tuple(ends),
         stages=stages,
         timeline=found.timeline,
-        flops=microbatches * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
-        tokens=plan.batch.global_batch * plan.batch.tokens,
+        flops=number * max(sum(stages[n].flops for n in plan.schedule.stages_of(p)) for p in range(len(ends))),
+        tokens=round(ratio * plan.batch.global_batch * plan.batch.tokens),
     )
+
+
+def _period(found: Simulation, first: int, last: int) -> float:
+    """Return the mean time between two micro-batches' forwards on the first stage, and not less than a rank's work."""
+    forwards = (one for one in found.timeline.spans if one.action.kind is ActionKind.FORWARD and not one.action.stage)
+    starts = {one.action.microbatch: one.start for one in forwards}
+    return max((starts[last] - starts[first]) / (last - first), max(found.busy) / len(starts))
 
 
 def _last_ends(found: Simulation) -> list[float]:
@@ -114,11 +135,14 @@ def stage_pricer(
     *,
     stack: Stack = MESHWRIGHT,
     captured: bool = False,
+    microbatches: int | None = None,
 ) -> StagePricer:
-    """Return the prices of a plan's stages on a cluster."""
+    """Return the prices of a plan's stages on a cluster, in a step of as many micro-batches, by default the plan's."""
     sent, performance = sent or Communication(plan, cluster), cluster.performance
     kernels = KernelTimes(cluster.device, performance, _on_ring(stack, plan), processes=sent.processes)
-    return StagePricer(plan, kernels, sent, performance, stack, captured=captured, processes=sent.processes)
+    return StagePricer(
+        plan, kernels, sent, performance, stack, captured=captured, processes=sent.processes, microbatches=microbatches
+    )  # fmt: skip
 
 
 def _on_ring(stack: Stack, plan: RunPlan) -> Stack:
@@ -186,9 +210,13 @@ def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, sta
     performance, numbers = cluster.performance, plan.schedule.stages_of(place)
     held = [plan.stages[number] for number in numbers]
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
-    moved = [_update_bytes(plan, stage, kind, one) for stage in held for kind, _, one in plan.parameters(stage)]
+    moved, updated = 0, 0
+    for stage in held:
+        for kind, one, number in plan.different_parameters(stage):
+            size = _update_bytes(plan, stage, kind, one)
+            moved, updated = moved + number * size, updated + number * (size > 0)
     processes = sent.processes * plan.schedule.num_ranks
-    optimizer = update_us(cluster, sum(moved), sum(size > 0 for size in moved), processes=processes)
+    optimizer = update_us(cluster, moved, updated, processes=processes)
     optimizer += performance.slower("products", processes) * _whole_updates(plan, performance, place)
     own = {"optimizer": optimizer, "step": performance.slower("host", processes) * performance.host.step_us}
     return added(sent.at_end(rank, held), *(stages[number].at_end for number in numbers), own)

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -281,7 +281,7 @@ def _combine(job: Job, ranks: list[MeasuredRank], steps: list[int]) -> MeasuredR
 
 
 def _since(zero: float, spans: Iterable[Span]) -> tuple[Span, ...]:
-    return tuple(replace(one, start=one.start - zero, end=one.end - zero) for one in spans)
+    return tuple(one._replace(start=one.start - zero, end=one.end - zero) for one in spans)
 
 
 def measured_costs(timeline: Timeline, num_stages: int) -> Costs:
