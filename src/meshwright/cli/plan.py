@@ -70,13 +70,7 @@ def plan(
     """Show and verify a run's memory, traffic, stages, units and reductions without starting it, or with --devices find
     its layout."""
     gc.set_threshold(1_000_000)  # what a plan consists of stays; to look for garbage in it takes a tenth of the time
-    for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
-        if path is not None and path != STDOUT:
-            check_output(path, where=where)
-    if figure is not None:
-        from meshwright.figure import check_figure
-
-        check_figure(figure)
+    _check_files(json_path, out, figure)
     if (experts or documents) and (cluster is None or devices or run):
         what, rule = "a load without the time of a plan", "--experts and --documents change the time of a step"
         raise InputError(what, where="command line", rule=rule, fix="beside them --cluster H100 alone")
@@ -87,15 +81,28 @@ def plan(
             words, devices=devices, cluster=cluster, batch=batch, top=top, why=why, price=price, out=out, figure=figure
         )
         return
-    chosen = None
-    if cluster is not None:
-        from meshwright.cluster.presets import find_cluster
-
-        chosen = find_cluster(cluster)
+    chosen = None if cluster is None else _cluster(cluster)
     if run is not None:
         _show_against(run, words, chosen)
         return
     _show_plan(words, chosen, (experts, documents), json_path, out, diff, figure)
+
+
+def _check_files(json_path: Path | None, out: Path | None, figure: Path | None) -> None:
+    """Check that files can be written before anything is computed."""
+    for path, where in ((json_path, JSON_OPTION), (out, OUT_OPTION)):
+        if path is not None and path != STDOUT:
+            check_output(path, where=where)
+    if figure is not None:
+        from meshwright.figure import check_figure
+
+        check_figure(figure)
+
+
+def _cluster(name: str) -> Cluster:
+    from meshwright.cluster.presets import find_cluster
+
+    return find_cluster(name)
 
 
 def _show_plan(

@@ -20,7 +20,7 @@ from meshwright.models.contract.tp_styles import StyleKind
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.simulate import Costs, PeakBytes, StageCosts, peak_bytes
 from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, RunPlan, SavedBytes, Stage
-from meshwright.plan.stage_sizes import UnitSizes, unit_sizes
+from meshwright.plan.stage_sizes import UnitSizes, counted_parameters, unit_sizes
 from meshwright.plan.traffic import two_stage_peers
 from meshwright.units import MIB
 
@@ -104,7 +104,7 @@ def rank_bytes(plan: RunPlan, rank: int, peak: PeakBytes) -> MemoryEstimate:
     stages = [plan.stages[stage] for stage in plan.stages_of(rank)]
     master, stored, trained, state = BYTES[plan.masters], 0, 0, 0
     for stage in stages:
-        for kind, parameter, number in plan.different_parameters(stage):
+        for kind, parameter, number in counted_parameters(plan, stage):
             local = plan.local_shape(parameter, sharded=plan.unit_of(stage, kind, parameter).sharded)
             stored += number * math.prod(local)
             if parameter.trained:

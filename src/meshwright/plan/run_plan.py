@@ -13,7 +13,6 @@ runs over a set of atoms.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -342,11 +341,6 @@ class RunPlan:
     def parameters(self, stage: Stage) -> Iterator[tuple[LayerSpec, int | None, Parameter]]:
         """Yield kind, layer and parameter for each parameter of a stage, in module order."""
         return ((kind, layer, parameter) for kind, layer in self.held(stage) for parameter in kind.parameters)
-
-    def different_parameters(self, stage: Stage) -> Iterator[tuple[LayerSpec, Parameter, int]]:
-        """Yield kind and parameter for each parameter of a stage's kinds, and how many layers have it."""
-        for name, number in Counter((*stage.before, *stage.kinds, *stage.after)).items():
-            yield from ((self.kind(name), parameter, number) for parameter in self.kind(name).parameters)
 
     def shared_parameters(self) -> tuple[SharedParameter, ...]:
         """Return the shared parameters in the form used by the pipeline."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.plan.run_plan import Atoms, Buffer, Parameter, RunPlan, Site, Stage, Unit
+from meshwright.plan.run_plan import Atoms, Buffer, LayerSpec, Parameter, RunPlan, Site, Stage, Unit
 
 ROOT = ("", "root", None)
 """Key of a stage's root unit."""
@@ -37,6 +37,12 @@ class UnitSizes:
     def is_freed(self) -> bool:
         """Whether the unit is resharded after its forward and gathered again for its backward."""
         return bool(self.unit.freed)
+
+
+def counted_parameters(plan: RunPlan, stage: Stage) -> Iterator[tuple[LayerSpec, Parameter, int]]:
+    """Yield kind and parameter for each parameter of a stage's kinds, and how many layers have it."""
+    for name, number in Counter((*stage.before, *stage.kinds, *stage.after)).items():
+        yield from ((plan.kind(name), parameter, number) for parameter in plan.kind(name).parameters)
 
 
 def unit_sizes(plan: RunPlan, stage: Stage) -> list[UnitSizes]:

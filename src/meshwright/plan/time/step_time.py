@@ -20,6 +20,7 @@ from meshwright.pipeline.actions import ActionKind
 from meshwright.pipeline.simulate import Costs, EdgeCosts, Simulation, StageCosts, simulate
 from meshwright.pipeline.timeline import Timeline
 from meshwright.plan.run_plan import BYTES, ContextMethod, LayerSpec, Parameter, RunPlan, Stage
+from meshwright.plan.stage_sizes import counted_parameters
 from meshwright.plan.time.communication import Communication, Times, added
 from meshwright.plan.time.kernel_times import KernelTimes, product_curve, residuals
 from meshwright.plan.time.stage_times import StagePricer, StageTimes
@@ -212,7 +213,7 @@ def at_end(plan: RunPlan, cluster: Cluster, sent: Communication, place: int, sta
     rank = place * (plan.mesh.num_ranks() // plan.mesh.size("pp"))
     moved, updated = 0, 0
     for stage in held:
-        for kind, one, number in plan.different_parameters(stage):
+        for kind, one, number in counted_parameters(plan, stage):
             size = _update_bytes(plan, stage, kind, one)
             moved, updated = moved + number * size, updated + number * (size > 0)
     processes = sent.processes * plan.schedule.num_ranks
