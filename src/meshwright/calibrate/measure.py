@@ -1,7 +1,7 @@
 """Measure kernels on a device, in rounds that alternate between all cases, so that a slow moment of a shared machine
-hits every case alike. Each round runs a case for `MIN_S` at least; garbage collection is off. Of the rounds a low
-quantile counts: other programs only ever slow a case down, and the fastest round is an extreme of its own. On a CPU a
-lone thread is timed by the time that it has had a core, so that waiting for one isn't counted.
+hits every case alike. Each round runs a case for `MIN_S` at least; garbage collection is off. The lower quartile of the
+rounds counts, as of a run's steps: other programs only ever slow a case down, and the fastest round is an extreme. On a
+CPU a lone thread is timed by the time that it has had a core, so that waiting for one isn't counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Clock = Callable[[], float]
 
 MIN_S = 0.001
 ROUNDS = 20
-QUANTILE = 0.1
+QUANTILE = 0.25
 CPU_SIZES, CPU_ROWS, CPU_LENGTHS = (64, 256, 768), (16, 128, 1024), (32, 128, 512)
 CUDA_SIZES, CUDA_ROWS, CUDA_LENGTHS = (512, 2048, 8192), (64, 1024, 16384), (512, 1024, 2048, 4096, 8192)
 LONGEST_S = 0.02
@@ -62,7 +62,7 @@ def timed(cases: Mapping[K, Run], device: torch.device, *, budget_s: float, roun
 
 
 def low_quantile(values: Sequence[float]) -> float:
-    """Return the value below which a tenth of the values are."""
+    """Return the lower quartile of values."""
     return sorted(values)[int(QUANTILE * len(values))]
 
 

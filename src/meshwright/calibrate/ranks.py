@@ -27,6 +27,7 @@ from meshwright.comm.collectives import (
     all_reduce_sum,
     barrier,
     reduce_scatter_sum,
+    world_size,
 )
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
@@ -156,7 +157,7 @@ def _timed_together(
     cases: Mapping[K, measure.Run], device: torch.device, budget_s: float, *, clock: measure.Clock | None
 ) -> dict[K, float]:
     """Return the seconds of cases that every rank runs equally often, in rounds that alternate between them; of each
-    round those of the rank with the least, as what delays one rank lets the others wait."""
+    round the mean of the ranks, which wait for each other."""
     end, once = time.perf_counter() + budget_s, {}
     for case, run in cases.items():
         run()
@@ -171,7 +172,7 @@ def _timed_together(
             for case, run in cases.items():
                 barrier()
                 found[case].append(measure.seconds_of(run, repeats[case], device, clock=clock))
-    return {case: measure.low_quantile([-_most(-one, device) for one in each]) for case, each in found.items()}
+    return {case: measure.low_quantile([_mean(one, device) for one in each]) for case, each in found.items()}
 
 
 def _clock_of(context: RankContext, device: torch.device) -> measure.Clock | None:
@@ -188,6 +189,11 @@ def _clock_of(context: RankContext, device: torch.device) -> measure.Clock | Non
 def _most(seconds: float, device: torch.device) -> float:
     """Return the most of a time over all ranks."""
     return float(all_reduce_max(torch.tensor(seconds, device=device, dtype=torch.float64)))
+
+
+def _mean(seconds: float, device: torch.device) -> float:
+    """Return the mean of a time over all ranks."""
+    return float(all_reduce_sum(torch.tensor(seconds, device=device, dtype=torch.float64))) / world_size()
 
 
 def _device(context: RankContext, request: Request) -> torch.device:
