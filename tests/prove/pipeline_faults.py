@@ -5,7 +5,6 @@ As in `seeded_faults`; most damage one rank's row of the table, or a channel, an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -48,7 +47,7 @@ def without(name):
 def actions(*kinds, **fields):
     """These kinds of actions get other fields, by their own: `microbatch=` or `slot=`."""
     return lambda row: [
-        replace(a, **{name: value(getattr(a, name)) for name, value in fields.items()}) if a.kind in kinds else a
+        a._replace(**{name: value(getattr(a, name)) for name, value in fields.items()}) if a.kind in kinds else a
         for a in row
     ]
 

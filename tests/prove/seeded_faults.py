@@ -176,7 +176,7 @@ skip_partial_sums_over_tp = replacing(stages_module, "sync_partial_gradients", l
 def first_microbatch_again(job, step):
     """Micro-batch 0 runs in the place of 1: a stale buffer."""
     [row] = job.schedule.actions
-    run_row(job, step, [replace(action, microbatch=0) if action.microbatch == 1 else action for action in row])
+    run_row(job, step, [action._replace(microbatch=0) if action.microbatch == 1 else action for action in row])
 
 
 def overwriting(job, real):
