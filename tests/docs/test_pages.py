@@ -197,7 +197,7 @@ class Reader:
         if verb == "prove" and (lines or words[0] == "script"):
             return []
         found = list(SHORT.get(verb, ()))
-        if verb == "prove" and "dit-" not in command:
+        if verb == "prove" and not any(part in command for part in ("dit-", "--plan")):  # a plan has its own sizes
             found += [word for word in SMALL_PROOF if word.partition("=")[0] not in command]
         if verb == "run":
             source = self._folder / words[0]
