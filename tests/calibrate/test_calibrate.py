@@ -8,9 +8,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from meshwright.calibrate import measure
+from meshwright.calibrate import measure, ranks
 from meshwright.cli.main import app
 from meshwright.cluster.presets import find_cluster
+
+
+def test_times_of_ranks_are_their_mean(gang):
+    assert gang(2).run(mean_of_ranks) == [1.5, 1.5]
+
+
+def mean_of_ranks(rank, world_size):
+    return ranks._mean(1.0 + rank, torch.device("cpu"))
 
 
 @pytest.mark.slow

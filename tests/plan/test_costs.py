@@ -87,6 +87,17 @@ def test_kernels_and_their_bytes(corpus, words, policy, dtype):
         assert not wrong(costs.backward(), backward), (costs.backward(), backward)
 
 
+@pytest.mark.parametrize("words", [LLAMA, DIT])
+def test_dropout_adds_as_many_kernels_as_are_measured(corpus, words):
+    counts = []
+    for more in ([], [DROPOUT]):
+        batch = MicroBatch(data_of([*words, *more], corpus), RecomputePolicy.NONE)
+        _, backward = measure(batch.of_block)
+        counts.append((CostModel.of(batch.plan).of_kind(batch.block).backward().launches, backward.launches))
+    (planned, measured), (more_planned, more_measured) = counts
+    assert more_planned - planned == more_measured - measured > 0
+
+
 Fault = Callable[[tuple[PlannedOperator, ...]], tuple[PlannedOperator, ...]]
 
 

@@ -241,6 +241,13 @@ def test_layouts_import_what_they_use(words, more):
     assert library_bytes(planned(None, words)) == LIBRARIES + more
 
 
+@pytest.mark.parametrize("words", [[], ["mesh.tp=2"]])
+def test_libraries_of_a_family_are_counted_and_bring_the_tracer(monkeypatch, words):
+    config = load("llama-tiny", [*words, "train.seed=47"])  # plans of equal configurations are made once
+    monkeypatch.setattr(type(config.family), "library_bytes", TRACER + 1)
+    assert library_bytes(make_plan(config)) == LIBRARIES + TRACER + 1
+
+
 LARGER = ["model.dim=512", "model.num_heads=8", "model.ffn_dim=1536", "model.num_layers=8", "train.global_batch=8"]
 
 

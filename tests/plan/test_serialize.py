@@ -30,6 +30,14 @@ def test_other_values_of_the_same_fields():
     assert from_json(to_json(plan), where="plan.json") == plan
 
 
+def test_plans_without_libraries_of_a_family_are_as_before_there_were_any():
+    plan = plan_of(PLAIN)
+    assert "libraries" not in to_json(plan) and not plan.libraries
+    other = replace(plan, libraries=7)
+    assert from_json(to_json(other), where="plan.json") == other
+    assert hashes(other) != hashes(plan)
+
+
 def test_the_largest_is_small():
     text = to_json(plan_of(LARGEST))
     assert len(text.encode()) < 100_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +155,11 @@ def test_what_a_user_chose_of_the_allocator_stays(monkeypatch, chosen):
     with rank_environment(3):
         assert dict(one.split("=") for one in os.environ[TUNABLES].split(":")) == _words(ALLOCATOR) | own
     assert os.environ[TUNABLES] == chosen
+
+
+def test_the_docs_have_the_settings_for_other_launchers():
+    page = (Path(__file__).parents[2] / "docs/planning.md").read_text("utf-8")
+    assert f"`{TUNABLES}={':'.join(f'{name}={number}' for name, number in ALLOCATOR.items())}`" in page
 
 
 def _words(numbers):

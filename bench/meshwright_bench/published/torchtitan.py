@@ -1,5 +1,5 @@
-"""What torchtitan runs otherwise than a plan of Meshwright: torchao's casts to float8, and collectives of tensor
-parallelism.
+"""Turn blocks of a plan into torchtitan's, which differ in torchao's casts to float8 and in tensor parallelism's
+collectives.
 
 Scaled by tensor, tensor-parallel ranks cast what they gather, and agree on the scale before (torchao,
 `float8_tensor_parallel.py`); FSDP casts weights before it gathers them. Scaled by row, gathers are of 16 bits, ranks

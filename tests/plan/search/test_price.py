@@ -86,6 +86,15 @@ def test_experts_are_sharded_by_their_own_axis():
     assert pricer.time(EXPERTS) == pytest.approx(found.step.total, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "pp"])
+def test_tied_embeddings_are_held_once_by_a_lone_stage(name):
+    pricer = Pricer(base_of("llama3-8b").with_keys({"model.tie_embeddings": True}), cluster_preset("H100"))
+    pricer.capacity = math.inf
+    found, (memory, _) = (finalist(pricer.base, pricer.cluster, LAYOUTS[name], pricer), pricer.memory(LAYOUTS[name]))
+    assert memory.parameters == pytest.approx(found.memory.parameters, rel=0.001)
+    assert memory.optimizer == pytest.approx(found.memory.optimizer, rel=0.001)
+
+
 def test_a_forgotten_first_stage_is_found(exact, pricer):
     """The embedding's rank holds the most."""
     pricer._contents = lambda *key: tuple(one for one in pricer._make_contents(*key) if not one[0].has_first)

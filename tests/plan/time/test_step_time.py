@@ -10,6 +10,8 @@ import pytest
 from meshwright.cluster.performance import HostCosts
 from meshwright.cluster.presets import cluster_preset
 from meshwright.errors import ConfigError
+from meshwright.pipeline.generate import generate
+from meshwright.pipeline.simulate import Costs, EdgeCosts, StageCosts, simulate
 from meshwright.plan.matrix_owners import operations_by_owner
 from meshwright.plan.time import step_time
 from meshwright.plan.time.stage_times import StagePricer
@@ -189,3 +191,14 @@ class TestFaults:
         stages = predict_step(plan, constant_rates()).stages
         assert sum(one.flops for one in stages) * plan.batch.num_microbatches == pytest.approx(whole.flops)
         assert sum(one.flops for one in stages[1:]) * plan.batch.num_microbatches < 0.9 * whole.flops
+
+
+@pytest.mark.parametrize("slowest", [0, 3])
+def test_further_micro_batches_of_uneven_stages_take_as_long_as_the_slowest(slowest):
+    """The first stage of ZB-H1 starts micro-batches faster than a slow last one ends them."""
+    times = [StageCosts(*((13.0, 15.0, 10.0) if stage == slowest else (10.0, 12.0, 8.0))) for stage in range(4)]
+    few, many = (
+        simulate(generate("zb-h1", num_stages=4, num_microbatches=number), Costs(times, [EdgeCosts()] * 3))
+        for number in (8, 80)
+    )
+    assert few.makespan + 72 * step_time._period(few, 4, 6) == pytest.approx(many.makespan, rel=0.01)
