@@ -23,7 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.comm.alltoallv import AllToAllHandle, all_to_all, start_all_to_all
 from meshwright.comm.collectives import world_size
-from meshwright.nn.attention.attention import AttentionCore, attention, attention_with_lse
+from meshwright.nn.attention.attention import (
+    PLAIN,
+    AttentionCore,
+    ScoreRules,
+    attention,
+    attention_with_lse,
+    with_sinks,
+)
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
@@ -88,20 +95,25 @@ class RingAttention(AttentionCore):
             hops.append(_Hop(sent, target, source, tuple(map(count, keys)), masks))
         return RingMask(tuple(between(*one) for one in enumerate(held)), tuple(hops))
 
-    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: RingMask) -> Tensor:
+    def __call__(
+        self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: RingMask, scores: ScoreRules = PLAIN
+    ) -> Tensor:
         """Return the output [b, s, n, h]."""
+        own_entries = _entries(q_bsnh, k_bsnh, v_bsnh, mask.own)
         if not mask.hops:
-            return _join([attention(*one, mask=own) for one, own in _entries(q_bsnh, k_bsnh, v_bsnh, mask.own)])
+            return _join([attention(*one, mask=own, scores=scores) for one, own in own_entries])
         kv_bs2mh = torch.stack((k_bsnh, v_bsnh), dim=2)
         transfers = [self._start(kv_bs2mh, hop) for hop in mask.hops]
-        parts = [attention_with_lse(*one, mask=own) for one, own in _entries(q_bsnh, k_bsnh, v_bsnh, mask.own)]
+        parts = [attention_with_lse(*one, mask=own, scores=scores) for one, own in own_entries]
         # Sums of several parts are accumulated in at least float32.
         merged = [(out.to(lse.dtype), lse) for out, lse in parts]
         for hop, transfer in zip(mask.hops, transfers, strict=True):
             received = transfer.wait()
             queries = (q_bsnh,) if len(merged) == 1 else torch.split(q_bsnh, 1)
             for entry, keys in enumerate(_by_entry(received, hop, q_bsnh.shape[0])):
-                merged[entry] = _attend(queries[entry], keys, hop.masks[entry], *merged[entry])
+                merged[entry] = _attend(queries[entry], keys, hop.masks[entry], scores, *merged[entry])
+        if scores.sinks_n is not None:
+            merged = [(with_sinks(out, lse, scores.sinks_n), lse) for out, lse in merged]
         return _join([out for out, _ in merged]).to(q_bsnh.dtype)
 
     def _start(self, kv_bs2mh: Tensor, hop: _Hop) -> AllToAllHandle:
@@ -135,13 +147,13 @@ def _by_entry(received_m2nh: Tensor, hop: _Hop, num_samples: int) -> list[Tensor
 
 
 def _attend(
-    q_bsnh: Tensor, kv_bm2nh: Tensor, mask: AttentionMask | None, out_bsnh: Tensor, lse_bns: Tensor
+    q_bsnh: Tensor, kv_bm2nh: Tensor, mask: AttentionMask | None, scores: ScoreRules, out_bsnh: Tensor, lse_bns: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Merge the attention to received keys into a result. Without keys the result depends on them all the same: their
     owner waits for gradients."""
     if mask is None:
         return out_bsnh + kv_bm2nh.sum(), lse_bns
-    out, lse = attention_with_lse(q_bsnh, kv_bm2nh[:, :, 0], kv_bm2nh[:, :, 1], mask=mask)
+    out, lse = attention_with_lse(q_bsnh, kv_bm2nh[:, :, 0], kv_bm2nh[:, :, 1], mask=mask, scores=scores)
     return merge(out_bsnh, lse_bns, out.to(lse.dtype), lse)
 
 
@@ -194,15 +206,20 @@ class HeadsAttention(AttentionCore):
         prepared = AttentionMask(mask, layout.seq_len, device=device, backend=self.backend, request=request)
         return HeadsMask(prepared, token_t.argsort(-1).to(device), token_t.to(device))
 
-    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: HeadsMask) -> Tensor:
+    def __call__(
+        self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: HeadsMask, scores: ScoreRules = PLAIN
+    ) -> Tensor:
         """Return the output [b, s, n, h]."""
         num_ranks, num_samples = world_size(self.group), q_bsnh.shape[0]
+        if scores.sinks_n is not None:
+            own_n = scores.sinks_n.chunk(num_ranks)[self.group.rank()]
+            scores = replace(scores, sinks_n=own_n)
         by_rank = [torch.unflatten(x, 2, (num_ranks, -1)) for x in (q_bsnh, k_bsnh, v_bsnh)]
         sizes = [x.shape[3] for x in by_rank]
         rows = self._exchange(torch.cat(by_rank, dim=3).permute(2, 0, 1, 3, 4))
         full_btmh = rows.transpose(0, 1).flatten(1, 2)
         q, k, v = torch.split(take_tokens(full_btmh, mask.received_t), sizes, dim=2)
-        out_btnh = take_tokens(attention(q, k, v, mask=mask.mask), mask.token_t)
+        out_btnh = take_tokens(attention(q, k, v, mask=mask.mask, scores=scores), mask.token_t)
         out = self._exchange(torch.unflatten(out_btnh, 1, (num_ranks, -1)).transpose(0, 1))
         return out.permute(1, 2, 0, 3, 4).reshape(num_samples, q_bsnh.shape[1], *q_bsnh.shape[2:])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.attention import cpu_blocks
-from meshwright.nn.attention.attention import attention, attention_with_lse
+from meshwright.nn.attention.attention import ScoreRules, attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.mask_spec import MaskSpec
 from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
@@ -88,7 +88,7 @@ def small_blocks():
 @given(case=cases())
 def test_backends_agree_with_the_softmax(backend, case):
     inputs = case.inputs()
-    found = attention(*inputs, mask=case.spec, scale=case.scale, backend=backend)
+    found = attention(*inputs, mask=case.spec, scores=ScoreRules(scale=case.scale), backend=backend)
     assert (found.shape, found.dtype) == (inputs[0].shape, case.dtype)
     expected, _ = softmax_attention(*inputs, dense_batch(case.spec, case.seq_len, case.batch), case.scale)
     check([found], [expected], inputs)
@@ -107,7 +107,7 @@ def compare_part(case, queries, keys, backend):
     rows, columns = ([i for first, last in part for i in range(first, last)] for part in (queries, keys))
     inputs = case.inputs(len(rows), len(columns))
     mask = AttentionMask.at(case.spec, case.seq_len, (queries,), (keys,), device=CPU, backend=backend)
-    found = attention_with_lse(*inputs, mask=mask, scale=case.scale)
+    found = attention_with_lse(*inputs, mask=mask, scores=ScoreRules(scale=case.scale))
     visible = dense_batch(case.spec, case.seq_len, case.batch)[:, rows][:, :, columns]
     expected = softmax_attention(*inputs, visible, case.scale)
     assert found[1].dtype == torch.promote_types(case.dtype, torch.float32)
@@ -202,7 +202,7 @@ def test_dropout_is_that_of_the_weights(case, dropout_p):
     """Values and gradients are those of softmax weights times the mask that PyTorch's generator draws."""
     inputs = case.inputs()
     torch.manual_seed(case.seed)
-    found = attention(*inputs, mask=case.spec, scale=case.scale, dropout_p=dropout_p, backend="reference")
+    found = attention(*inputs, mask=case.spec, scores=ScoreRules(scale=case.scale), dropout_p=dropout_p, backend="reference")
     torch.manual_seed(case.seed)
     (batch, seq_len), (heads, kv_heads) = (case.batch, case.seq_len), case.heads
     exact = torch.promote_types(case.dtype, torch.float32)

@@ -21,7 +21,7 @@ import torch
 
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.nn.attention import backend, varlen_splash
-from meshwright.nn.attention.attention import attention
+from meshwright.nn.attention.attention import ScoreRules, attention
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest, Backend, choose_backend
 from meshwright.nn.attention.mask_spec import MaskSpec
@@ -150,7 +150,7 @@ def test_attention_by_this_backend(calls, on_xla, spec, is_prepared, scale):
         return AttentionMask(spec, SEQ_LEN, device=q.device, backend="splash", request=request) if is_prepared else spec
 
     before = q.detach().clone()
-    found = attention(q, k, v, mask=mask_of(spec), scale=scale, backend="splash")
+    found = attention(q, k, v, mask=mask_of(spec), scores=ScoreRules(scale=scale), backend="splash")
     expected, _ = softmax_attention(q, k, v, dense_batch(spec, SEQ_LEN, 2), scale)
     assert torch.equal(q, before), "queries are not scaled in place"
     assert len(calls) == 1 and calls[0]["causal"] is spec.causal
@@ -160,7 +160,7 @@ def test_attention_by_this_backend(calls, on_xla, spec, is_prepared, scale):
     wrong = {name: one for name, one in wrong_masks(spec, SEQ_LEN).items() if not one.prefix}
     assert wrong
     for name, one in wrong.items():
-        difference = (attention(q, k, v, mask=mask_of(one), scale=scale, backend="splash") - expected).abs().max()
+        difference = (attention(q, k, v, mask=mask_of(one), scores=ScoreRules(scale=scale), backend="splash") - expected).abs().max()
         assert difference > 1e-3, name
 
 

@@ -106,6 +106,11 @@ class AttentionFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Width of keys, or of values where these are wider."""
+    sinks: bool = False
+    """Whether heads have a score of no key (`nn.attention.attention.ScoreRules`)."""
+    soft_cap: bool = False
+    """Whether scores are capped."""
 
     def flops(self, seq_len: int) -> float:
         """Return the forward operations per token of a sample that is a single document."""

@@ -22,7 +22,14 @@ from meshwright.models.contract.model_facts import BufferFacts, HeadFacts, Param
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
 from meshwright.models.foreign.head import find_head
-from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, ForeignModel, NotSharded, Probe
+from meshwright.models.foreign.origin import (
+    LAYER_LISTS,
+    MAX_ON_CPU,
+    AttentionFound,
+    ForeignModel,
+    NotSharded,
+    Probe,
+)
 from meshwright.models.foreign.probe import (
     AFTER,
     BEFORE,
@@ -74,10 +81,12 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
             styles = first_that_fits(model, origin, found, tp)
         except NotSharded as error:
             unfit = str(error)
+    with sharded(model, styles, tp):
+        attention = origin.attention(model, seq_len)
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
-    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, head, seq_len, tp)
+    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, head, attention, seq_len, tp)
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
     if tp > 1 and apart:
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
@@ -172,12 +181,14 @@ class _Deriver:
         styles: dict[str, Style],
         roles: dict[str, Role],
         head: HeadFacts,
+        attention: AttentionFound,
         seq_len: int,
         tp: int,
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
-        self._roles, self._fills, self._head = roles, origin.fills(), head
+        self._roles, self._fills, self._head, self._tp = roles, origin.fills(), head, tp
+        self._attention, ours = attention, not attention.not_ours
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -190,8 +201,8 @@ class _Deriver:
                 what = f"{type(model).__name__} shares {names[0]} with {names[1]}"
                 raise origin.error(what, "each layer has parameters of its own")
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
-        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len)
-        fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n))
+        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len, ours=ours)
+        fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n, ours=ours))
         self._packed_len = next(fitting, None) if self._not_packed else None
         self._measure(seq_len, tp)
 
@@ -259,6 +270,8 @@ class _Deriver:
             not_split=found.not_split,
             not_packed=self._not_packed,
             packed_len=self._packed_len,
+            not_ours=self._attention.not_ours,
+            not_context=self._attention.not_context,
             set_aside=self._origin.set_aside(self._model, ids),
         )
 
@@ -291,7 +304,7 @@ class _Deriver:
         for index in range(len(self._layers)):
             facts = self._block(index)
             pairs = tuple(facts.fills.items()), tuple(facts.styles.items())
-            key = (facts.parameters, facts.buffers, facts.flops, *pairs)
+            key = (facts.parameters, facts.buffers, facts.flops, facts.attention, *pairs)
             if key not in signatures:
                 base = type(self._layers[index]).__name__
                 name = base if not kinds else f"{base}.{len(kinds) + 1}"
@@ -327,8 +340,12 @@ class _Deriver:
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
-        flops = self._traced_in(index).flops
-        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles)
+        flops, attention = self._traced_in(index).flops, self._attention.layers.get(index)
+        if attention is not None:  # a plan divides heads by tp, whether or not the styles do
+            heads = {name: getattr(attention, name) * self._tp for name in ("num_heads", "num_kv_heads")}
+            attention = replace(attention, **heads)
+        facts = BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles)
+        return replace(facts, attention=attention)
 
 
 def _inside(style: Style, prefix: str) -> Style:

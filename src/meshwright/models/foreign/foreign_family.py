@@ -62,6 +62,10 @@ class ForeignFamily(Family):
             texts = {"data.source": "stdlib", "data.chat_field": None, "data.packing": "none"}
             model = "a model that keeps documents apart"
             yield Violation(ConfigError, what, "data.chat_field", rule, [texts], otherwise=model)
+        if f.axes.cp > 1 and structure.not_context:
+            what, rule = f"mesh.cp = {f.axes.cp}: {structure.not_context}", "ranks exchange keys and values alone"
+            fixes: list[dict[str, Any]] = [{"mesh.cp": 1, "mesh.dp_shard": f.axes.dp_shard * f.axes.cp}, {"mesh.cp": 1}]
+            yield Violation(LayoutError, what, "mesh.cp", rule, fixes)
         if f.axes.tp > 1 and f.sequence_parallel:
             key, rule = "mesh.sequence_parallel", "layers whose structure is derived take all tokens of a sample"
             yield Violation(LayoutError, f"{key} = true", key, rule, [{key: False}])

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.contract.model_facts import AttentionFacts
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
 from meshwright.models.foreign.structure import FillFacts, Structure
 from meshwright.nn.attention.mask_spec import TokenLayout
+from meshwright.nn.attention.positions import token_positions
 from meshwright.nn.linear import Linear
 
 LAYER_LISTS = (nn.ModuleList, nn.Sequential)
@@ -30,6 +32,18 @@ WITH_DROPOUT = (nn.MultiheadAttention, nn.RNNBase)
 """Modules that have dropout inside."""
 MAX_ON_CPU = 200_000_000
 """Parameters of a model that is tried out with values, at most."""
+
+
+@dataclass(frozen=True)
+class AttentionFound:
+    """What is known of a model's attention."""
+
+    layers: Mapping[int, AttentionFacts] = field(default_factory=dict)
+    """Attention of the layers that have one, by index."""
+    not_ours: str = ""
+    """Reason why our attention can't take the place of the model's; empty if it can."""
+    not_context: str = ""
+    """Reason why a sample can't be sharded by tokens; empty if it can."""
 
 
 class NotSharded(Exception):
@@ -84,9 +98,15 @@ class ForeignModel(ABC):
         """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
         return ""
 
+    def attention(self, model: nn.Module, seq_len: int) -> AttentionFound:
+        """Return what is known of a model's attention, for samples of a length; the model may be a tp rank's."""
+        unknown = "its attention isn't described"
+        return AttentionFound(not_ours=unknown, not_context=unknown)
+
     @abstractmethod
-    def not_packed(self, model: nn.Module, seq_len: int) -> str:
-        """Return why documents packed in samples of a length would see each other, or an empty string if they don't."""
+    def not_packed(self, model: nn.Module, seq_len: int, *, ours: bool) -> str:
+        """Return why documents packed in samples of a length would see each other, or an empty string if they don't;
+        with our attention, or the model's own."""
 
     def limits(self) -> list[int]:
         """Return the lengths past which the model may treat tokens otherwise, the largest first."""
@@ -142,12 +162,12 @@ def no_dropout(probabilities: Mapping[str, float]) -> str:
     return f"dropout is set aside: {', '.join(f'{name} = {value:g}' for name, value in probabilities.items())}"
 
 
-def restarting_positions(layout: TokenLayout | None, device: torch.device) -> Mapping[str, Tensor]:
-    """Return `position_ids` [b, t] that restart with each packed document; nothing without such documents."""
-    if layout is None or layout.documents is None:
+def given_positions(layout: TokenLayout | None, ids_bt: Tensor) -> Mapping[str, Tensor]:
+    """Return `position_ids` [b, t] of a rank's tokens, which restart with each packed document; nothing if they are
+    those of whole samples."""
+    if layout is None or (layout.documents is None and layout.shards is None):
         return {}
-    positions = [torch.cat([torch.arange(length) for length in sample]) for sample in layout.documents]
-    return {"position_ids": torch.stack(positions).to(device)}
+    return {"position_ids": token_positions(layout, ids_bt.device).expand(ids_bt.shape)}
 
 
 BATCH_DIM, TIME_DIM, BATCH_TIME_DIM = -1, -2, -3

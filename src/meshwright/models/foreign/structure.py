@@ -19,6 +19,7 @@ from meshwright.data.cache_file import atomic_write, preferred_directory, writab
 from meshwright.models.contract.building_blocks import DIVIDED, FULL, cross_entropy
 from meshwright.models.contract.family import RunFacts
 from meshwright.models.contract.model_facts import (
+    AttentionFacts,
     BufferFacts,
     EdgeFacts,
     HeadFacts,
@@ -57,6 +58,8 @@ class BlockFacts:
     compiled: Saved | None = None
     """What a compiled layer saves; None if that is unknown."""
     styles: dict[str, Style] = field(default_factory=dict)
+    attention: AttentionFacts | None = None
+    """None if it is unknown."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,10 @@ class Structure:
     """Reason why packed documents would see each other; empty if they don't."""
     packed_len: int | None = None
     """A shorter sample in which they don't."""
+    not_ours: str = ""
+    """Reason why our attention can't take the place of the model's; empty if it can."""
+    not_context: str = ""
+    """Reason why samples can't be sharded by tokens; empty if they can."""
     set_aside: tuple[str, ...] = ()
     """What of the model takes no part in training, a line each."""
     head: HeadFacts = HeadFacts()
@@ -123,8 +130,9 @@ class Structure:
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
 
 
-def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> ModelFacts:
-    blocks = tuple(_kind(block, structure) for block in structure.blocks)
+def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any], *, ours: bool = False) -> ModelFacts:
+    """Describe a model, whose attention is ours or its own."""
+    blocks = tuple(_kind(block, structure, ours=ours) for block in structure.blocks)
     flops = {block.name: block.flops for block in structure.blocks}
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
     shards_logits = any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
@@ -147,11 +155,11 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any]) -> 
     )
 
 
-def _kind(block: BlockFacts, structure: Structure) -> KindFacts:
+def _kind(block: BlockFacts, structure: Structure, *, ours: bool) -> KindFacts:
     path = f"{structure.layers_path}.{{layer}}"
     return KindFacts(
         block.name, path, block.parameters, block.buffers, saved=block.saved, compiled=block.compiled,
-        flops=block.flops, operators=block.operators,
+        flops=block.flops, operators=block.operators, attention=block.attention if ours else None,
     )  # fmt: skip
 
 
@@ -214,7 +222,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 27
+FORMAT = 28
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

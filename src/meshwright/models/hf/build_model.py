@@ -28,7 +28,8 @@ from meshwright.models.contract.tp_styles import COLUMN, DIVIDED, REPLICATED, RO
 from meshwright.models.foreign.origin import COMPUTED, NotSharded, build_recorded, largest_list, trained_plainly
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.hf import private
-from meshwright.models.hf.config import BASE, FIRST, KEY, SECOND, LoraConfig, Source
+from meshwright.models.hf.attention import attend_by_ours, register
+from meshwright.models.hf.config import BASE, FIRST, KEY, OURS, SECOND, LoraConfig, Source
 from meshwright.models.hf.tiny_config import not_causal, tiny_config
 from meshwright.settings.violation import format_fix
 
@@ -83,6 +84,8 @@ def build_model(
 
     The implementation of experts `eager` runs in every dtype; None is transformers' choice.
     """
+    if attention == OURS:
+        register()
     try:
         model: nn.Module = private.causal_lm(config, attention=attention, experts=experts)
     except ConfigError:
@@ -95,6 +98,8 @@ def build_model(
     for module in model.modules():
         if type(module) is transposed.__base__:
             module.__class__ = transposed
+    if attention == OURS:
+        attend_by_ours(model)
     return trained_plainly(model)
 
 

@@ -30,6 +30,10 @@ FOREIGN_NAMES: Mapping[str, str] = {
 """Names of peft, TRL, NeMo and torchtune by our keys."""
 
 
+OURS = "meshwright"
+"""Name of our attention, in transformers' registries, too."""
+
+
 class HfConfig(ModelSection):
     """A causal language model of transformers."""
 
@@ -51,8 +55,10 @@ class HfConfig(ModelSection):
         description="tensors of the folder that are knowingly left out, as globs over the names in the error; all "
         "others have a place in the model, or the run is refused",
     )
-    attention: Literal["auto", "sdpa", "eager"] = Field(
-        "auto", description="attention of transformers: sdpa (PyTorch's kernels), or eager; auto takes the model's own"
+    attention: Literal["auto", "meshwright", "sdpa", "eager"] = Field(
+        "auto",
+        description="attention: meshwright (this package's backends, in the model's own places), or transformers' sdpa "
+        "or eager; auto takes meshwright for packed documents and mesh.cp, and else the model's own",
     )
 
     @field_validator("weights")

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, InputError
 from meshwright.models.contract.family import DataConfig, OtherWeights, RunFacts
-from meshwright.models.contract.model_facts import ZEROS, Fill, ModelFacts, Stored, Uniform
+from meshwright.models.contract.model_facts import ZEROS, Fill, ModelFacts, Part, Stored, Uniform
 from meshwright.models.foreign.foreign_family import ForeignFamily
-from meshwright.models.foreign.structure import Structure, cached_structure, parameter_of, saved_tensors
+from meshwright.models.foreign.structure import Structure, cached_structure, describe, parameter_of, saved_tensors
 from meshwright.models.hf.config import (
     CONFIG_FILE,
     FOREIGN_NAMES,
+    OURS,
     SECOND,
     HfConfig,
     LoraConfig,
@@ -82,6 +83,10 @@ class HfFamily(ForeignFamily):
             yield Violation(ConfigError, error.what, error.where, error.rule, [], error.fix)
             return
         yield from super().rules(f)
+        if _section(f).attention == OURS and (why := structure_of(f).not_ours):
+            rule = "it takes the place of attention that computes the same"
+            what = f"model.attention = {OURS}: {why}"
+            yield Violation(ConfigError, what, "model.attention", rule, [{"model.attention": "auto"}])
         if _section(f).weights == "folder" and _source(_section(f)).folder is None:
             what, rule = "model.weights = folder, but model.config is a model type", "a model type has no weights"
             yield Violation(ConfigError, what, "model.weights", rule, [{"model.weights": "random"}])
@@ -118,7 +123,7 @@ class HfFamily(ForeignFamily):
 
     def describe(self, f: RunFacts) -> ModelFacts:
         """Describe the model's parameters and costs. Matrices that have adapters have no gradients to compute."""
-        facts = super().describe(f)
+        facts = describe(structure_of(f), f, self.identity(f), ours=_attention(f) == OURS)
         if _lora(f) is None:
             return facts
         structure = structure_of(f)
@@ -137,7 +142,18 @@ class HfFamily(ForeignFamily):
         # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
         experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
         with torch.device("meta"):
-            return build_model(self.origin(f).config, attention=_section(f).attention, experts=experts, lora=_lora(f))
+            return build_model(self.origin(f).config, attention=_attention(f), experts=experts, lora=_lora(f))
+
+    def build(self, f: RunFacts, part: Part) -> nn.Module:
+        """Build a stage, whose layers attend by ours if the run asks for it."""
+        model = super().build(f, part)
+        if _attention(f) == OURS:
+            from meshwright.models.hf.attention import attend_on_stage
+
+            structure, by_name = structure_of(f), {one.name: one for one in structure_of(f).blocks}
+            found = ((index, by_name[structure.layers[index]].attention) for index in part.layers)
+            attend_on_stage(model, ((f"{structure.layers_path}.{i}", one) for i, one in found if one is not None))
+        return model
 
     def other_weights(self) -> OtherWeights:
         from meshwright.models.hf.pretrained import TransformersWeights
@@ -211,6 +227,14 @@ def _section(f: RunFacts) -> HfConfig:
     return f.section(HfConfig)
 
 
+def _attention(f: RunFacts) -> str:
+    """Return the attention that a run's model computes with."""
+    name, structure = _section(f).attention, structure_of(f)
+    if name == "auto" and not structure.not_ours and (f.axes.cp > 1 or f.data.packing != "none"):
+        return OURS
+    return name
+
+
 def _lora(f: RunFacts) -> LoraConfig | None:
     """Return the section of adapters, or None without them."""
     lora = f.section(LoraConfig)
@@ -262,7 +286,8 @@ class _Key:
 
 
 def _key(f: RunFacts) -> _Key:
-    return _Key(_source(_section(f)), _section(f).attention, _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+    attention = "auto" if _section(f).attention == OURS else _section(f).attention
+    return _Key(_source(_section(f)), attention, _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
 
 
 def structure_of(f: RunFacts) -> Structure:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,11 +31,12 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
     local,
 )
-from meshwright.models.foreign.origin import ForeignModel, Probe, no_dropout, restarting_positions
+from meshwright.models.foreign.origin import AttentionFound, ForeignModel, Probe, given_positions, no_dropout
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
+from meshwright.models.hf.attention import attending
 from meshwright.models.hf.build_model import (
     adapted_layers,
     build_model,
@@ -46,7 +47,7 @@ from meshwright.models.hf.build_model import (
     original_config,
     with_adapter_styles,
 )
-from meshwright.models.hf.config import KEY, LoraConfig, Source, is_adapter
+from meshwright.models.hf.config import KEY, OURS, LoraConfig, Source, is_adapter
 from meshwright.models.hf.tiny_config import limits_of, shrunken_config
 from meshwright.nn.attention.mask_spec import TokenLayout
 
@@ -72,6 +73,7 @@ PLAN_UNFIT = (
     "gemma3n_text",  # parameters of sharded modules are read without calling them
 )
 """Model types whose plan of tensor parallelism is wrong, or isn't ours: only feed-forward layers are sharded."""
+NOT_SMALL = "it can't be built small, to try it"
 WITHOUT_SENTINEL = ("nemotron_h",)
 """Model types whose experts take no index that stands for other ranks' experts: all ranks run all."""
 
@@ -81,7 +83,7 @@ class TransformersModel(ForeignModel):
     """A causal language model of transformers: that of a source, with an attention and maybe adapters."""
 
     source: Source
-    attention: str = "auto"
+    attention_name: str = "auto"
     lora: LoraConfig | None = None
     key = KEY
     fix = f"{KEY}=qwen3"
@@ -101,13 +103,21 @@ class TransformersModel(ForeignModel):
 
     def build(self) -> nn.Module:
         experts = EXPERTS_ON_META if torch.get_default_device().type == "meta" else "eager"
-        return build_model(self.config, attention=self.attention, experts=experts, lora=self.lora)
+        return build_model(self.config, attention=self.attention_name, experts=experts, lora=self.lora)
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
-        """Return the logits of token ids; transformers makes its masks of documents from their positions."""
-        with private.on_meta() if ids.is_meta else nullcontext():
-            out = model(input_ids=ids, use_cache=False, **restarting_positions(layout, ids.device))
-        logits: Tensor = private.logits(out)
+        """Return the logits of token ids. Masks of documents are ours, or transformers makes them from positions. With
+        ours, a call without layout, as in proofs' references, attends by the model's definition."""
+        state = attending(model)
+        with ExitStack() as stack:
+            if ids.is_meta:
+                stack.enter_context(private.on_meta())
+            if state is not None:
+                stack.enter_context(private.without_packing())
+                state.layout = layout
+                if layout is None:
+                    stack.enter_context(private.attention(getattr(model, "__self__", model), "eager"))
+            logits: Tensor = private.logits(model(input_ids=ids, use_cache=False, **given_positions(layout, ids)))
         return logits
 
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
@@ -165,11 +175,23 @@ class TransformersModel(ForeignModel):
             yield tp_styles(model, plan, config)
         yield from feed_forwards(model, width, private.transposed_linear())
 
-    def not_packed(self, model: nn.Module, seq_len: int) -> str:
+    def attention(self, model: nn.Module, seq_len: int) -> AttentionFound:
+        """Return what the layers ask of attention, and whether ours is theirs in this model, built small."""
+        if self.attention_name != "auto":
+            why = f"model.attention = {self.attention_name}"
+            return AttentionFound(not_ours=why, not_context=why)
+        if (small := self._shrunken(seq_len, min(seq_len, MAX_TRIED))) is None:
+            return AttentionFound(not_ours=NOT_SMALL, not_context=NOT_SMALL)
+        from meshwright.models.hf.attention_checks import find_attention
+
+        return find_attention(self, model, small, seq_len)
+
+    def not_packed(self, model: nn.Module, seq_len: int, *, ours: bool) -> str:
         """Return why documents see each other in this model, built small."""
         longest = min(seq_len, MAX_TRIED)
-        small = self._shrunken(seq_len, longest)
-        return "it can't be built small, to try it" if small is None else why_not_packed(small, length=longest)
+        if (small := self._shrunken(seq_len, longest)) is None:
+            return NOT_SMALL
+        return why_not_packed(replace(small, attention_name=OURS) if ours else small, length=longest)
 
     def limits(self) -> list[int]:
         return limits_of(self.config)
@@ -181,7 +203,7 @@ class TransformersModel(ForeignModel):
             with private.quiet():
                 small = shrunken_config(self.config, seq_len=seq_len, longest=longest)
             source = Source(small.model_type, fields=small.to_json_string(use_diff=False))
-            made = TransformersModel(source, self.attention)
+            made = TransformersModel(source, self.attention_name)
             made.build()
         except Exception:  # whatever their classes raise
             return None

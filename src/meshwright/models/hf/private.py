@@ -139,6 +139,32 @@ def on_meta() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find
 
 
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Let transformers look for no packed documents in positions: masks know them otherwise."""
+    from transformers import masking_utils
+
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+@contextmanager
+def attention(model: Any, name: str) -> Iterator[None]:
+    """Let a model attend by another implementation for a while; a model that can't change goes on with its own."""
+    before = model.config._attn_implementation
+    with quiet():
+        model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        with quiet():
+            model.set_attn_implementation(before)
+
+
 class Initialisation(NamedTuple):
     """The last call that initialised a tensor."""
 

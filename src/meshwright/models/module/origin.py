@@ -42,8 +42,8 @@ from meshwright.models.foreign.origin import (
     ForeignModel,
     Probe,
     build_recorded,
+    given_positions,
     no_dropout,
-    restarting_positions,
     trained_plainly,
 )
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
@@ -141,7 +141,7 @@ class OwnModule(ForeignModel):
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids; a module that takes `position_ids` gets those of packed documents."""
-        logits: Tensor = _outputs(model(ids.contiguous(), **restarting_positions(layout, ids.device)))[0]
+        logits: Tensor = _outputs(model(ids.contiguous(), **given_positions(layout, ids)))[0]
         return logits
 
     def max_len(self, model: nn.Module) -> int | None:
@@ -196,7 +196,7 @@ class OwnModule(ForeignModel):
         else:
             yield from feed_forwards(model, width)
 
-    def not_packed(self, model: nn.Module, seq_len: int) -> str:
+    def not_packed(self, model: nn.Module, seq_len: int, *, ours: bool) -> str:
         """Return why packed documents see each other in this module, tried with whole samples if that is cheap."""
         if POSITIONS not in inspect.signature(type(model).forward).parameters:
             return f"the forward of {type(model).__name__} takes no {POSITIONS}, which tell documents apart"

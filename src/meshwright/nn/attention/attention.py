@@ -24,8 +24,23 @@ from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.units import counted
 
 
+@dataclass(frozen=True, eq=False)
+class ScoreRules:
+    """Rules of a layer's scores besides their mask."""
+
+    scale: float | None = None
+    """Factor of the products; None for 1 / sqrt(h)."""
+    soft_cap: float | None = None
+    """Cap c of scores, which become c · tanh(score / c) (Gemma Team 2024, "Gemma 2", section 2)."""
+    sinks_n: Tensor | None = None
+    """Score per head that belongs to no key, and takes its share of the softmax (OpenAI 2025, "gpt-oss", section 2)."""
+
+
+PLAIN = ScoreRules()
+
+
 def attention(
-    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, *, mask: MaskSpec | AttentionMask, scale: float | None = None,
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, *, mask: MaskSpec | AttentionMask, scores: ScoreRules = PLAIN,
     dropout_p: float = 0.0, backend: Backend | str = Backend.AUTO,
 ) -> Tensor:  # fmt: skip
     """Return outputs [b, s, n, h]; 0 for queries without visible keys.
@@ -33,7 +48,7 @@ def attention(
     Args:
         q_bsnh, k_btmh, v_btmh: queries, keys and values; the number of key/value heads divides that of the queries'.
         mask: a mask prepared for all layers, or a `MaskSpec` of whole samples, which is prepared for this call.
-        scale: factor of the scores; None for 1 / sqrt(h).
+        scores: scale, cap and sinks of the scores.
         dropout_p: probability of dropping a weight, by PyTorch's generator.
         backend: the backend; of a prepared mask, the one it is prepared for.
 
@@ -41,7 +56,11 @@ def attention(
         ConfigError: the backend does not support the call; names those that do.
         LayoutError: the mask is of other shapes.
     """
-    mask, request = _checked(q_bsnh, k_btmh, v_btmh, mask, backend, dropout_p, needs_lse=False)
+    if scores.sinks_n is not None:
+        out, lse = attention_with_lse(q_bsnh, k_btmh, v_btmh, mask=mask, scores=scores, backend=backend)
+        return with_sinks(out, lse, scores.sinks_n)
+    mask, request = _checked(q_bsnh, k_btmh, v_btmh, mask, backend, scores, dropout_p)
+    scale = scores.scale
     exact_scale = q_bsnh.shape[-1] ** -0.5 if scale is None else scale
     if mask.backend is Backend.SDPA:
         if mask.is_dense or request.device == "cuda":
@@ -59,28 +78,35 @@ def attention(
     if mask.backend is Backend.FLEX:
         from meshwright.nn.attention.flex import flex
 
-        return flex(q_bsnh, k_btmh, v_btmh, mask.blocks, scale=exact_scale)
-    return _by_reference(q_bsnh, k_btmh, v_btmh, mask, exact_scale, dropout_p)[0]
+        return flex(q_bsnh, k_btmh, v_btmh, mask.blocks, scale=exact_scale, soft_cap=scores.soft_cap)
+    return _by_reference(q_bsnh, k_btmh, v_btmh, mask, exact_scale, scores.soft_cap, dropout_p)[0]
 
 
 def attention_with_lse(
-    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, *, mask: MaskSpec | AttentionMask, scale: float | None = None,
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, *, mask: MaskSpec | AttentionMask, scores: ScoreRules = PLAIN,
     backend: Backend | str = Backend.AUTO,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return outputs [b, s, n, h], and the logarithm of each softmax' denominator [b, n, s] in at least float32.
+    """Return outputs [b, s, n, h], and the logarithm of each softmax' denominator [b, n, s] in at least float32, both
+    without sinks, which belong to no part of the keys.
 
     Both are differentiable. A query without visible keys has outputs of 0, an lse of -inf and no gradients. `merge` in
     `parallel.context_attention` combines the results for disjoint keys. Arguments and errors are those of `attention`.
     """
-    mask, _ = _checked(q_bsnh, k_btmh, v_btmh, mask, backend, dropout_p=0.0, needs_lse=True)
-    scale = q_bsnh.shape[-1] ** -0.5 if scale is None else scale
+    mask, _ = _checked(q_bsnh, k_btmh, v_btmh, mask, backend, scores, needs_lse=True)
+    scale = q_bsnh.shape[-1] ** -0.5 if scores.scale is None else scores.scale
     if mask.backend is Backend.SDPA:
         return _by_blocks(q_bsnh, k_btmh, v_btmh, mask, scale)
     if mask.backend is Backend.FLEX:
         from meshwright.nn.attention.flex import flex_with_lse
 
-        return flex_with_lse(q_bsnh, k_btmh, v_btmh, mask.blocks, scale=scale)
-    return _by_reference(q_bsnh, k_btmh, v_btmh, mask, scale, dropout_p=0.0)
+        return flex_with_lse(q_bsnh, k_btmh, v_btmh, mask.blocks, scale=scale, soft_cap=scores.soft_cap)
+    return _by_reference(q_bsnh, k_btmh, v_btmh, mask, scale, scores.soft_cap)
+
+
+def with_sinks(out_bsnh: Tensor, lse_bns: Tensor, sinks_n: Tensor) -> Tensor:
+    """Return attention's outputs, given those without sinks and their lse."""
+    share_bns = torch.sigmoid(lse_bns - sinks_n.to(lse_bns.dtype)[:, None])
+    return (out_bsnh * share_bns.transpose(1, 2)[..., None]).to(out_bsnh.dtype)
 
 
 def _by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> tuple[Tensor, Tensor]:
@@ -89,14 +115,17 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: floa
 
 
 def _by_reference(
-    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: AttentionMask, scale: float, dropout_p: float
-) -> tuple[Tensor, Tensor]:
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: AttentionMask, scale: float, soft_cap: float | None,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return outputs and lse by plain operations in at least float32, with memory for all scores: the oracle of the
     other backends."""
     assert mask.visible_bst is not None, "the mask is prepared for the reference"
     exact = torch.promote_types(q_bsnh.dtype, torch.float32)
     q_bsmgh = torch.unflatten(q_bsnh.to(exact), 2, (k_btmh.shape[2], -1))
     scores = torch.einsum("bsmgh,btmh->bmgst", q_bsmgh * scale, k_btmh.to(exact))
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores.masked_fill(~mask.visible_bst[:, None, None], -math.inf)
     # A constant shift: it cancels in the result, so it needs no gradient.
     shift = scores.detach().amax(-1, keepdim=True)
@@ -123,7 +152,7 @@ def _sdpa(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: AttentionMask, s
 
 def _checked(
     q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: MaskSpec | AttentionMask, backend: Backend | str,
-    dropout_p: float, *, needs_lse: bool,
+    scores: ScoreRules, dropout_p: float = 0.0, *, needs_lse: bool = False,
 ) -> tuple[AttentionMask, AttentionRequest]:  # fmt: skip
     """Return the prepared mask and what is asked of its backend, which supports it."""
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_bsnh, k_btmh, v_btmh))
@@ -131,6 +160,7 @@ def _checked(
         "device": q_bsnh.device.type, "dtype": str(q_bsnh.dtype).removeprefix("torch."),
         "num_heads": q_bsnh.shape[2], "num_kv_heads": k_btmh.shape[2], "head_dim": q_bsnh.shape[3],
         "dropout_p": dropout_p, "needs_grad": needs_grad, "needs_lse": needs_lse,
+        "soft_cap": scores.soft_cap is not None,
     }  # fmt: skip
     if isinstance(mask, MaskSpec):
         request = AttentionRequest(**inputs)
@@ -169,7 +199,7 @@ class AttentionCore(Protocol):
         The backend is chosen by `request`, the dtype and heads of the calls; float32 by default.
         """
 
-    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any) -> Tensor:
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any, scores: ScoreRules = PLAIN) -> Tensor:
         """Return the output [b, s, n, h]; keys and values may have fewer heads."""
 
 
@@ -188,6 +218,8 @@ class LocalAttention(AttentionCore):
             mask, layout.seq_len, device=device, backend=self.backend, request=request, queries=own, keys=own
         )
 
-    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: AttentionMask) -> Tensor:
+    def __call__(
+        self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: AttentionMask, scores: ScoreRules = PLAIN
+    ) -> Tensor:
         """Return the output [b, s, n, h]."""
-        return attention(q_bsnh, k_bsnh, v_bsnh, mask=mask, backend=self.backend)
+        return attention(q_bsnh, k_bsnh, v_bsnh, mask=mask, scores=scores, backend=self.backend)

@@ -63,6 +63,8 @@ class AttentionRequest:
     needs_grad: bool = True
     needs_lse: bool = False
     """The logarithm of the softmax' denominator is needed, with gradient."""
+    soft_cap: bool = False
+    """Scores are capped before the mask."""
 
     @property
     def is_dense(self) -> bool:
@@ -76,6 +78,8 @@ def refusal(backend: Backend, request: AttentionRequest) -> str:
         return f"num_kv_heads = {request.num_kv_heads} does not divide num_heads = {request.num_heads}"
     if request.dropout_p and backend is not Backend.REFERENCE:
         return "has no dropout of attention weights"
+    if request.soft_cap and backend not in (Backend.REFERENCE, Backend.FLEX):
+        return "has no cap of scores"
     return _REFUSALS[backend](request)
 
 
@@ -176,7 +180,7 @@ def _described(request: AttentionRequest) -> str:
         (f"window {mask.window}", mask.window), (f"prefix {mask.prefix}", mask.prefix),
         ("documents", mask.documents is not None), ("part of the sample", not request.whole),
         (f"dropout {request.dropout_p}", request.dropout_p), ("with gradient", request.needs_grad),
-        ("with lse", request.needs_lse),
+        ("with lse", request.needs_lse), ("with a cap of scores", request.soft_cap),
     ) if present]  # fmt: skip
     heads = f"{request.num_heads} / {request.num_kv_heads} heads of {request.head_dim}"
     return f"attention on {request.device}, {request.dtype}, {heads}, {', '.join(kinds)}"

@@ -37,26 +37,41 @@ def flex_mask(bounds: Bounds, seq_len: int, device: torch.device) -> BlockMask:
     )
 
 
-def flex(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: BlockMask, *, scale: float) -> Tensor:
+def flex(
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: BlockMask, *, scale: float, soft_cap: float | None = None
+) -> Tensor:
     """Return outputs [b, s, n, h]."""
-    out_bnsh: Tensor = _run(q_bsnh, k_btmh, v_btmh, mask, scale, None)
+    out_bnsh: Tensor = _run(q_bsnh, k_btmh, v_btmh, mask, scale, soft_cap, None)
     return out_bnsh.transpose(1, 2)
 
 
 def flex_with_lse(
-    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: BlockMask, *, scale: float
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: BlockMask, *, scale: float, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [b, s, n, h] and lse [b, n, s]."""
-    out_bnsh, auxiliary = _run(q_bsnh, k_btmh, v_btmh, mask, scale, AuxRequest(lse=True))
+    out_bnsh, auxiliary = _run(q_bsnh, k_btmh, v_btmh, mask, scale, soft_cap, AuxRequest(lse=True))
     return out_bnsh.transpose(1, 2), auxiliary.lse
 
 
-def _run(q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: BlockMask, scale: float, aux: Any) -> Any:
+def _run(
+    q_bsnh: Tensor, k_btmh: Tensor, v_btmh: Tensor, mask: BlockMask, scale: float, soft_cap: float | None, aux: Any
+) -> Any:
     run: Any = flex_attention if torch.compiler.is_compiling() else _compiled(q_bsnh.device.type)
     return run(
         q_bsnh.transpose(1, 2), k_btmh.transpose(1, 2), v_btmh.transpose(1, 2), block_mask=mask, scale=scale,
         enable_gqa=q_bsnh.shape[2] != k_btmh.shape[2], return_aux=aux,
+        score_mod=None if soft_cap is None else _capped(soft_cap),
     )  # fmt: skip
+
+
+@cache
+def _capped(cap: float) -> Callable[..., Tensor]:
+    """Return the cap as a function of scores and their places: one function a cap, for which kernels are compiled."""
+
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
 
 
 @cache

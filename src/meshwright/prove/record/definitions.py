@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.nn.attention.attention import AttentionCore
+from meshwright.nn.attention.attention import PLAIN, AttentionCore, ScoreRules
 from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import Documents, MaskSpec, TokenLayout
 from meshwright.nn.attention.positions import RotaryEmbedding
@@ -61,7 +61,9 @@ def _own_tokens(layout: TokenLayout) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in layout.shard[0]])
 
 
-def plain_attention(q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, seen_bqk: Tensor, scale: float) -> Tensor:
+def plain_attention(
+    q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, seen_bqk: Tensor, scale: float, scores: ScoreRules = PLAIN
+) -> Tensor:
     """Return softmax(scale · q kᵀ) v over the keys that are seen (Vaswani et al. 2017, equation 1), [b, q, n, h]; zeros
     for a query that sees none.
 
@@ -72,7 +74,13 @@ def plain_attention(q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, seen_bqk: Te
     wide = torch.promote_types(dtype, torch.float32)
     k_bknh, v_bknh = (x.to(wide).repeat_interleave(group, dim=2) for x in (k_bkmh, v_bkmh))
     scores_bnqk = scale * torch.einsum("bqnh,bknh->bnqk", q_bqnh.to(wide), k_bknh)
-    weights_bnqk = scores_bnqk.masked_fill(~seen_bqk[:, None], -math.inf).softmax(-1).nan_to_num(0.0)
+    if scores.soft_cap is not None:
+        scores_bnqk = scores.soft_cap * torch.tanh(scores_bnqk / scores.soft_cap)
+    scores_bnqk = scores_bnqk.masked_fill(~seen_bqk[:, None], -math.inf)
+    if scores.sinks_n is not None:  # a key without a value
+        sinks_bnq1 = scores.sinks_n.to(wide)[:, None, None].expand_as(scores_bnqk[..., :1])
+        scores_bnqk = torch.cat((scores_bnqk, sinks_bnq1), -1)
+    weights_bnqk = scores_bnqk.softmax(-1).nan_to_num(0.0)[..., : k_bkmh.shape[1]]
     return torch.einsum("bnqk,bknh->bqnh", weights_bnqk.to(dtype).to(wide), v_bknh).to(dtype)
 
 
@@ -101,14 +109,15 @@ class PlainAttention(AttentionCore):
         own_t = _own_tokens(layout)
         return torch.stack([visible_pairs(mask, lengths)[own_t][:, own_t] for lengths in documents]).to(device), own
 
-    def __call__(self, q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, mask: Any) -> Tensor:
+    def __call__(self, q_bqnh: Tensor, k_bkmh: Tensor, v_bkmh: Tensor, mask: Any, scores: ScoreRules = PLAIN) -> Tensor:
         """Return the output [b, q, n, h]."""
         seen_bqk, own = mask
         size, length, heads = q_bqnh.shape[:3]
         if seen_bqk is None or size * heads * length**2 > MAX_SCORES:
-            out: Tensor = self.other(q_bqnh, k_bkmh, v_bkmh, own)
+            out: Tensor = self.other(q_bqnh, k_bkmh, v_bkmh, own, scores)
             return out
-        return plain_attention(q_bqnh, k_bkmh, v_bkmh, seen_bqk.expand(size, -1, -1), q_bqnh.shape[-1] ** -0.5)
+        scale = q_bqnh.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+        return plain_attention(q_bqnh, k_bkmh, v_bkmh, seen_bqk.expand(size, -1, -1), scale, scores)
 
 
 @dataclass(frozen=True)
