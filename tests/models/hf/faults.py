@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import to_local
 from meshwright.models.foreign import stage as stage_module
-from meshwright.models.hf import origin as origin_module
+from meshwright.models.hf import attention as attention_module
 from meshwright.prove.result import ProofResult
 from meshwright.train import pipeline_stages
 from meshwright.train.build_job import Job
@@ -41,7 +41,7 @@ def _shift_experts(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def documents_in_one(job: Job, step: TrainStep) -> None:
     """Ranks give models no positions that restart; the reference runs each document alone."""
-    origin_module.restarting_positions = lambda layout, device: {}
+    attention_module.given_positions = lambda layout, ids: {}  # type: ignore[assignment]
 
 
 def averaged_adapters(job: Job, step: TrainStep) -> None:

@@ -188,7 +188,7 @@ class _Deriver:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
         self._roles, self._fills, self._head, self._tp = roles, origin.fills(), head, tp
-        self._attention, ours = attention, not attention.not_ours
+        self._attention = attention
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -201,8 +201,8 @@ class _Deriver:
                 what = f"{type(model).__name__} shares {names[0]} with {names[1]}"
                 raise origin.error(what, "each layer has parameters of its own")
         self._buffers = {name: _buffer(name, x, name in self._saved_names) for name, x in model.named_buffers()}
-        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len, ours=ours)
-        fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n, ours=ours))
+        self._max_len, self._not_packed = origin.max_len(model), origin.not_packed(model, seq_len, attention)
+        fitting = (n for n in origin.limits() if n < seq_len and not origin.not_packed(model, n, attention))
         self._packed_len = next(fitting, None) if self._not_packed else None
         self._measure(seq_len, tp)
 
@@ -272,6 +272,8 @@ class _Deriver:
             packed_len=self._packed_len,
             not_ours=self._attention.not_ours,
             not_context=self._attention.not_context,
+            first_position=self._attention.first_position,
+            mixers=self._attention.mixers,
             set_aside=self._origin.set_aside(self._model, ids),
         )
 

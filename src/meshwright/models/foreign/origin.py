@@ -44,6 +44,10 @@ class AttentionFound:
     """Reason why our attention can't take the place of the model's; empty if it can."""
     not_context: str = ""
     """Reason why a sample can't be sharded by tokens; empty if it can."""
+    first_position: int = 0
+    """Position of a sample's first token."""
+    mixers: tuple[tuple[str, str], ...] = ()
+    """Path in a layer and class of modules that mix tokens without attention, and run document by document."""
 
 
 class NotSharded(Exception):
@@ -104,9 +108,9 @@ class ForeignModel(ABC):
         return AttentionFound(not_ours=unknown, not_context=unknown)
 
     @abstractmethod
-    def not_packed(self, model: nn.Module, seq_len: int, *, ours: bool) -> str:
+    def not_packed(self, model: nn.Module, seq_len: int, attention: AttentionFound) -> str:
         """Return why documents packed in samples of a length would see each other, or an empty string if they don't;
-        with our attention, or the model's own."""
+        with our attention, or the model's own where ours can't take its place."""
 
     def limits(self) -> list[int]:
         """Return the lengths past which the model may treat tokens otherwise, the largest first."""
@@ -162,12 +166,16 @@ def no_dropout(probabilities: Mapping[str, float]) -> str:
     return f"dropout is set aside: {', '.join(f'{name} = {value:g}' for name, value in probabilities.items())}"
 
 
+POSITIONS = "position_ids"
+"""Argument of models that tells positions."""
+
+
 def given_positions(layout: TokenLayout | None, ids_bt: Tensor) -> Mapping[str, Tensor]:
     """Return `position_ids` [b, t] of a rank's tokens, which restart with each packed document; nothing if they are
     those of whole samples."""
     if layout is None or (layout.documents is None and layout.shards is None):
         return {}
-    return {"position_ids": token_positions(layout, ids_bt.device).expand(ids_bt.shape)}
+    return {POSITIONS: token_positions(layout, ids_bt.device).expand(ids_bt.shape)}
 
 
 BATCH_DIM, TIME_DIM, BATCH_TIME_DIM = -1, -2, -3

@@ -123,6 +123,10 @@ class Structure:
     """Reason why our attention can't take the place of the model's; empty if it can."""
     not_context: str = ""
     """Reason why samples can't be sharded by tokens; empty if they can."""
+    first_position: int = 0
+    """Position of a sample's first token."""
+    mixers: tuple[tuple[str, str], ...] = ()
+    """Path in a layer and class of modules that run document by document with our attention."""
     set_aside: tuple[str, ...] = ()
     """What of the model takes no part in training, a line each."""
     head: HeadFacts = HeadFacts()

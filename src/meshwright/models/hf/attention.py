@@ -10,8 +10,10 @@ Shapes: b batch, s queries, t keys, n heads, m key/value heads, h head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import AttentionFacts
+from meshwright.models.foreign.by_document import run_by_document
+from meshwright.models.foreign.origin import POSITIONS, given_positions
 from meshwright.models.hf.config import OURS
 from meshwright.nn.attention.attention import AttentionCore, LocalAttention, ScoreRules
 from meshwright.nn.attention.backend import AttentionRequest
@@ -39,6 +43,17 @@ class Attending:
     core_of: Callable[[MaskSpec], tuple[AttentionCore, AttentionRequest | None] | None]
     """Returns the attention of the layers with such a mask, and what it asks of a backend; None without such layers."""
     layout: TokenLayout | None = None
+    first_position: int = 0
+    """Position of a sample's first token."""
+    positions: Tensor | None = None
+    """Positions [b, t] of the micro-batch's tokens; None if they are those of whole samples."""
+
+    def begin(self, layout: TokenLayout | None, ids_bt: Tensor) -> Mapping[str, Tensor]:
+        """Take the placement of a micro-batch's tokens, and return what a model's forward takes of it."""
+        self.layout, given = layout, given_positions(layout, ids_bt)
+        given = {name: positions + self.first_position for name, positions in given.items()}
+        self.positions = given.get(POSITIONS)
+        return given
 
     def mask(self, visible: Callable[..., Tensor], num_queries: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the prepared mask of a micro-batch, given the model's function of what is visible."""
@@ -80,7 +95,8 @@ def attend(
     widest = max(query.shape[-1], width)
     q_bsnh, k_btmh, v_btmh = (F.pad(x.transpose(1, 2), (0, widest - x.shape[-1])) for x in (query, key, value))
     core: AttentionCore = module.core  # type: ignore[assignment]
-    return core(q_bsnh, k_btmh, v_btmh, attention_mask, ScoreRules(scale, softcap, s_aux))[..., :width], None
+    out = core(q_bsnh, k_btmh, v_btmh, attention_mask, ScoreRules(scale, softcap, s_aux))
+    return out[..., :width].contiguous(), None
 
 
 def make_mask(
@@ -116,15 +132,47 @@ def attend_by_ours(model: nn.Module) -> None:
     """Let a model that was built with our attention attend to the tokens that it is given, by the reference, which
     takes all rules of scores."""
     local = LocalAttention("reference")
-    set_cores(model, lambda path: local, Attending(lambda rules: (local, None)))
+    state = Attending(lambda rules: (local, None))
+    set_cores(model, lambda path: local, state)
+    for module in model.modules():  # tables for which some models count positions themselves
+        parameters = inspect.signature(type(module).forward).parameters
+        if isinstance(module, nn.Embedding) and POSITIONS in parameters:
+            index = [*parameters].index(POSITIONS) - 1
+            module.register_forward_pre_hook(partial(_give_positions, state, index), with_kwargs=True)
 
 
-def attend_on_stage(model: nn.Module, layers: Iterable[tuple[str, AttentionFacts]]) -> None:
-    """Let a stage attend as its layers do, given their paths and what they describe; they may get another attention."""
-    attend_by_ours(model)
+def _give_positions(
+    state: Attending, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a table the positions of a micro-batch, which it takes by this argument."""
+    if state.positions is None:
+        return args, kwargs
+    if index < len(args):
+        return (*args[:index], state.positions, *args[index + 1 :]), kwargs
+    return args, {**kwargs, POSITIONS: state.positions}
+
+
+Mixers = tuple[tuple[str, str], ...]
+"""Modules that mix tokens without attention: their path in a layer, and their class, since a path may hold several."""
+
+
+def run_mixers_by_document(model: nn.Module, layers_path: str, layers: Iterable[int], mixers: Mixers) -> None:
+    """Let the modules of layers that mix tokens without attention run document by document."""
+    state = attending(model)
+    assert state is not None, "the model is built with our attention"
+    for index in layers:
+        layer = model.get_submodule(f"{layers_path}.{index}")
+        classes = {path: type(module).__name__ for path, module in layer.named_modules()}
+        if paths := [path for path, name in mixers if classes.get(path) == name]:
+            run_by_document(layer, paths, lambda: state.layout)
+
+
+def attend_on_stage(model: nn.Module, layers: Mapping[str, AttentionFacts], first_position: int) -> None:
+    """Let the layers of a stage attend by what may be replaced, given their paths and what they describe, and the
+    position of a sample's first token."""
     owners: dict[MaskSpec, nn.Module] = {}
     requests: dict[MaskSpec, AttentionRequest] = {}
-    for path, facts in layers:
+    for path, facts in layers.items():
         module = model.get_submodule(f"{path}.{facts.module}")
         vars(module)["core"] = LocalAttention()
         owners.setdefault(facts.mask, module)
@@ -142,7 +190,7 @@ def attend_on_stage(model: nn.Module, layers: Iterable[tuple[str, AttentionFacts
 
     state = attending(model)
     assert state is not None, "the model is built with our attention"
-    state.core_of = core_of
+    state.core_of, state.first_position = core_of, first_position
 
 
 def _both(one: AttentionRequest, other: AttentionRequest) -> AttentionRequest:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,9 @@ from meshwright.models.contract.model_facts import AttentionFacts
 from meshwright.models.foreign.origin import AttentionFound, ForeignModel
 from meshwright.models.foreign.packing import MAX_TRIED, MIN_LENGTH, Float64Mode, small_model, tokens_of
 from meshwright.models.hf import private
-from meshwright.models.hf.attention import STATE, Attending, OtherMask, register, set_cores
+from meshwright.models.hf.attention import STATE, Attending, Mixers, OtherMask, attending, register, set_cores
 from meshwright.models.hf.config import OURS
-from meshwright.nn.attention.attention import PLAIN, AttentionCore, ScoreRules, attention
+from meshwright.nn.attention.attention import PLAIN, AttentionCore, LocalAttention, ScoreRules, attention
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import MaskSpec, Shard, TokenLayout
@@ -75,16 +76,18 @@ def record_attention(model: nn.Module, forward: Callable[[], Any]) -> Mapping[st
 def _cores(model: nn.Module, core: Callable[[str], AttentionCore]) -> Iterator[None]:
     """Give a model's modules an attention for a while."""
     before = {module: vars(module).get("core") for module in model.modules()}
-    states = {id(m.config): (m.config, getattr(m.config, STATE, None)) for m in model.modules() if "config" in vars(m)}
-    masks = core("")
-    set_cores(model, core, Attending(lambda rules: (masks, None)))
+    state, masks = attending(model), core("")
+    attend = Attending(lambda rules: (masks, None)) if state is None else state
+    kept, attend.core_of = attend.core_of, lambda rules: (masks, None)
+    set_cores(model, core, attend)
     try:
         yield
     finally:
+        attend.core_of = kept
         for module, found in before.items():
             vars(module)["core"] = found
-        for config, state in states.values():
-            setattr(config, STATE, state)
+            if state is None and hasattr(getattr(module, "config", None), STATE):
+                delattr(module.config, STATE)
 
 
 @dataclass
@@ -139,9 +142,10 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return float((one - other).abs().max()) <= TOLERANCE * max(1.0, float(one.abs().max()))
 
 
-def _run(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, layout: TokenLayout | None = None) -> _Run:
-    """Run a model on whole samples, with gradients, or on shards."""
-    is_whole = layout is None or layout.shards is None
+def _run(
+    origin: ForeignModel, model: nn.Module, ids_bt: Tensor, layout: TokenLayout | None, *, gradients: bool = False
+) -> _Run:
+    """Run a model on the tokens of a layout; without one, by its definition."""
     outputs: list[Tensor] = []
     layers = model.get_submodule(origin.layers_path(model))
     handles = [
@@ -149,15 +153,15 @@ def _run(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, layout: TokenLa
         for layer in layers.children()
     ]
     try:
-        with Float64Mode(), torch.set_grad_enabled(is_whole):
+        with Float64Mode(), torch.set_grad_enabled(gradients):
             logits = origin.call(model, ids_bt, layout)
-            if is_whole:
+            if gradients:
                 torch.autograd.backward(logits.sin().sum())
     finally:
         for handle in handles:
             handle.remove()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return _Run([one.detach() for one in outputs], logits.detach(), gradients)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and gradients}
+    return _Run([one.detach() for one in outputs], logits.detach(), found)
 
 
 def find_attention(
@@ -197,35 +201,41 @@ def find_attention(
         if len(own) != 1:
             number = f"{counted(len(own), 'call')} of transformers' interface of attention"
             why = why or f"{path}.{index} has {number}, not one"
-    not_ours, not_context = why_not_ours(replace(small, attention_name="eager"), small, length=min(seq_len, MAX_TRIED))
-    return AttentionFound(layers, not_ours, why or not_context)
+    found = _try_ours(replace(small, attention_name="eager"), small, length=min(seq_len, MAX_TRIED))
+    return replace(found, layers=layers, not_context=why or found.not_context)
 
 
-def why_not_ours(defined: ForeignModel, small: TransformersModel, *, length: int) -> tuple[str, str]:
-    """Return why our attention isn't that of a small model, and why shards of a sample don't do with keys and values of
-    the other tokens; empty strings if it is, and they do."""
+FIRST_POSITIONS = (0, 1, 2)
+"""Positions of a sample's first token that are tried; some models count from behind the id of padding."""
+
+
+def _try_ours(defined: ForeignModel, small: TransformersModel, *, length: int) -> AttentionFound:
+    """Return whether our attention is that of a small model, and shards of a sample do with keys and values of the
+    other tokens."""
     length = max(length, MIN_LENGTH) // 4 * 4
     ids_bt, ours = tokens_of(length), replace(small, attention_name=OURS)
     whole = TokenLayout(length)
     try:
-        expected = _run(defined, small_model(defined), ids_bt)
+        expected = _run(defined, small_model(defined), ids_bt, None, gradients=True)
         model = small_model(ours)
         path = ours.layers_path(model)
-        if different := expected.first_difference(_run(ours, model, ids_bt, whole), path):
+        if different := expected.first_difference(_run(ours, model, ids_bt, whole, gradients=True), path):
             why = f"{different} isn't that of its own attention"
-            return why, why
+            return AttentionFound(not_ours=why, not_context=why)
     except Exception as error:  # whatever a model raises
         why = f"it can't run with another attention ({type(error).__name__}: {str(error)[:100]})"
-        return why, why
-    try:
-        return "", _why_not_sharded(ours, model, ids_bt)
-    except Exception as error:
-        return "", f"its forward doesn't take some of the tokens ({type(error).__name__}: {str(error)[:100]})"
+        return AttentionFound(not_ours=why, not_context=why)
+    reasons = [_why_not_sharded(ours, model, ids_bt, first) for first in FIRST_POSITIONS]
+    if "" in reasons:
+        return AttentionFound(first_position=reasons.index(""))
+    return AttentionFound(not_context=reasons[0], mixers=_find_mixers(ours, model, ids_bt))
 
 
-def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor) -> str:
+def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, first_position: int) -> str:
     """Return what differs in a shard of the tokens that gets the keys and values of all."""
-    length, path = ids_bt.shape[1], origin.layers_path(model)
+    length, path, state = ids_bt.shape[1], origin.layers_path(model), attending(model)
+    assert state is not None, "the model is built with our attention"
+    state.first_position = first_position
     quarter = length // 4
     shards: tuple[Shard, ...] = ((((0, quarter), (3 * quarter, length)),), (((quarter, 3 * quarter),),))
     core = _Keeping()
@@ -233,7 +243,10 @@ def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor) -> 
         whole = _run(origin, model, ids_bt, TokenLayout(length))
         for rank, shard in enumerate(shards):
             index = shard_indices(shard)
-            found = _run(origin, model, ids_bt[:, index], TokenLayout(length).on(shards, rank))
+            try:
+                found = _run(origin, model, ids_bt[:, index], TokenLayout(length).on(shards, rank))
+            except Exception as error:
+                return f"its forward doesn't take some of the tokens ({type(error).__name__}: {str(error)[:100]})"
             expected = _Run(
                 [_tokens(one, index, length) for one in whole.layers], whole.logits[:, index], dict[str, Tensor]()
             )
@@ -245,3 +258,72 @@ def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor) -> 
 def _tokens(x: Tensor, index: Tensor, length: int) -> Tensor:
     """Return some tokens of a layer's output, whichever dim they are."""
     return x.index_select(next(dim for dim, size in enumerate(x.shape) if size == length), index)
+
+
+@dataclass(frozen=True)
+class _Noting(LocalAttention):
+    """Attention that notes which module asks for it."""
+
+    backend: str = "reference"
+    path: str = ""
+    paths: set[str] = field(default_factory=set)
+
+    def __call__(self, q_bsnh: Tensor, k_bsnh: Tensor, v_bsnh: Tensor, mask: Any, scores: ScoreRules = PLAIN) -> Tensor:
+        """Return the output [b, s, n, h]."""
+        self.paths.add(self.path)
+        return super().__call__(q_bsnh, k_bsnh, v_bsnh, mask, scores)
+
+
+Values = dict[str, tuple[list[Tensor], list[Tensor]]]
+"""What modules take and return for the second document, by path."""
+
+
+def _find_mixers(origin: ForeignModel, model: nn.Module, ids_bt: Tensor) -> Mixers:
+    """Return the outermost modules of layers, without attention inside, whose output for a document depends on the
+    document before it."""
+    length, path, attend = ids_bt.shape[1], origin.layers_path(model), set[str]()
+    start = length // 2 + 1
+    layout = TokenLayout(length, documents=((start, length - start),) * len(ids_bt))
+    changed = ids_bt.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 32
+    runs: list[Values] = [{}, {}]
+    with _cores(model, lambda path: _Noting(path=path, paths=attend)):
+        for ids, seen in zip((ids_bt, changed), runs, strict=True):
+            handles = [
+                module.register_forward_hook(partial(_note, seen, name, start, length), with_kwargs=True)
+                for name, module in model.named_modules()
+            ]
+            try:
+                _run(origin, model, ids, layout)
+            except Exception:  # such as a forward without positions
+                return ()
+            finally:
+                for handle in handles:
+                    handle.remove()
+    layers = model.get_submodule(path).named_children()
+    found = (one for number, layer in layers for one in _leaking(layer, f"{path}.{number}", "", runs, attend))
+    return tuple(dict.fromkeys(found))
+
+
+def _note(
+    seen: Values, name: str, start: int, length: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any
+) -> None:
+    def second(values: Any) -> list[Tensor]:
+        tensors = (x for x in values if isinstance(x, Tensor) and x.is_floating_point())
+        return [x[:, start:].detach() for x in tensors if x.dim() > 1 and x.shape[1] == length]
+
+    outputs = second(out if isinstance(out, tuple | list) else [out])
+    seen.setdefault(name, (second([*args, *kwargs.values()]), outputs))
+
+
+def _leaking(
+    module: nn.Module, path: str, inside: str, runs: list[Values], attend: set[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield path in the layer and class of the modules in which one document reaches another."""
+    for name, child in module.named_children():
+        full, inner = f"{path}.{name}", f"{inside}.{name}".removeprefix(".")
+        one, other = (run.get(full) for run in runs)
+        if one is None or other is None or any(at == full or at.startswith(f"{full}.") for at in attend):
+            yield from _leaking(child, full, inner, runs, attend)
+        elif all(map(_close, one[0], other[0])) and not all(map(_close, one[1], other[1])):
+            yield inner, type(child).__name__

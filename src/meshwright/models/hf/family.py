@@ -148,11 +148,14 @@ class HfFamily(ForeignFamily):
         """Build a stage, whose layers attend by ours if the run asks for it."""
         model = super().build(f, part)
         if _attention(f) == OURS:
-            from meshwright.models.hf.attention import attend_on_stage
+            from meshwright.models.hf.attention import attend_on_stage, run_mixers_by_document
 
-            structure, by_name = structure_of(f), {one.name: one for one in structure_of(f).blocks}
-            found = ((index, by_name[structure.layers[index]].attention) for index in part.layers)
-            attend_on_stage(model, ((f"{structure.layers_path}.{i}", one) for i, one in found if one is not None))
+            structure = structure_of(f)
+            path, by_name = structure.layers_path, {one.name: one.attention for one in structure.blocks}
+            found = {f"{path}.{index}": by_name[structure.layers[index]] for index in part.layers}
+            known = {at: facts for at, facts in found.items() if facts is not None}
+            attend_on_stage(model, known, structure.first_position)
+            run_mixers_by_document(model, path, part.layers, structure.mixers)
         return model
 
     def other_weights(self) -> OtherWeights:

@@ -36,7 +36,7 @@ from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
-from meshwright.models.hf.attention import attending
+from meshwright.models.hf.attention import Mixers, attending, run_mixers_by_document
 from meshwright.models.hf.build_model import (
     adapted_layers,
     build_model,
@@ -85,6 +85,10 @@ class TransformersModel(ForeignModel):
     source: Source
     attention_name: str = "auto"
     lora: LoraConfig | None = None
+    first_position: int = 0
+    """Position of a sample's first token, for our attention."""
+    mixers: Mixers = ()
+    """Modules that run document by document, for our attention."""
     key = KEY
     fix = f"{KEY}=qwen3"
 
@@ -103,7 +107,12 @@ class TransformersModel(ForeignModel):
 
     def build(self) -> nn.Module:
         experts = EXPERTS_ON_META if torch.get_default_device().type == "meta" else "eager"
-        return build_model(self.config, attention=self.attention_name, experts=experts, lora=self.lora)
+        model = build_model(self.config, attention=self.attention_name, experts=experts, lora=self.lora)
+        if (state := attending(model)) is not None:
+            state.first_position, path = self.first_position, self.layers_path(model)
+            layers = range(len(list(model.get_submodule(path).children())))
+            run_mixers_by_document(model, path, layers, self.mixers)
+        return model
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids. Masks of documents are ours, or transformers makes them from positions. With
@@ -114,10 +123,10 @@ class TransformersModel(ForeignModel):
                 stack.enter_context(private.on_meta())
             if state is not None:
                 stack.enter_context(private.without_packing())
-                state.layout = layout
                 if layout is None:
                     stack.enter_context(private.attention(getattr(model, "__self__", model), "eager"))
-            logits: Tensor = private.logits(model(input_ids=ids, use_cache=False, **given_positions(layout, ids)))
+            given = given_positions(layout, ids) if state is None else state.begin(layout, ids)
+            logits: Tensor = private.logits(model(input_ids=ids, use_cache=False, **given))
         return logits
 
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
@@ -186,12 +195,15 @@ class TransformersModel(ForeignModel):
 
         return find_attention(self, model, small, seq_len)
 
-    def not_packed(self, model: nn.Module, seq_len: int, *, ours: bool) -> str:
+    def not_packed(self, model: nn.Module, seq_len: int, attention: AttentionFound) -> str:
         """Return why documents see each other in this model, built small."""
         longest = min(seq_len, MAX_TRIED)
         if (small := self._shrunken(seq_len, longest)) is None:
             return NOT_SMALL
-        return why_not_packed(replace(small, attention_name=OURS) if ours else small, length=longest)
+        if not attention.not_ours:
+            first, mixers = attention.first_position, attention.mixers
+            small = replace(small, attention_name=OURS, first_position=first, mixers=mixers)
+        return why_not_packed(small, length=longest)
 
     def limits(self) -> list[int]:
         return limits_of(self.config)

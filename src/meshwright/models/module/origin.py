@@ -39,6 +39,7 @@ from meshwright.models.foreign.origin import (
     LAYER_LISTS,
     MAX_ON_CPU,
     WITH_DROPOUT,
+    AttentionFound,
     ForeignModel,
     Probe,
     build_recorded,
@@ -196,7 +197,7 @@ class OwnModule(ForeignModel):
         else:
             yield from feed_forwards(model, width)
 
-    def not_packed(self, model: nn.Module, seq_len: int, *, ours: bool) -> str:
+    def not_packed(self, model: nn.Module, seq_len: int, attention: AttentionFound) -> str:
         """Return why packed documents see each other in this module, tried with whole samples if that is cheap."""
         if POSITIONS not in inspect.signature(type(model).forward).parameters:
             return f"the forward of {type(model).__name__} takes no {POSITIONS}, which tell documents apart"
