@@ -31,7 +31,7 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
 from meshwright.prove.bodies import PRELOAD, compare_body, locate_body, locate_compare_body, record_body
-from meshwright.prove.catalogue import ALL, LAYOUTS, SETTINGS, Result, prove_all
+from meshwright.prove.catalogue import ALL, LAYOUTS, PACKED, SETTINGS, Result, prove_all, write_documents
 from meshwright.prove.report import ended_to_json, render, render_ended, to_json
 from meshwright.prove.result import ProofResult
 from meshwright.prove.script.proof import prove_layouts
@@ -296,8 +296,8 @@ def prove_catalogue(
     steps: int = 2,
     say: Callable[[Result], None] | None = None,
 ) -> list[Result]:
-    """Prove every causal language model of the installed transformers, built small, on dp_shard 2, pp 2, tp 2 and,
-    every fourth one, on all three together.
+    """Prove every causal language model of the installed transformers, built small, on dp_shard 2, pp 2, tp 2, cp 2,
+    with packed documents and, every fourth one, on the first three together.
 
     Args:
         models: model types, such as qwen3; all if empty, which takes about half an hour on two cores. Given ones are
@@ -314,14 +314,18 @@ def prove_catalogue(
     for one in models:
         text_type(one)
 
-    def cases() -> Iterator[tuple[str, str, Callable[[], RunConfig]]]:
+    def cases(documents: Path) -> Iterator[tuple[str, str, Callable[[], RunConfig]]]:
         for layout, keys in LAYOUTS.items():
+            source = [f"data.source={documents}"] if layout == PACKED else []
             for number, model in enumerate(types):
                 if layout != ALL or models or number % 4 == 0:
-                    settings = (f"model.config={model}", *SETTINGS, *keys, *words)
+                    settings = (f"model.config={model}", *SETTINGS, *keys, *source, *words)
                     yield model, layout, partial(load_config, "hf-tiny", *settings)
 
-    return prove_all(cases(), steps=steps, say=say or _ignore)
+    with tempfile.TemporaryDirectory(prefix="meshwright-documents-") as folder:
+        documents = Path(folder, "short.jsonl")
+        write_documents(documents)
+        return prove_all(cases(documents), steps=steps, say=say or _ignore)
 
 
 def prove_script(

@@ -89,12 +89,24 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "dp_shard 2": ("mesh.dp_shard=2",),
     "pp 2": ("mesh.pp=2",),
     "tp 2": ("mesh.tp=2",),
+    "cp 2": ("mesh.cp=2",),
+    "packed": ("mesh.dp_shard=2", "data.packing=documents", "data.text_field=text"),
     "all three": ("mesh.dp_shard=2", "mesh.pp=2", "mesh.tp=2"),
 }
 """Keys of each layout."""
-ALL = "all three"
+ALL, PACKED = "all three", "packed"
 SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", "train.timeout_s=60")
 """Keys of every case: two micro-batches, since gradients that are reduced in every backward are right with one."""
+NUM_DOCUMENTS = 400
+"""Documents of which several fit into a sample."""
+
+
+def write_documents(path: Path) -> None:
+    """Write the short documents of packed cases."""
+    texts = (f"{number} squared is {number * number}"[: 8 + number % 13] for number in range(NUM_DOCUMENTS))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+
+
 MARKS = {Outcome.PROVED: "✓", Outcome.WRONG: "✗", Outcome.FAILED: "✗", Outcome.REFUSED: "–", Outcome.NOT_BUILT: ""}
 
 

@@ -45,7 +45,8 @@ class AttentionFound:
     not_context: str = ""
     """Reason why a sample can't be sharded by tokens; empty if it can."""
     first_position: int = 0
-    """Position of a sample's first token."""
+    """Position of a sample's first token. Models that count from behind the id of padding get positions, since samples
+    have no padding, and its id is a token like others."""
     mixers: tuple[tuple[str, str], ...] = ()
     """Path in a layer and class of modules that mix tokens without attention, and run document by document."""
 
@@ -170,12 +171,13 @@ POSITIONS = "position_ids"
 """Argument of models that tells positions."""
 
 
-def given_positions(layout: TokenLayout | None, ids_bt: Tensor) -> Mapping[str, Tensor]:
+def given_positions(layout: TokenLayout | None, ids_bt: Tensor, first: int = 0) -> Mapping[str, Tensor]:
     """Return `position_ids` [b, t] of a rank's tokens, which restart with each packed document; nothing if they are
-    those of whole samples."""
-    if layout is None or (layout.documents is None and layout.shards is None):
+    those of whole samples and count from 0."""
+    if not first and (layout is None or (layout.documents is None and layout.shards is None)):
         return {}
-    return {POSITIONS: token_positions(layout, ids_bt.device).expand(ids_bt.shape)}
+    positions = token_positions(layout or TokenLayout(ids_bt.shape[1]), ids_bt.device)
+    return {POSITIONS: positions.expand(ids_bt.shape) + first}
 
 
 BATCH_DIM, TIME_DIM, BATCH_TIME_DIM = -1, -2, -3

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import AttentionFacts
 from meshwright.models.foreign.by_document import run_by_document
-from meshwright.models.foreign.origin import POSITIONS, given_positions
+from meshwright.models.foreign.origin import POSITIONS
 from meshwright.models.hf.config import OURS
 from meshwright.nn.attention.attention import AttentionCore, LocalAttention, ScoreRules
 from meshwright.nn.attention.backend import AttentionRequest
@@ -43,17 +43,8 @@ class Attending:
     core_of: Callable[[MaskSpec], tuple[AttentionCore, AttentionRequest | None] | None]
     """Returns the attention of the layers with such a mask, and what it asks of a backend; None without such layers."""
     layout: TokenLayout | None = None
-    first_position: int = 0
-    """Position of a sample's first token."""
     positions: Tensor | None = None
     """Positions [b, t] of the micro-batch's tokens; None if they are those of whole samples."""
-
-    def begin(self, layout: TokenLayout | None, ids_bt: Tensor) -> Mapping[str, Tensor]:
-        """Take the placement of a micro-batch's tokens, and return what a model's forward takes of it."""
-        self.layout, given = layout, given_positions(layout, ids_bt)
-        given = {name: positions + self.first_position for name, positions in given.items()}
-        self.positions = given.get(POSITIONS)
-        return given
 
     def mask(self, visible: Callable[..., Tensor], num_queries: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Return the prepared mask of a micro-batch, given the model's function of what is visible."""
@@ -134,22 +125,19 @@ def attend_by_ours(model: nn.Module) -> None:
     local = LocalAttention("reference")
     state = Attending(lambda rules: (local, None))
     set_cores(model, lambda path: local, state)
-    for module in model.modules():  # tables for which some models count positions themselves
-        parameters = inspect.signature(type(module).forward).parameters
-        if isinstance(module, nn.Embedding) and POSITIONS in parameters:
-            index = [*parameters].index(POSITIONS) - 1
-            module.register_forward_pre_hook(partial(_give_positions, state, index), with_kwargs=True)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and POSITIONS in inspect.signature(type(module).forward).parameters:
+            module.forward = partial(_with_positions, module.forward, state)  # type: ignore[method-assign]
 
 
-def _give_positions(
-    state: Attending, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a table the positions of a micro-batch, which it takes by this argument."""
-    if state.positions is None:
-        return args, kwargs
-    if index < len(args):
-        return (*args[:index], state.positions, *args[index + 1 :]), kwargs
-    return args, {**kwargs, POSITIONS: state.positions}
+def _with_positions(forward: Callable[..., Tensor], state: Attending, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the rows of a table of positions [b, t, d] for all samples at once, whatever the model counts itself."""
+    taken, positions = inspect.signature(forward).bind_partial(*args, **kwargs), state.positions
+    given = taken.arguments.get(POSITIONS)
+    if positions is None or (given is not None and given.dim() == positions.dim()):
+        return forward(*args, **kwargs)
+    taken.arguments[POSITIONS] = positions.flatten()
+    return forward(*taken.args, **taken.kwargs).view(*positions.shape, -1)
 
 
 Mixers = tuple[tuple[str, str], ...]
@@ -167,9 +155,8 @@ def run_mixers_by_document(model: nn.Module, layers_path: str, layers: Iterable[
             run_by_document(layer, paths, lambda: state.layout)
 
 
-def attend_on_stage(model: nn.Module, layers: Mapping[str, AttentionFacts], first_position: int) -> None:
-    """Let the layers of a stage attend by what may be replaced, given their paths and what they describe, and the
-    position of a sample's first token."""
+def attend_on_stage(model: nn.Module, layers: Mapping[str, AttentionFacts]) -> None:
+    """Let the layers of a stage attend by what may be replaced, given their paths and what they describe."""
     owners: dict[MaskSpec, nn.Module] = {}
     requests: dict[MaskSpec, AttentionRequest] = {}
     for path, facts in layers.items():
@@ -190,7 +177,7 @@ def attend_on_stage(model: nn.Module, layers: Mapping[str, AttentionFacts], firs
 
     state = attending(model)
     assert state is not None, "the model is built with our attention"
-    state.core_of, state.first_position = core_of, first_position
+    state.core_of = core_of
 
 
 def _both(one: AttentionRequest, other: AttentionRequest) -> AttentionRequest:

@@ -225,32 +225,32 @@ def _try_ours(defined: ForeignModel, small: TransformersModel, *, length: int) -
     except Exception as error:  # whatever a model raises
         why = f"it can't run with another attention ({type(error).__name__}: {str(error)[:100]})"
         return AttentionFound(not_ours=why, not_context=why)
-    reasons = [_why_not_sharded(ours, model, ids_bt, first) for first in FIRST_POSITIONS]
+    reasons = [
+        _why_not_sharded(replace(ours, first_position=first), model, ids_bt, expected) for first in FIRST_POSITIONS
+    ]
     if "" in reasons:
         return AttentionFound(first_position=reasons.index(""))
     return AttentionFound(not_context=reasons[0], mixers=_find_mixers(ours, model, ids_bt))
 
 
-def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, first_position: int) -> str:
+def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, expected: _Run) -> str:
     """Return what differs in a shard of the tokens that gets the keys and values of all."""
-    length, path, state = ids_bt.shape[1], origin.layers_path(model), attending(model)
-    assert state is not None, "the model is built with our attention"
-    state.first_position = first_position
+    length, path = ids_bt.shape[1], origin.layers_path(model)
     quarter = length // 4
     shards: tuple[Shard, ...] = ((((0, quarter), (3 * quarter, length)),), (((quarter, 3 * quarter),),))
     core = _Keeping()
     with _cores(model, lambda _: core):
-        whole = _run(origin, model, ids_bt, TokenLayout(length))
+        whole = replace(_run(origin, model, ids_bt, TokenLayout(length)), gradients=expected.gradients)
+        if expected.first_difference(whole, path):
+            return "positions are counted otherwise than from the first token"
         for rank, shard in enumerate(shards):
             index = shard_indices(shard)
             try:
                 found = _run(origin, model, ids_bt[:, index], TokenLayout(length).on(shards, rank))
             except Exception as error:
                 return f"its forward doesn't take some of the tokens ({type(error).__name__}: {str(error)[:100]})"
-            expected = _Run(
-                [_tokens(one, index, length) for one in whole.layers], whole.logits[:, index], dict[str, Tensor]()
-            )
-            if different := expected.first_difference(found, path):
+            layers, nothing = [_tokens(one, index, length) for one in whole.layers], dict[str, Tensor]()
+            if different := _Run(layers, whole.logits[:, index], nothing).first_difference(found, path):
                 return f"{different} depends on other tokens by more than their keys and values"
     return ""
 
@@ -285,7 +285,7 @@ def _find_mixers(origin: ForeignModel, model: nn.Module, ids_bt: Tensor) -> Mixe
     start = length // 2 + 1
     layout = TokenLayout(length, documents=((start, length - start),) * len(ids_bt))
     changed = ids_bt.clone()
-    changed[:, 0] = (changed[:, 0] + 1) % 32
+    changed[:, :start] = 34 - changed[:, :start]  # in the same range
     runs: list[Values] = [{}, {}]
     with _cores(model, lambda path: _Noting(path=path, paths=attend)):
         for ids, seen in zip((ids_bt, changed), runs, strict=True):
@@ -325,5 +325,5 @@ def _leaking(
         one, other = (run.get(full) for run in runs)
         if one is None or other is None or any(at == full or at.startswith(f"{full}.") for at in attend):
             yield from _leaking(child, full, inner, runs, attend)
-        elif all(map(_close, one[0], other[0])) and not all(map(_close, one[1], other[1])):
+        elif all(map(torch.equal, one[0], other[0])) and not all(map(_close, one[1], other[1])):
             yield inner, type(child).__name__

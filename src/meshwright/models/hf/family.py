@@ -68,7 +68,7 @@ class HfFamily(ForeignFamily):
         return {"kind": "hf", **_source(_section(f)).identity(), **adapters}
 
     def origin(self, f: RunFacts) -> TransformersModel:
-        return _origin(_key(f))
+        return replace(_origin(_key(f)), first_position=structure_of(f).first_position)
 
     def version(self, f: RunFacts) -> Source:
         """Return what config.json says now."""
@@ -154,7 +154,7 @@ class HfFamily(ForeignFamily):
             path, by_name = structure.layers_path, {one.name: one.attention for one in structure.blocks}
             found = {f"{path}.{index}": by_name[structure.layers[index]] for index in part.layers}
             known = {at: facts for at, facts in found.items() if facts is not None}
-            attend_on_stage(model, known, structure.first_position)
+            attend_on_stage(model, known)
             run_mixers_by_document(model, path, part.layers, structure.mixers)
         return model
 

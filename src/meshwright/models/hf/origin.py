@@ -31,7 +31,14 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
     local,
 )
-from meshwright.models.foreign.origin import AttentionFound, ForeignModel, Probe, given_positions, no_dropout
+from meshwright.models.foreign.origin import (
+    POSITIONS,
+    AttentionFound,
+    ForeignModel,
+    Probe,
+    given_positions,
+    no_dropout,
+)
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
 from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
@@ -86,7 +93,7 @@ class TransformersModel(ForeignModel):
     attention_name: str = "auto"
     lora: LoraConfig | None = None
     first_position: int = 0
-    """Position of a sample's first token, for our attention."""
+    """Position of a sample's first token."""
     mixers: Mixers = ()
     """Modules that run document by document, for our attention."""
     key = KEY
@@ -108,8 +115,8 @@ class TransformersModel(ForeignModel):
     def build(self) -> nn.Module:
         experts = EXPERTS_ON_META if torch.get_default_device().type == "meta" else "eager"
         model = build_model(self.config, attention=self.attention_name, experts=experts, lora=self.lora)
-        if (state := attending(model)) is not None:
-            state.first_position, path = self.first_position, self.layers_path(model)
+        if self.mixers:
+            path = self.layers_path(model)
             layers = range(len(list(model.get_submodule(path).children())))
             run_mixers_by_document(model, path, layers, self.mixers)
         return model
@@ -117,15 +124,15 @@ class TransformersModel(ForeignModel):
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids. Masks of documents are ours, or transformers makes them from positions. With
         ours, a call without layout, as in proofs' references, attends by the model's definition."""
-        state = attending(model)
+        state, given = attending(model), given_positions(layout, ids, self.first_position)
         with ExitStack() as stack:
             if ids.is_meta:
                 stack.enter_context(private.on_meta())
             if state is not None:
                 stack.enter_context(private.without_packing())
+                state.layout, state.positions = layout, given.get(POSITIONS)
                 if layout is None:
                     stack.enter_context(private.attention(getattr(model, "__self__", model), "eager"))
-            given = given_positions(layout, ids) if state is None else state.begin(layout, ids)
             logits: Tensor = private.logits(model(input_ids=ids, use_cache=False, **given))
         return logits
 
@@ -201,9 +208,8 @@ class TransformersModel(ForeignModel):
         if (small := self._shrunken(seq_len, longest)) is None:
             return NOT_SMALL
         if not attention.not_ours:
-            first, mixers = attention.first_position, attention.mixers
-            small = replace(small, attention_name=OURS, first_position=first, mixers=mixers)
-        return why_not_packed(small, length=longest)
+            small = replace(small, attention_name=OURS, mixers=attention.mixers)
+        return why_not_packed(replace(small, first_position=attention.first_position), length=longest)
 
     def limits(self) -> list[int]:
         return limits_of(self.config)
