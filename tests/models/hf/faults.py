@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.config.schema import RunConfig
 from meshwright.mesh.local_shards import to_local
 from meshwright.models.foreign import stage as stage_module
-from meshwright.models.hf import attention as attention_module
+from meshwright.models.hf import origin as origin_module
+from meshwright.models.hf.attention import Attending
 from meshwright.prove.result import ProofResult
 from meshwright.train import pipeline_stages
 from meshwright.train.build_job import Job
@@ -40,8 +43,48 @@ def _shift_experts(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def documents_in_one(job: Job, step: TrainStep) -> None:
-    """Ranks give models no positions that restart; the reference runs each document alone."""
-    attention_module.given_positions = lambda layout, ids: {}  # type: ignore[assignment]
+    """Masks of ranks have no documents; the reference runs each document alone."""
+    mask = Attending.mask
+
+    def without_documents(self: Attending, *args: Any) -> Any:
+        self.layout = self.layout and replace(self.layout, documents=None)
+        return mask(self, *args)
+
+    Attending.mask = without_documents  # type: ignore[method-assign]
+
+
+def other_layers_window(job: Job, step: TrainStep) -> None:
+    """Attention of layer 1 gets the mask of layer 0."""
+    layers = job.model.parts[0].module.get_submodule("model.layers")
+    first, second = (layers.get_submodule(f"{number}.self_attn") for number in range(2))
+    masks: list[Any] = []
+    first.register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    second.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": masks.pop()}), with_kwargs=True
+    )
+
+
+def local_positions(job: Job, step: TrainStep) -> None:
+    """Positions count from the first token of a rank's shard."""
+
+    def given(layout: Any, ids: Tensor, first: int = 0) -> dict[str, Tensor]:
+        return {"position_ids": torch.arange(ids.shape[1]).expand(ids.shape)}
+
+    origin_module.given_positions = given  # type: ignore[assignment]
+
+
+def without_sinks(job: Job, step: TrainStep) -> None:
+    """Attention of layer 2 has no sinks."""
+    module: Any = job.model.parts[0].module.get_submodule("model.layers.2.self_attn")
+    core = module.core
+
+    class WithoutSinks(type(core)):  # type: ignore[misc]
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, scores: Any) -> Tensor:
+            return super().__call__(q, k, v, mask, replace(scores, sinks_n=None))
+
+    core.__class__ = WithoutSinks
 
 
 def averaged_adapters(job: Job, step: TrainStep) -> None:
@@ -99,10 +142,13 @@ FAULTS = {
     "float32 inside of one side": float32_inside,
     "experts of the other rank": other_ranks_experts,
     "packed documents see each other": documents_in_one,
+    "the window of another layer": other_layers_window,
+    "positions in the shard": local_positions,
+    "sinks are left out": without_sinks,
 }
 
 
-REPLACED = (stage_module, origin_module)
+REPLACED = (stage_module, origin_module, Attending)
 
 
 def seed_of(fault: str) -> Seed:

@@ -19,7 +19,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.windows import JoinedWindows
 from meshwright.models.contract.task import Batch
-from meshwright.models.hf import attention, pretrained, private
+from meshwright.models.hf import origin, pretrained, private
 from meshwright.models.hf.build_model import original_config
 from meshwright.models.hf.config import Source
 from meshwright.models.hf.pretrained import TransformersWeights
@@ -311,7 +311,7 @@ def alone(config: RunConfig, tokenizer: Tokenizer) -> float:
 def test_conversations_do_not_see_each_other(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = as_proof(tuning(tokenizer))
     assert alone(config, tokenizer) < 1e-6
-    monkeypatch.setattr(attention, "given_positions", lambda layout, ids: {})
+    monkeypatch.setattr(origin, "given_positions", lambda layout, ids, first: {})
     assert alone(config, tokenizer) > 1e-3
 
 

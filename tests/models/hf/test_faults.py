@@ -57,7 +57,18 @@ CASES = {
     "packed documents see each other": (
         "qwen3",
         "mesh.pp=2 data.packing=documents",
-        ("the first value that differs",),
+        ("the output of model.layers.0.self_attn.core", "documents are ignored"),
+    ),
+    "the window of another layer": (
+        "gemma3_text",
+        "mesh.cp=2",
+        ("the output of model.layers.1.self_attn.core", "the mask is that of model.layers.0.self_attn"),
+    ),
+    "positions in the shard": ("qwen3", "mesh.cp=2", ("the output of model.rotary_emb", "positions")),
+    "sinks are left out": (
+        "gpt_oss",
+        "mesh.cp=2",
+        ("the output of model.layers.2.self_attn.core", "sinks are left out"),
     ),
 }
 NAMED = ("the sum over tp is missing", "the accumulated gradient is summed", "runs in float32")

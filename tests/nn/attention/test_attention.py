@@ -202,7 +202,9 @@ def test_dropout_is_that_of_the_weights(case, dropout_p):
     """Values and gradients are those of softmax weights times the mask that PyTorch's generator draws."""
     inputs = case.inputs()
     torch.manual_seed(case.seed)
-    found = attention(*inputs, mask=case.spec, scores=ScoreRules(scale=case.scale), dropout_p=dropout_p, backend="reference")
+    found = attention(
+        *inputs, mask=case.spec, scores=ScoreRules(scale=case.scale), dropout_p=dropout_p, backend="reference"
+    )
     torch.manual_seed(case.seed)
     (batch, seq_len), (heads, kv_heads) = (case.batch, case.seq_len), case.heads
     exact = torch.promote_types(case.dtype, torch.float32)

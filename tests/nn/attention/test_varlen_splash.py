@@ -160,7 +160,11 @@ def test_attention_by_this_backend(calls, on_xla, spec, is_prepared, scale):
     wrong = {name: one for name, one in wrong_masks(spec, SEQ_LEN).items() if not one.prefix}
     assert wrong
     for name, one in wrong.items():
-        difference = (attention(q, k, v, mask=mask_of(one), scores=ScoreRules(scale=scale), backend="splash") - expected).abs().max()
+        difference = (
+            (attention(q, k, v, mask=mask_of(one), scores=ScoreRules(scale=scale), backend="splash") - expected)
+            .abs()
+            .max()
+        )
         assert difference > 1e-3, name
 
 

@@ -161,7 +161,7 @@ def attend_on_stage(model: nn.Module, layers: Mapping[str, AttentionFacts]) -> N
     requests: dict[MaskSpec, AttentionRequest] = {}
     for path, facts in layers.items():
         module = model.get_submodule(f"{path}.{facts.module}")
-        vars(module)["core"] = LocalAttention()
+        vars(module).update(core=LocalAttention(), mask=facts.mask)
         owners.setdefault(facts.mask, module)
         before = requests.get(facts.mask)
         request = AttentionRequest(

@@ -154,6 +154,8 @@ def use_definitions(model: nn.Module) -> None:
         if type(module) is Attention:
             module.core = PlainAttention(module.core)
             module.forward = partial(_attention, module)  # type: ignore[method-assign]
+        elif isinstance(vars(module).get("core"), AttentionCore):  # of a foreign model
+            vars(module)["core"] = PlainAttention(module.core)
         elif type(module) is MixtureOfExperts:
             module.forward = partial(_experts, module)  # type: ignore[method-assign]
             if type(module.router) is Router:

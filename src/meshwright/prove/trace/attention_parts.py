@@ -6,15 +6,16 @@ Shapes: b samples, t tokens, q queries, k keys, n heads, m key/value heads, h he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from meshwright.nn.attention.attention import PLAIN, ScoreRules
 from meshwright.nn.attention.mask_spec import MaskSpec
-from meshwright.nn.transformer_block import Attention
 from meshwright.prove.record.definitions import plain_attention, visible_pairs
 from meshwright.prove.result import number_words
 from meshwright.prove.trace.first_difference import FirstDifference, Trace, take
@@ -33,17 +34,23 @@ class _Cell:
 
     cell: int
     core: str
-    module: Attention
+    module: nn.Module
     q_bqnh: Tensor
     k_bkmh: Tensor
     v_bkmh: Tensor
     spec: MaskSpec
+    scores: ScoreRules
     lengths: tuple[tuple[int, ...], ...]
     """Lengths of the documents of each sample."""
     rank_bt: Tensor
     """Context-parallel rank of each token."""
     place_bt: Tensor
     """Place of each token on its rank."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return self.q_bqnh.shape[-1] ** -0.5 if self.scores.scale is None else self.scores.scale
 
     @cached_property
     def right(self) -> Tensor:
@@ -70,16 +77,16 @@ class _Cell:
 
     def run(self, seen_bqk: Tensor, factor: float = 1.0, others: _Cell | None = None) -> Tensor:
         """Return the output with some mask and factor of the scores, and what other ranks sent of a micro-batch."""
-        scale = factor * self.q_bqnh.shape[-1] ** -0.5
+        scale = factor * self.scale
         if others is None:
-            return plain_attention(self.q_bqnh, self.k_bkmh, self.v_bkmh, seen_bqk, scale)
+            return plain_attention(self.q_bqnh, self.k_bkmh, self.v_bkmh, seen_bqk, scale, self.scores)
         out = torch.zeros_like(self.q_bqnh)
         for rank in range(int(self.rank_bt.max()) + 1):
             is_own = (self.rank_bt == rank)[:, :, None, None]
             keys, values = (
                 torch.where(is_own, a, b) for a, b in ((self.k_bkmh, others.k_bkmh), (self.v_bkmh, others.v_bkmh))
             )
-            out += is_own * plain_attention(self.q_bqnh, keys, values, seen_bqk, scale)
+            out += is_own * plain_attention(self.q_bqnh, keys, values, seen_bqk, scale, self.scores)
         return out
 
 
@@ -87,7 +94,7 @@ def explain_attention(first: FirstDifference, trace: Trace) -> str | None:
     """Return the cause of a wrong output or wrong gradients of an attention core, or None if it is not recognised."""
     what, core = first.what.removeprefix(GRADIENT), first.module
     module = trace.module(core.removesuffix(".core"))
-    if not core.endswith(".core") or not isinstance(module, Attention):
+    if not core.endswith(".core") or module is None or not isinstance(getattr(module, "mask", None), MaskSpec):
         return None
     cells = {value.cell: _cell(trace, value.cell, core, module) for value in first.wrong}
     found = {cell: one for cell, one in cells.items() if one is not None}
@@ -98,7 +105,7 @@ def explain_attention(first: FirstDifference, trace: Trace) -> str | None:
     return _backward(first, trace, core, found, what) if what in ("keys", "values") else None
 
 
-def _cell(trace: Trace, cell: int, core: str, module: Attention) -> _Cell | None:
+def _cell(trace: Trace, cell: int, core: str, module: nn.Module) -> _Cell | None:
     values = trace.reference[cell]
     layout = trace.source.layouts[cell]
     if layout is None or any(f"{what} of {core}" not in values for what in CORE_VALUES):
@@ -106,11 +113,17 @@ def _cell(trace: Trace, cell: int, core: str, module: Attention) -> _Cell | None
     q, k, v = (torch.from_numpy(values[f"{what} of {core}"]) for what in CORE_VALUES)
     lengths = layout.documents or ((layout.seq_len,),)
     rank_bt, place_bt = (torch.from_numpy(one) for one in trace.context_places(cell, len(q), layout.seq_len))
-    return _Cell(cell, core, module, q, k, v, module.mask, lengths, rank_bt, place_bt)
+    spec, scores = cast("MaskSpec", module.mask), trace.source.scores.get(core, PLAIN)
+    return _Cell(cell, core, module, q, k, v, spec, scores, lengths, rank_bt, place_bt)
 
 
 def _forward(first: FirstDifference, trace: Trace, cells: dict[int, _Cell]) -> str | None:
     """Run attention by each hypothesis, which come in the same order in all micro-batches."""
+    lacking = (list(_without(one)) for one in cells.values())
+    for others in zip(*lacking, strict=True):
+        outputs = {cell: one.run(one.right).numpy() for cell, (_, one) in zip(cells, others, strict=True)}
+        if all(close(value.observed, take(outputs[value.cell], value.index)) for value in first.wrong):
+            return str(others[0][0])
     all_tried: Iterator[tuple[Hypothesis, ...]] = zip(
         *(_hypotheses(one, trace, first) for one in cells.values()), strict=True
     )
@@ -121,13 +134,21 @@ def _forward(first: FirstDifference, trace: Trace, cells: dict[int, _Cell]) -> s
     return None
 
 
+def _without(one: _Cell) -> Iterator[tuple[str, _Cell]]:
+    """Yield an attention without rules of its scores."""
+    if one.scores.sinks_n is not None:
+        yield "sinks are left out: keys get all of the softmax", replace(one, scores=replace(one.scores, sinks_n=None))
+    if one.scores.soft_cap is not None:
+        yield "scores are not capped", replace(one, scores=replace(one.scores, soft_cap=None))
+
+
 def _hypotheses(one: _Cell, trace: Trace, first: FirstDifference) -> Iterator[Hypothesis]:
     """Yield what may be wrong in an attention, simple faults first."""
-    for cause, seen in (*_masks(one), *_other_documents(one, trace)):
+    masks = {name: mask for name, mask in trace.masks.items() if name != one.core.removesuffix(".core")}
+    for cause, seen in (*_masks(one, masks), *_other_documents(one, trace)):
         yield cause, seen, 1.0, None
-    size = one.q_bqnh.shape[-1]
-    yield "scores are not scaled by 1 / √head_dim", one.right, size**0.5, None
-    yield "scores are scaled twice", one.right, size**-0.5, None
+    yield "scores are not scaled by 1 / √head_dim", one.right, 1 / one.scale, None
+    yield "scores are scaled twice", one.right, one.scale, None
     for factor in (2.0, 0.5):
         yield f"scores have {number_words(factor)} × their scale", one.right, factor, None
     if trace.axes.cp == 1:
@@ -154,14 +175,17 @@ def _hypotheses(one: _Cell, trace: Trace, first: FirstDifference) -> Iterator[Hy
         yield cause, one.right & (one.rank_bt[:, None, :] != sender_bq1), 1.0, None
 
 
-def _masks(one: _Cell) -> Iterator[tuple[str, Tensor]]:
-    """Yield wrong masks, whatever the layout."""
+def _masks(one: _Cell, masks: Mapping[str, MaskSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield wrong masks, whatever the layout, given those of all attentions."""
     spec, diagonal = one.spec, torch.eye(one.q_bqnh.shape[1], dtype=torch.bool)
     yield "documents are ignored: tokens attend across documents", one.seen(spec, joined=True)
     if spec.causal:
         yield "queries see later tokens: the mask is not causal", one.seen(replace(spec, causal=False, prefix=0))
         yield "queries don't see their own token: the mask is one off", one.right & ~diagonal
         yield "queries see the next token: the mask is one off", one.right | torch.diag(diagonal.diagonal()[1:], 1)
+    for name, mask in masks.items():
+        if mask != spec:
+            yield f"the mask is that of {name}", one.seen(mask)
     if spec.window is not None:
         yield "the window is ignored", one.seen(replace(spec, window=None))
         for word, window in (("large", spec.window + 1), ("small", spec.window - 1)):

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch import nn
 
 from meshwright.mesh.axes import Axes
+from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.prove.judge.tensors import Array, max_magnitude, to_arrays
 from meshwright.prove.judge.verdicts import NOISE
 from meshwright.prove.result import coordinates
@@ -151,6 +152,12 @@ class Trace:
     def module(self, name: str) -> nn.Module | None:
         """Return the reference's module of that name, if there is one."""
         return self._modules.get(name)
+
+    @cached_property
+    def masks(self) -> Mapping[str, MaskSpec]:
+        """Masks of the attentions, by name."""
+        found = {name: getattr(module, "mask", None) for name, module in self._modules.items()}
+        return {name: mask for name, mask in found.items() if isinstance(mask, MaskSpec)}
 
     def at(self, value: LocalValue, name: str, cell: int | None = None) -> Array | None:
         """Return another right value at the places of a shard, of its cell or another; None if its shape is another."""

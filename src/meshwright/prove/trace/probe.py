@@ -21,6 +21,7 @@ from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.features.registry import plan_features
 from meshwright.models.contract.family import TrainingData
+from meshwright.nn.attention.attention import ScoreRules
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.attention.positions import shard_indices
 from meshwright.nn.step_handles import StepHandle
@@ -56,6 +57,8 @@ class Probe:
         self._has_layers = is_first
         self.repeated: set[str] = set()
         """Names of values that were there twice; the order of their modules' calls may be that of a set."""
+        self.scores: dict[str, ScoreRules] = {}
+        """See `ReferenceTrace`."""
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -151,6 +154,9 @@ class _ProbedCore:
     def __call__(self, *args: Any) -> Any:
         for what, value in zip(CORE_VALUES, args, strict=False):
             self._probe.take(f"{what} of {self._name}", value)
+        for one in args:
+            if isinstance(one, ScoreRules):
+                self._probe.scores[self._name] = one
         out = self._core(*args)
         self._probe.take(f"output of {self._name}", out)
         return out
@@ -242,6 +248,8 @@ class ReferenceTrace:
     """Per cell, the positions [t] or [b, t] of the tokens on each context-parallel rank; empty without any."""
     earlier: Sequence[Mapping[str, Tensor]] = ()
     """Weights before the steps before this one."""
+    scores: dict[str, ScoreRules] = field(default_factory=dict)
+    """Rules of scores of attention cores that have others than the plain ones, by name."""
 
 
 def trace_reference(
@@ -282,6 +290,7 @@ def trace_reference(
         layout = next((part for part in one.conditions if isinstance(part, TokenLayout)), None)
         repeated = probe.repeated | {f"{GRADIENT}{name}" for name in probe.repeated}
         found.values.append({name: value for name, value in values.items() if name not in repeated})
+        found.scores.update(probe.scores)
         found.layouts.append(layout)
         found.targets.append(one.targets)
         if context is not None and layout is not None:
