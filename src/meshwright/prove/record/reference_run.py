@@ -451,8 +451,8 @@ def _recorded_uses(model: nn.Module) -> Iterator[list[_Use]]:
     """Record all forwards and backwards of the modules that own parameters, within the context."""
     uses: list[_Use] = []
 
-    def record(owned: list[nn.Parameter], module: nn.Module, inputs: tuple[object, ...], out: Tensor) -> None:
-        if out.requires_grad:
+    def record(owned: list[nn.Parameter], module: nn.Module, inputs: tuple[object, ...], out: object) -> None:
+        if inputs and isinstance(out, Tensor) and out.requires_grad:  # others, such as attention, mix tokens
             uses.append(_Use(module, owned, tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)))
             out.register_hook(uses[-1].gradients.append)  # type: ignore[no-untyped-call]
 
