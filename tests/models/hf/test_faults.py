@@ -64,7 +64,11 @@ CASES = {
         "mesh.cp=2",
         ("the output of model.layers.1.self_attn.core", "the mask is that of model.layers.0.self_attn"),
     ),
-    "positions in the shard": ("qwen3", "mesh.cp=2", ("the queries of model.layers.0.self_attn.core", "RoPE uses local positions")),
+    "positions in the shard": (
+        "qwen3",
+        "mesh.cp=2",
+        ("the queries of model.layers.0.self_attn.core", "RoPE uses local positions"),
+    ),
     "sinks are left out": (
         "gpt_oss",
         "mesh.cp=2",

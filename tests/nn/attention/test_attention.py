@@ -18,6 +18,7 @@ from meshwright.nn.attention import cpu_blocks
 from meshwright.nn.attention.attention import ScoreRules, attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.mask_spec import MaskSpec
+from meshwright.prove.record.definitions import plain_attention
 from tests.nn.attention.dense_masks import dense_batch, masks, shards, softmax_attention, wrong_masks
 
 CPU = torch.device("cpu")
@@ -92,6 +93,31 @@ def test_backends_agree_with_the_softmax(backend, case):
     assert (found.shape, found.dtype) == (inputs[0].shape, case.dtype)
     expected, _ = softmax_attention(*inputs, dense_batch(case.spec, case.seq_len, case.batch), case.scale)
     check([found], [expected], inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=20)
+@given(case=cases(), cap=st.none() | st.just(2.0), has_sinks=st.booleans())
+def test_caps_and_sinks_agree_with_the_definition(backend, case, cap, has_sinks):
+    inputs, sinks = case.inputs(), torch.linspace(-1.0, 2.0, case.heads[0], dtype=case.dtype).requires_grad_()
+    scores = ScoreRules(case.scale, cap, sinks if has_sinks else None)
+    if cap is not None and backend == "sdpa":
+        with pytest.raises(ConfigError, match="has no cap of scores"):
+            attention(*inputs, mask=case.spec, scores=scores, backend=backend)
+        return
+    found = attention(*inputs, mask=case.spec, scores=scores, backend=backend)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    seen = dense_batch(case.spec, case.seq_len, case.batch)
+    wide = [x.detach().double().requires_grad_() for x in (*inputs, sinks)]
+    expected = plain_attention(*wide[:3], seen, scale, ScoreRules(None, cap, wide[3] if has_sinks else None))
+    gradient = torch.linspace(0.0, 1.0, expected.numel(), dtype=torch.float64).view(expected.shape)
+    count = 4 if has_sinks else 3
+    ours = torch.autograd.grad(found, [*inputs, sinks][:count], gradient.to(case.dtype))
+    theirs = torch.autograd.grad(expected, wide[:count], gradient)
+    tolerance = TOLERANCE[case.dtype]
+    for one, other in zip((found, *ours), (expected, *theirs), strict=True):
+        size = max(1.0, other.abs().max().item())
+        torch.testing.assert_close(one.double() / size, other / size, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
