@@ -158,7 +158,7 @@ class _StageMaker:
         axes = mesh.view("cp") + (mesh.view("tp") if config.mesh.sequence_parallel else ())
         one = facts.edge
         shards = () if not axes or one.sequence_dim is None else (Shard(one.sequence_dim, axes),)
-        self.edge = Edge(one.name, one.shape, config.train.precision, shards)
+        self.edge = Edge(one.name, one.sent, config.train.precision, shards)
         """Tensor sent between stages."""
 
     def stages(self, parts: Sequence[StageParts]) -> tuple[Stage, ...]:

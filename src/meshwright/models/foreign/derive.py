@@ -260,6 +260,7 @@ class _Deriver:
             not_packed=self._not_packed,
             packed_len=self._packed_len,
             set_aside=self._origin.set_aside(self._model, ids),
+            carried=found.carried,
         )
 
     def _end(

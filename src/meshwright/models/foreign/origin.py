@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.structure import FillFacts, Structure
+from meshwright.models.foreign.structure import Carried, FillFacts, Structure
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.linear import Linear
 
@@ -186,6 +186,8 @@ class Probe:
     """Names of parameters that no output depends on by a gradient."""
     frozen: set[str] = field(default_factory=set)
     """Names of parameters that the model doesn't train."""
+    carried: tuple[tuple[Carried, ...], ...] = ()
+    """See `Structure`."""
     not_split: str = ""
 
 
