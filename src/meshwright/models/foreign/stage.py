@@ -117,10 +117,10 @@ def make_stage(
         for name in (parameter.name for parameter in structure.last.parameters):
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
+            call.read.append((module, leaf, getattr(module, leaf).new_empty(0)))
             setattr(module, leaf, None)
-            if not any(module.children()):
-                vars(module)["stands_in"] = True
-                module.forward = _ending(call)
+            vars(module)["stands_in"] = True
+            module.forward = _ending(call)
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, None)
