@@ -59,6 +59,11 @@ CASES = {
         "mesh.pp=2 data.packing=documents",
         ("the first value that differs",),
     ),
+    "what passes with the stream has no gradient": (
+        "gemma3n_text",
+        "mesh.pp=2",
+        ("the gradient of the output of model.layers.1.self_attn.v_norm",),
+    ),
 }
 NAMED = ("the sum over tp is missing", "the accumulated gradient is summed", "runs in float32")
 """What is said of one fault and of no other."""

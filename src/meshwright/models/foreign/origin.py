@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshwright.errors import ConfigError
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.structure import Carried, FillFacts, Structure
+from meshwright.models.foreign.structure import Carried, FillFacts
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.linear import Linear
 
@@ -47,6 +47,8 @@ class ForeignModel(ABC):
     """Forward that works, for errors; as `fix` if empty."""
     fix_samples: ClassVar[str] = ""
     """Forward that computes samples one by one, for errors; as `fix` if empty."""
+    tries_stages: ClassVar[bool] = False
+    """Whether stages are tried even if only the stream passes between them."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -79,10 +81,6 @@ class ForeignModel(ABC):
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
         """Return what takes no part in training, a line each: dropout, outputs besides the logits."""
         return ()
-
-    def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
-        """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
-        return ""
 
     @abstractmethod
     def not_packed(self, model: nn.Module, seq_len: int) -> str:
