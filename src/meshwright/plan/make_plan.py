@@ -158,7 +158,7 @@ class _StageMaker:
         axes = mesh.view("cp") + (mesh.view("tp") if config.mesh.sequence_parallel else ())
         one = facts.edge
         shards = () if not axes or one.sequence_dim is None else (Shard(one.sequence_dim, axes),)
-        self.edge = Edge(one.name, one.shape, config.train.precision, shards)
+        self.edge = Edge(one.name, one.sent, config.train.precision, shards)
         """Tensor sent between stages."""
 
     def stages(self, parts: Sequence[StageParts]) -> tuple[Stage, ...]:
@@ -339,11 +339,12 @@ def lowered_table(config: RunConfig, *, checked: bool = True) -> Schedule:
 
 def _shared_stages(config: RunConfig, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of stages that share parameters: all stages if the family has ends on every stage, and the
-    first and last if parameters are tied."""
+    first and last if parameters are tied to some that only the first has."""
     if num_stages == 1:
         return ()
     facts = model_facts(config)
-    groups = {tuple(range(num_stages))} if any(kind.parameters for kind in facts.every) else set()
-    if any(parameter.tied_to for kind in facts.last for parameter in kind.parameters):
+    on_every = {parameter.name for kind in facts.every for parameter in kind.parameters}
+    groups = {tuple(range(num_stages))} if on_every else set()
+    if {parameter.tied_to for kind in facts.last for parameter in kind.parameters} - {None, *on_every}:
         groups.add((0, num_stages - 1))
     return tuple(sorted(groups))

@@ -109,6 +109,16 @@ def other_epsilon_on_later_stages(job: Job, step: TrainStep) -> None:
                 module.variance_epsilon = 1e-2
 
 
+def carried_without_gradient(job: Job, step: TrainStep) -> None:
+    """Only the stream's gradient goes back to earlier stages."""
+    receive = stage_module.receive
+
+    def detached(arguments: Any, state: Any) -> None:
+        receive(arguments, [state[0], *((one, carried.detach()) for one, carried in state[1:])])
+
+    stage_module.receive = detached
+
+
 def sum_accumulated_over_tp(job: Job, step: TrainStep) -> None:
     """All-reduce what has accumulated after every backward, as transformers' `replicated_with_grad_allreduce` does."""
     set_sync, sync = pipeline_stages.set_gradient_sync, pipeline_stages.sync_partial_gradients
@@ -145,6 +155,7 @@ FAULTS = {
     "the window of another layer": other_layers_window,
     "positions in the shard": local_positions,
     "sinks are left out": without_sinks,
+    "what passes with the stream has no gradient": carried_without_gradient,
 }
 
 

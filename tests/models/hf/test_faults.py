@@ -74,6 +74,11 @@ CASES = {
         "mesh.cp=2",
         ("the output of model.layers.2.self_attn.core", "sinks are left out"),
     ),
+    "what passes with the stream has no gradient": (
+        "gemma3n_text",
+        "mesh.pp=2",
+        ("the gradient of the output of model.layers.1.self_attn.v_norm",),
+    ),
 }
 NAMED = ("the sum over tp is missing", "the accumulated gradient is summed", "runs in float32")
 """What is said of one fault and of no other."""

@@ -34,6 +34,7 @@ CASES = [
     ("olmo2", "mesh.tp=2", "recompute.policy=full"),
     ("mixtral", "mesh.tp=2", "train.precision=bfloat16"),
     ("gpt2", "mesh.pp=2", "train.num_microbatches=4", "train.seq_len=128"),
+    ("inkling2_text", "mesh.pp=2", "train.num_microbatches=4", "train.seq_len=128"),
 ]
 """Activations are most of the memory: samples are longer than tokens are wide."""
 
@@ -128,6 +129,15 @@ RECOMPUTE, MICROBATCHES = "recompute.policy=full", "train.num_microbatches=2"
 TRAFFIC = [
     ("qwen3", "mesh.pp=2", "mesh.tp=2", MICROBATCHES, "train.precision=bfloat16"),
     ("mixtral", "mesh.dp_shard=2", "mesh.tp=2", RECOMPUTE, MICROBATCHES),
+    # More than the stream passes: keys and values of earlier layers, and to a last stage without layers block states.
+    ("gemma3n_text", "mesh.pp=2", "mesh.dp_shard=2", MICROBATCHES, "train.precision=bfloat16"),
+    (
+        "inkling2_text",
+        "mesh.pp=4",
+        MICROBATCHES,
+        "pipeline.allow_empty_stages=true",
+        "pipeline.layers_per_stage=[1,1,2,0]",
+    ),
 ]
 
 

@@ -213,10 +213,7 @@ class Averaged(Model):
 
 
 class OutsideResiduals(Model):
-    """A model that adds the stream around its layers, of which there are two."""
-
-    def __init__(self) -> None:
-        super().__init__(depth=2)
+    """A model that adds the stream around its layers."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids) * self.scale

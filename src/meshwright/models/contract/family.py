@@ -320,6 +320,7 @@ class RunFacts:
     """Dtype of activations: float32, bfloat16 or float64."""
     freeze: tuple[str, ...]
     data: DataConfig
+    allow_empty_stages: bool = False
     trains: bool = True
     """Whether the model is trained, and not only evaluated: then no data may be on both sides."""
 

@@ -221,6 +221,13 @@ class EdgeFacts:
     """Shape without the batch dim."""
     sequence_dim: int | None = 0
     """Dim sharded by sequence parallelism; None if not applicable."""
+    carried: int = 0
+    """Elements per token of other tensors that are sent in the same one, flat."""
+
+    @property
+    def sent(self) -> tuple[int, ...]:
+        """Shape of what is sent."""
+        return (self.shape[0], prod(self.shape[1:]) + self.carried) if self.carried else self.shape
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError, ModelError
-from meshwright.models.contract.model_facts import BufferFacts, HeadFacts, ParameterFacts, Role, Saved
+from meshwright.models.contract.model_facts import BufferFacts, HeadFacts, ParameterFacts, Part, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
 from meshwright.models.foreign.head import find_head
@@ -44,6 +44,7 @@ from meshwright.models.foreign.stage import (
     arrange,
     containers,
     find_sides,
+    make_stage,
     remove_aliases,
     side_modules,
     stub_shapes,
@@ -92,9 +93,24 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
     undeferred = next(iter(undeferred_parameters(model)), "")
     structure = replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
-    if len(structure.layers) == 1 or structure.not_split:
+    if len(structure.layers) == 1 or structure.not_split or not (origin.tries_stages or structure.carried):
         return structure
-    return replace(structure, not_split=origin.why_not_staged(structure, ids))
+    return replace(structure, not_split=_why_not_staged(structure, origin, ids))
+
+
+def _why_not_staged(structure: Structure, origin: ForeignModel, ids: Tensor) -> str:
+    """Return why a forward of two stages fails, in which layers of the other one return nothing but the stream; an
+    empty string if it doesn't."""
+    count, out = len(structure.layers), ids
+    try:
+        for number, layers in enumerate((range(count // 2), range(count // 2, count))):
+            with torch.device(ids.device):
+                model = make_stage(origin.build(), structure, Part(layers, number, 2), origin)
+            with torch.no_grad():
+                out = model(out, None, ids)
+    except Exception as error:
+        return f"the forward of a stage fails: {type(error).__name__}: {str(error)[:150]}"
+    return ""
 
 
 def _probed(origin: ForeignModel) -> tuple[nn.Module, Probe]:
@@ -275,6 +291,7 @@ class _Deriver:
             first_position=self._attention.first_position,
             mixers=self._attention.mixers,
             set_aside=self._origin.set_aside(self._model, ids),
+            carried=found.carried,
         )
 
     def _end(

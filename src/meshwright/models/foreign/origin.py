@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import AttentionFacts
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.structure import FillFacts, Structure
+from meshwright.models.foreign.structure import Carried, FillFacts
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.attention.positions import token_positions
 from meshwright.nn.linear import Linear
@@ -66,6 +66,8 @@ class ForeignModel(ABC):
     """Forward that works, for errors; as `fix` if empty."""
     fix_samples: ClassVar[str] = ""
     """Forward that computes samples one by one, for errors; as `fix` if empty."""
+    tries_stages: ClassVar[bool] = False
+    """Whether stages are tried even if only the stream passes between them."""
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -98,10 +100,6 @@ class ForeignModel(ABC):
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
         """Return what takes no part in training, a line each: dropout, outputs besides the logits."""
         return ()
-
-    def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
-        """Return why stages of the model fail for token ids, or an empty string if they run or aren't tried."""
-        return ""
 
     def attention(self, model: nn.Module, seq_len: int) -> AttentionFound:
         """Return what is known of a model's attention, for samples of a length; the model may be a tp rank's."""
@@ -216,6 +214,8 @@ class Probe:
     """Names of parameters that no output depends on by a gradient."""
     frozen: set[str] = field(default_factory=set)
     """Names of parameters that the model doesn't train."""
+    carried: tuple[tuple[Carried, ...], ...] = ()
+    """See `Structure`."""
     not_split: str = ""
 
 

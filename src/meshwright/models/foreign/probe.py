@@ -10,6 +10,8 @@ Shapes: b batch, t time, d width of the stream.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import Saved
 from meshwright.models.foreign import private
+from meshwright.models.foreign.carry import Arguments, arguments_of, given, put, replace_content, tensors_in
 from meshwright.models.foreign.origin import BATCH_DIM, BATCH_TIME_DIM, LAYER_LISTS, TIME_DIM, ForeignModel, Probe
+from meshwright.models.foreign.structure import Carried
 from meshwright.units import counted
 
 BATCH = 3
@@ -52,6 +56,8 @@ def probe(model: nn.Module, origin: ForeignModel) -> Probe:
             except NoForward as error:
                 failed = failed or error
             else:
+                if found.not_split:
+                    found = _carrying(model, origin, time) or found
                 found.frozen = set(frozen)
                 return found
     finally:
@@ -61,7 +67,16 @@ def probe(model: nn.Module, origin: ForeignModel) -> Probe:
     raise failed
 
 
-def _probe(model: nn.Module, origin: ForeignModel, time: int) -> Probe:
+def _carrying(model: nn.Module, origin: ForeignModel, time: int) -> Probe | None:
+    """Return what a model does if all that its layers take from earlier ones passes between stages; None if it can't
+    be split then either."""
+    with suppress(ConfigError, NoForward):
+        found = _probe(model, origin, time, carries=True)
+        return None if found.not_split else found
+    return None
+
+
+def _probe(model: nn.Module, origin: ForeignModel, time: int, *, carries: bool = False) -> Probe:
     path = origin.layers_path(model)
     listed = model.get_submodule(path)
     assert isinstance(listed, LAYER_LISTS), "the layers are a list of modules"
@@ -69,7 +84,7 @@ def _probe(model: nn.Module, origin: ForeignModel, time: int) -> Probe:
     if len(set(layers)) < len(layers):
         raise origin.error(f"{path} holds one module more than once", "each layer has parameters of its own")
     found = Probe(path, time)
-    watch = _Watch(model, layers, found, origin)
+    watch = _Watch(model, layers, found, origin, carries=carries)
     ids = torch.zeros((BATCH, time), dtype=torch.long, device=next(model.parameters()).device)
     handles = list(watch.register())
     try:
@@ -105,13 +120,20 @@ def _check_logits(model: nn.Module, out: Any, origin: ForeignModel, time: int) -
 class _Watch:
     """Hooks that record the calls of layers and of modules outside them."""
 
-    def __init__(self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: ForeignModel) -> None:
+    def __init__(
+        self, model: nn.Module, layers: list[nn.Module], found: Probe, origin: ForeignModel, *, carries: bool
+    ) -> None:
         self._model, self._layers, self._found, self._origin = model, layers, found, origin
+        self._carries = carries
+        """Whether leaves replace all that a layer takes from earlier ones, and not only its stream."""
         self._phase = "before"
         """`before` all layers, in a `layer`, or `after` a number of calls of layers."""
         self._order: list[int] = []
         self._inputs: list[Tensor] = []
-        self._leaves: list[Tensor] = []
+        self._leaves: list[list[Tensor]] = []
+        """Those of each call, the stream's first."""
+        self._carried: list[list[tuple[Carried, Tensor]]] = []
+        """What each call took besides the stream, with what its leaf replaced."""
         self._outputs: list[Tensor] = []
         self._second: dict[str, Tensor] = {}
         """Differentiable tensors that layers return besides the stream."""
@@ -138,14 +160,53 @@ class _Watch:
             self._phase = "layer"
             key = self._stream_key(args, kwargs)
             stream = args[key] if isinstance(key, int) else kwargs[key]
-            leaf = stream.detach().requires_grad_()
-            self._inputs.append(stream)
-            self._leaves.append(leaf)
-            if isinstance(key, int):
-                return (*args[:key], leaf, *args[key + 1 :]), kwargs
-            return args, {**kwargs, key: leaf}
+            arguments = arguments_of(args, kwargs)
+            if self._carries:
+                self._replace(arguments, key)
+            else:
+                arguments[key] = stream.detach().requires_grad_()
+                self._inputs.append(stream)
+                self._leaves.append([arguments[key]])
+            return given(arguments)
 
         return hook
+
+    def _replace(self, arguments: Arguments, key: int | str) -> None:
+        """Replace the content of the stream, and of all that depends on earlier layers, by leaves."""
+        earlier = {f"{n}": leaf for n, leaf in enumerate(chain(*self._leaves))}
+        earlier |= {f"{n}.{name}": p for n in set(self._order[:-1]) for name, p in self._layers[n].named_parameters()}
+        found = dict(tensors_in(arguments))
+        found = {(key,): found.pop((key,))} | found
+        former: list[tuple[Carried, Tensor]] = []
+        leaves: list[Tensor] = []
+        for path, value in found.items():
+            if any(value is leaf for leaf in leaves) or (leaves and not _used(value, earlier)):
+                continue
+            dims = _batch_dims(value, self._found.time)
+            if dims is None:
+                self._refuse(
+                    f"a layer takes a tensor {list(value.shape)} from earlier ones, without samples and tokens"
+                )
+                continue
+            per_token = tuple(size for dim, size in enumerate(value.shape) if dim not in dims)
+            old, leaf = self._cut(arguments, path, value)
+            leaves.append(leaf)
+            former.append((Carried(path, per_token, dims), old))
+        self._inputs.append(former[0][1])
+        self._leaves.append(leaves)
+        self._carried.append(former)
+
+    def _cut(self, arguments: Arguments, path: tuple[int | str, ...], value: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace a tensor's content by a leaf, and return both."""
+        leaf = value.detach().requires_grad_().clone()  # no leaf proper, which its users would keep
+        try:
+            old = replace_content(value, leaf)
+        except RuntimeError:  # what the graph keeps is replaced where the layer finds it
+            put(arguments, path, leaf)
+            return value, leaf
+        self._leaves = [[old if x is value else x for x in leaves] for leaves in self._leaves]
+        self._outputs = [old if x is value else x for x in self._outputs]
+        return old, value
 
     def _stream_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
         """Return the argument that is the previous layer's output; before that, the first floating-point tensor."""
@@ -174,6 +235,8 @@ class _Watch:
                 what = f"a layer of {type(self._model).__name__} returns a {type(out).__name__} without the stream"
                 raise self._origin.error(what, "a layer returns the stream, alone or first in a tuple")
             others = [x for x in private.leaves([] if is_tensor else list(out[1:])) if isinstance(x, Tensor)]
+            if self._carries and index < len(self._layers) - 1:
+                others = []  # they depend on this call's leaves, and the next layer may take them
             self._second |= {f"{index} {n}": x for n, x in enumerate(others) if x.requires_grad}
             self._outputs.append(stream)
             if index < len(self._layers) - 1:
@@ -221,6 +284,9 @@ class _Watch:
             if stream is not self._outputs[index]:
                 found.between_layers = True
                 self._check_between(index, stream, outside)
+        for index, taken in enumerate(self._carried[1:]):
+            for _, value in taken[1:]:
+                self._check_between(index, value, outside)
         found.before = _used(self._inputs[0], outside)
         found.after = _used(out, outside)
         if _used(out, self._second):
@@ -229,8 +295,18 @@ class _Watch:
             found.between |= _used(stream, outside)
             if not found.not_split:
                 self._check_layer(index, stream)
-        if used := _used(out, {str(call): leaf for call, leaf in enumerate(self._leaves)}):
-            layer = self._order[min(map(int, used))]
+        ends = {
+            f"{call} {n}": leaf for call, all_leaves in enumerate(self._leaves) for n, leaf in enumerate(all_leaves)
+        }
+        used = _used(out, ends)
+        if self._carries:
+            last_call = self._carried[-1]
+            end = tuple(one for n, (one, _) in enumerate(last_call) if f"{len(self._leaves) - 1} {n}" in used)
+            found.carried = (*(tuple(one for one, _ in call[1:]) for call in self._carried), end)
+            found.between_layers = True
+            used = {name for name in used if int(name.partition(" ")[0]) < len(self._leaves) - 1}
+        if used:
+            layer = self._order[min(int(name.partition(" ")[0]) for name in used)]
             self._refuse(f"the output depends on layer {layer} by more than the stream")
         found.unused |= self._unused() | (set(outside) - found.before - found.between - found.after)
 
@@ -247,7 +323,7 @@ class _Watch:
     def _check_between(self, index: int, stream: Tensor, outside: Mapping[str, Tensor]) -> None:
         """Check that the input of the layer after `index` depends on no layer but through the output of that one."""
         self._found.between |= _used(stream, outside)
-        others = {f"{n}.": leaf for n, leaf in enumerate(self._leaves[:index])} | self._second
+        others = {f"{n}.": leaf for n, leaf in enumerate(chain(*self._leaves[:index]))} | self._second
         if _used(stream, others):
             self._refuse(f"what is computed between layers {index} and {index + 1} depends on more than the stream")
 
@@ -256,7 +332,7 @@ class _Watch:
         others = {name: x for name, x in self._second.items() if int(name.partition(" ")[0]) < index}
         for other, layer in enumerate(self._layers[:index]):
             others |= {f"{other}.{name}": parameter for name, parameter in layer.named_parameters()}
-            others[f"{other}."] = self._leaves[other]
+            others |= {f"{other}.{n}": leaf for n, leaf in enumerate(self._leaves[other])}
         used = _used(stream, others)
         if used:
             other = min(int(name.replace(".", " ").partition(" ")[0]) for name in used)

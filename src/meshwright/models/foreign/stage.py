@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -25,18 +26,19 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.foreign import private
+from meshwright.models.foreign.carry import arguments_of, at, given, pack, receive, unpack
 from meshwright.models.foreign.origin import BATCH_DIM, BATCH_TIME_DIM, LAYER_LISTS, TIME_DIM, ForeignModel, Probe
 from meshwright.models.foreign.packing import Float64Mode
-from meshwright.models.foreign.structure import Structure
+from meshwright.models.foreign.structure import Carried, Structure
 from meshwright.nn.attention.mask_spec import TokenLayout
 
 
 class _End(Exception):
-    """Ends a forward with the stage's output."""
+    """Ends a forward with what the stage sends."""
 
-    def __init__(self, stream: Tensor | None) -> None:
+    def __init__(self, sent: Tensor | None) -> None:
         super().__init__()
-        self.stream = stream
+        self.sent = sent
 
 
 class _Call:
@@ -44,15 +46,47 @@ class _Call:
 
     def __init__(self) -> None:
         self.received: Tensor | None = None
+        self.carried: list[tuple[Carried, Tensor]] = []
+        """What was received besides the stream."""
         self.batch, self.time, self.dtype = 0, 0, torch.float32
         self.output: Tensor | None = None
-        """Output of the model's last layer, on a stage that ends with it."""
+        """What a stage that ends with the model's last layer sends."""
         self.is_first = True
         self.read: list[tuple[nn.Module, str, Tensor]] = []
         """Tensors of replaced modules, whose dtype, device or shape a model may read."""
 
 
-def make_stage(model: nn.Module, structure: Structure, part: Part, origin: ForeignModel) -> nn.Module:
+@dataclass(frozen=True)
+class _Edge:
+    """Form of what passes between stages."""
+
+    structure: Structure
+    width: int
+    """Features per token, if more than the stream passes."""
+
+    def received(self, sent: Tensor, start: int) -> list[tuple[Carried, Tensor]]:
+        """Return what is received before layer `start`, the stream first."""
+        stream, carried = self._stream(), self.structure.carried
+        if not carried:
+            return [(stream, sent.movedim((0, 1), stream.batch_dims))]
+        return list(unpack(sent, (stream, *carried[start])))
+
+    def sent(self, stream: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], stop: int) -> Tensor:
+        """Return what is sent before layer `stop`, given the arguments of that layer or, after all, of the last."""
+        one, carried = self._stream(), self.structure.carried
+        if not carried:
+            return stream.movedim(one.batch_dims, (0, 1)).contiguous()
+        arguments = arguments_of(args, kwargs)
+        others = [(each, at(arguments, each.path)) for each in carried[stop]]
+        return pack([(one, stream), *others], self.width)
+
+    def _stream(self) -> Carried:
+        return Carried((self.structure.stream,), self.structure.per_token, self.structure.batch_dims)
+
+
+def make_stage(
+    model: nn.Module, structure: Structure, part: Part, origin: ForeignModel, *, allow_empty: bool = False
+) -> nn.Module:
     """Turn a model into one of its stages, in place, with its modules in the order in which they run.
 
     Modules that stand in for those of other stages have an attribute `stands_in`.
@@ -64,6 +98,7 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Forei
     last, every = (tuple(one.name for one in end.parameters) for end in (structure.last, structure.every))
     arrange(model, structure.layers_path, last, every)
     call, layers = _Call(), model.get_submodule(structure.layers_path)
+    edge = _Edge(structure, prod(structure.per_token) + structure.carried_elements(allow_empty=allow_empty))
     assert isinstance(layers, LAYER_LISTS), "the layers are a list of modules"
     for index, layer in enumerate(layers):
         if index in part.layers:
@@ -71,34 +106,33 @@ def make_stage(model: nn.Module, structure: Structure, part: Part, origin: Forei
         else:
             _empty(layer)
             vars(layer)["stands_in"] = True
-            layer.forward = _passing(index, structure, part, call)
+            layer.forward = _passing(index, edge, part, call)
     if not part.is_first:
         for path, shape in structure.stubs.items():
             module = model.get_submodule(path)
             call.read += _empty(module)
             vars(module)["stands_in"] = True
             module.forward = _zeros(shape, call)
-        if structure.between_layers and part.layers:
-            layers[part.layers.start].register_forward_pre_hook(_receive(structure, call), with_kwargs=True)
     if not part.is_last:
         for name in (parameter.name for parameter in structure.last.parameters):
             owner, _, leaf = name.rpartition(".")
             module = model.get_submodule(owner)
+            call.read.append((module, leaf, getattr(module, leaf).new_empty(0)))
             setattr(module, leaf, None)
-            if not any(module.children()):
-                vars(module)["stands_in"] = True
-                module.forward = _ending(call)
+            vars(module)["stands_in"] = True
+            module.forward = _ending(call)
         for buffer in structure.last.buffers:
             owner, _, leaf = buffer.name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, None)
-    model.forward = _stage_forward(model, structure, part, call, origin)
+    model.forward = _stage_forward(model, edge, part, call, origin)
     return model
 
 
 def _stage_forward(
-    model: nn.Module, structure: Structure, part: Part, call: _Call, origin: ForeignModel
+    model: nn.Module, edge: _Edge, part: Part, call: _Call, origin: ForeignModel
 ) -> Callable[..., Tensor]:
-    forward, dims, layers = model.forward, structure.batch_dims, model.get_submodule(structure.layers_path)
+    forward, structure = model.forward, edge.structure
+    layers = model.get_submodule(structure.layers_path)
     assert isinstance(layers, LAYER_LISTS)
     blanks = {} if part.is_first else structure.blanks
     for name in blanks:
@@ -111,7 +145,8 @@ def _stage_forward(
         ids = inputs if part.is_first else token_ids
         if ids is None:
             ids = torch.zeros(inputs.shape[:2], dtype=torch.long, device=inputs.device)
-        call.received = None if part.is_first else inputs.movedim((0, 1), dims)
+        if not part.is_first:
+            (_, call.received), *call.carried = edge.received(inputs, part.layers.start)
         call.batch, call.time, call.dtype = ids.shape[0], ids.shape[1], inputs.dtype
         for module, leaf, tensor in call.read:
             vars(module)[leaf] = torch.zeros_like(tensor, device=inputs.device)
@@ -120,45 +155,53 @@ def _stage_forward(
             vars(model.get_submodule(owner))[leaf] = inputs.new_zeros(shape)
         if call.is_first and _is_float64(model):  # the reference of a run in bfloat16, whose experts may be grouped
             origin.prepare_float64(model)
-        if call.is_first and not part.is_last and part.layers.stop == len(layers):
-            layers[-1].register_forward_hook(_keep(structure, call))  # after FSDP's own
+        if call.is_first:  # outside of FSDP's own hooks
+            if not part.is_first and part.layers and structure.between_layers:
+                hook = _receive(structure, call)
+                layers[part.layers.start].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            if not part.is_last and part.layers.stop == len(layers):
+                layers[-1].register_forward_hook(_keep(edge, call), with_kwargs=True)
         call.is_first = False
         try:
             with _mode(model):
                 logits = origin.call(forward, ids, layout)
             if part.is_last:
                 return logits
-            stream = call.output
+            sent = call.output
         except _End as end:
-            stream = end.stream
+            sent = end.sent
         finally:
             call.received = call.output = None
-        assert stream is not None, "the stage's last layer ran"
-        return stream.movedim(dims, (0, 1)).contiguous()
+            call.carried = []
+        assert sent is not None, "the stage's last layer ran"
+        return sent
 
     return stage_forward
 
 
-def _passing(index: int, structure: Structure, part: Part, call: _Call) -> Callable[..., Any]:
+def _passing(index: int, edge: _Edge, part: Part, call: _Call) -> Callable[..., Any]:
     """Return the forward of a layer of another stage."""
+    structure = edge.structure
     key, (form, length) = structure.stream, structure.returns
 
     def passing(*args: Any, **kwargs: Any) -> Any:
         stream = args[key] if isinstance(key, int) else kwargs[key]
         if index == part.layers.start - 1 and not (structure.between_layers and part.layers):
+            receive(arguments_of(args, kwargs), call.carried)
             stream = call.received
         if index == part.layers.stop:
-            raise _End(stream)
+            raise _End(edge.sent(stream, args, kwargs, index))
         return stream if form == "tensor" else (tuple if form == "tuple" else list)((stream, *[None] * (length - 1)))
 
     return passing
 
 
-def _keep(structure: Structure, call: _Call) -> Callable[..., None]:
-    """Return a hook that keeps the stream which the model's last layer returns."""
+def _keep(edge: _Edge, call: _Call) -> Callable[..., None]:
+    """Return a hook that keeps what is sent after the model's last layer."""
+    form, count = edge.structure.returns[0], len(edge.structure.layers)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call.output = output if structure.returns[0] == "tensor" else output[0]
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        call.output = edge.sent(output if form == "tensor" else output[0], args, kwargs, count)
 
     return hook
 
@@ -173,14 +216,18 @@ def _ending(call: _Call) -> Callable[..., Tensor]:
 
 
 def _receive(structure: Structure, call: _Call) -> Callable[..., Any]:
-    """Return a hook that gives a stage's first layer the received stream, to which what is computed between layers was
+    """Return a hook that gives a stage's first layer what was received, to which what is computed between layers was
     applied where it was sent."""
-    key = structure.stream
+    stream = Carried((structure.stream,), structure.per_token, structure.batch_dims)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(key, int):
-            return (*args[:key], call.received, *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: call.received}
+        arguments = arguments_of(args, kwargs)
+        if structure.carried:
+            assert call.received is not None, "a stage that isn't the first one receives"
+            receive(arguments, [(stream, call.received), *call.carried])
+        else:
+            arguments[structure.stream] = call.received
+        return given(arguments)
 
     return hook
 

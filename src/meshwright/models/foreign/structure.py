@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,18 @@ class EndFacts:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A tensor that a layer takes from earlier ones besides the stream."""
+
+    path: tuple[int | str, ...]
+    """Position or name of the argument that it is in, and where it is inside that."""
+    per_token: tuple[int, ...]
+    """Shape per token."""
+    batch_dims: tuple[int, int]
+    """Dims that are samples and tokens."""
+
+
+@dataclass(frozen=True)
 class Structure:
     """A foreign model, split into its decoder layers and what is around them."""
 
@@ -132,12 +145,22 @@ class Structure:
     head: HeadFacts = HeadFacts()
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
+    carried: tuple[tuple[Carried, ...], ...] = ()
+    """What each layer takes besides the stream and, last, what the parts after the layers take of the last layer's
+    arguments; empty if that is nothing."""
+
+    def carried_elements(self, *, allow_empty: bool) -> int:
+        """Return the most elements per token that pass between stages besides the stream; only a last stage without
+        layers, which has to be allowed, takes what is after them."""
+        cuts = self.carried if allow_empty else self.carried[:-1]
+        return max((sum(prod(one.per_token) for one in cut) for cut in cuts), default=0)
 
 
 def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any], *, ours: bool = False) -> ModelFacts:
     """Describe a model, whose attention is ours or its own."""
     blocks = tuple(_kind(block, structure, ours=ours) for block in structure.blocks)
     flops = {block.name: block.flops for block in structure.blocks}
+    carried = structure.carried_elements(allow_empty=f.allow_empty_stages)
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
     shards_logits = any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
     loss = cross_entropy(structure.vocab_size, DIVIDED if shards_logits else FULL)
@@ -146,7 +169,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any], *, 
     return ModelFacts(
         kinds=blocks,
         layers=structure.layers,
-        edge=EdgeFacts("stream", (f.seq_len, *structure.per_token)),
+        edge=EdgeFacts("stream", (f.seq_len, *structure.per_token), carried=carried),
         tokens=f.seq_len,
         identity=identity,
         first=(first,),
@@ -226,7 +249,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 28
+FORMAT = 29
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

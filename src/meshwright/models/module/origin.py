@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.errors import ConfigError
-from meshwright.models.contract.model_facts import LossUnit, Part
+from meshwright.models.contract.model_facts import LossUnit
 from meshwright.models.contract.tp_styles import (
     COLUMN,
     GATHERED_COLUMN,
@@ -48,8 +48,7 @@ from meshwright.models.foreign.origin import (
     trained_plainly,
 )
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
-from meshwright.models.foreign.stage import make_stage
-from meshwright.models.foreign.structure import FillFacts, Structure
+from meshwright.models.foreign.structure import FillFacts
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.module.config import ModuleConfig
 from meshwright.models.tasks.next_token import OwnLoss
@@ -81,6 +80,7 @@ class OwnModule(ForeignModel):
 
     section: ModuleConfig
     key = BUILDER
+    tries_stages = True
     fix = "a module with such layers"
     fix_forward = "a forward that takes token ids [b, t], and has defaults for all else"
     fix_samples = "a forward without means, norms or choices over dim 0, the samples of a batch"
@@ -126,19 +126,6 @@ class OwnModule(ForeignModel):
             check_samples(self, self, length=found.time)
         if not next(model.parameters()).is_meta:
             found.unused.clear()
-
-    def why_not_staged(self, structure: Structure, ids: Tensor) -> str:
-        """Return why a forward of two stages fails, in which layers of the other one return nothing but the stream."""
-        count, out = len(structure.layers), ids
-        try:
-            for number, layers in enumerate((range(count // 2), range(count // 2, count))):
-                with torch.device(ids.device):
-                    model = make_stage(self.build(), structure, Part(layers, number, 2), self)
-                with torch.no_grad():
-                    out = model(out, None, ids)
-        except Exception as error:
-            return f"the forward of a stage fails: {type(error).__name__}: {str(error)[:150]}"
-        return ""
 
     def call(self, model: Callable[..., Any], ids: Tensor, layout: TokenLayout | None = None) -> Tensor:
         """Return the logits of token ids; a module that takes `position_ids` gets those of packed documents."""
