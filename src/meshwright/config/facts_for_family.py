@@ -29,6 +29,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         precision=train.precision,
         freeze=train.freeze,
         data=config.data,
+        ep=config.mesh.ep,
     )
 
 

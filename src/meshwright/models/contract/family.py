@@ -320,6 +320,8 @@ class RunFacts:
     """Dtype of activations: float32, bfloat16 or float64."""
     freeze: tuple[str, ...]
     data: DataConfig
+    ep: int = 1
+    """Ranks of dp_shard × cp that experts are sharded over."""
     trains: bool = True
     """Whether the model is trained, and not only evaluated: then no data may be on both sides."""
 

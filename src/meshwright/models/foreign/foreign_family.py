@@ -98,7 +98,13 @@ class ForeignFamily(Family):
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         from meshwright.models.foreign.stage import make_stage
 
-        return make_stage(self.make(f), self.structure(f), part, self.origin(f))
+        structure = self.structure(f)
+        stage = make_stage(self.make(f), structure, part, self.origin(f))
+        if f.ep > 1:
+            from meshwright.models.foreign.experts import dispatch_experts
+
+            dispatch_experts(stage, structure, part)
+        return stage
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""
