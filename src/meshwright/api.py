@@ -31,7 +31,17 @@ from meshwright.plan.run_plan import RunPlan
 from meshwright.plan.stage_sizes import replicated_note
 from meshwright.plan.verify import verify
 from meshwright.prove.bodies import PRELOAD, compare_body, locate_body, locate_compare_body, record_body
-from meshwright.prove.catalogue import ALL, LAYOUTS, PACKED, SETTINGS, Result, prove_all, write_documents
+from meshwright.prove.catalogue import (
+    ALL,
+    EP,
+    LAYOUTS,
+    PACKED,
+    SETTINGS,
+    Result,
+    has_experts,
+    prove_all,
+    write_documents,
+)
 from meshwright.prove.report import ended_to_json, render, render_ended, to_json
 from meshwright.prove.result import ProofResult
 from meshwright.prove.script.proof import prove_layouts
@@ -297,7 +307,7 @@ def prove_catalogue(
     say: Callable[[Result], None] | None = None,
 ) -> list[Result]:
     """Prove every causal language model of the installed transformers, built small, on dp_shard 2, pp 2, tp 2, cp 2,
-    with packed documents and, every fourth one, on the first three together.
+    with packed documents and, every fourth one, on the first three together; mixtures of experts on ep 2, too.
 
     Args:
         models: model types, such as qwen3; all if empty, which takes about half an hour on two cores. Given ones are
@@ -318,9 +328,10 @@ def prove_catalogue(
         for layout, keys in LAYOUTS.items():
             source = [f"data.source={documents}"] if layout == PACKED else []
             for number, model in enumerate(types):
-                if layout != ALL or models or number % 4 == 0:
-                    settings = (f"model.config={model}", *SETTINGS, *keys, *source, *words)
-                    yield model, layout, partial(load_config, "hf-tiny", *settings)
+                make = partial(load_config, "hf-tiny", f"model.config={model}", *SETTINGS)
+                is_wanted = has_experts(make) if layout == EP else layout != ALL or models or number % 4 == 0
+                if is_wanted:
+                    yield model, layout, partial(make, *keys, *source, *words)
 
     with tempfile.TemporaryDirectory(prefix="meshwright-documents-") as folder:
         documents = Path(folder, "short.jsonl")

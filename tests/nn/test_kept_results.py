@@ -104,8 +104,9 @@ class Chooses(nn.Module):
 
     def forward(self, x):
         y = (x @ self.weight).tanh()
-        best = y.topk(2, -1)
-        return (best.values @ torch.ones(2, D)).tanh() * y.gather(-1, best.indices).sum(-1, keepdim=True).tanh()
+        values, indices = y.topk(2, -1)
+        values /= 2 + values.sum(-1, keepdim=True)  # in place, as routers of transformers do
+        return (values @ torch.ones(2, D)).tanh() * y.gather(-1, indices).sum(-1, keepdim=True).tanh()
 
 
 def test_choices_are_kept_and_the_rest_runs_again():

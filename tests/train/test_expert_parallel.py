@@ -275,6 +275,7 @@ def test_overlapped_pairs_compute_the_same_bits(gang, corpus):
 MOE = ["moe-tiny", "model.dim=32", "model.expert_dim=24", "model.num_heads=2", "model.num_shared_experts=1",
        "model.balance_bias=true", "model.bias_rate=0.001", "model.z_loss=0.01", "train.seq_len=32",
        "train.precision=float64", "train.lr=0.002"]  # fmt: skip
+MIXTRAL = ["hf-tiny", "model.config=mixtral"]
 EXPERT = 5
 """The one that gets all tokens."""
 
@@ -342,13 +343,14 @@ class Armed:
 
 def fail_in_an_expert(context, argument):
     """A training in which rank 1's experts fail in step 3, in the forward or in the backward."""
-    from meshwright.nn.experts import grouped_linear
+    from meshwright.nn.experts import dispatched, grouped_linear
     from meshwright.train.rank_run import run_rank
 
     spec, folder, where = argument
     (folder / f"pid-{context.rank}").write_text(str(os.getpid()))
     board = Armed(context.board)
-    real = getattr(grouped_linear, where)
+    owner = dispatched._Dispatched if where == "_outputs" else grouped_linear
+    real = getattr(owner, where)
 
     def failing(*args, **named):
         if context.rank == 1 and board.step == 3:
@@ -356,17 +358,23 @@ def fail_in_an_expert(context, argument):
             raise ArithmeticError("an expert's weights are gone")
         return real(*args, **named)
 
-    setattr(grouped_linear, where, failing)
+    setattr(owner, where, failing)
     run_rank(replace(context, board=board), spec)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gang")  # whose server ranks are forked from
-@pytest.mark.parametrize(("layout", "where"), [("ep 2", "multiply"), ("ep 2, zb-h1", "weight_gradient")])
-def test_a_rank_that_fails_in_an_expert_is_named_and_ends_the_others(tmp_path, where, layout):
+@pytest.mark.parametrize(
+    ("model", "layout", "where"),
+    [(MOE, "ep 2", "multiply"), (MOE, "ep 2, zb-h1", "weight_gradient"), (MIXTRAL, "ep 2", "_outputs")],
+)
+def test_a_rank_that_fails_in_an_expert_is_named_and_ends_the_others(tmp_path, model, where, layout):
     """Not after `train.timeout_s`, which is 600 s, but as soon as the launcher sees it."""
-    words = [*MOE[1:], *STEPS, *small_corpus(tmp_path / "corpus"), *LAYOUTS[layout], "train.seq_len=32"]
-    config, out = load("moe-tiny", words), tmp_path / "run"
+    words = [*model[1:], *STEPS, *small_corpus(tmp_path / "corpus"), *LAYOUTS[layout], "train.seq_len=32"]
+    if model is MIXTRAL:
+        pytest.importorskip("transformers")
+        words.remove("model.num_layers=2")
+    config, out = load(model[0], words), tmp_path / "run"
     num_ranks = config.mesh.axes().num_ranks()
     with ExitStack() as hold:
         folder = choose_folder(config, out=out, resume=None, corpus=open_data(config).fingerprint, hold=hold)

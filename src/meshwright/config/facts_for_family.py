@@ -30,6 +30,7 @@ def run_facts(config: RunConfig) -> RunFacts:
         freeze=train.freeze,
         data=config.data,
         allow_empty_stages=config.pipeline.allow_empty_stages,
+        ep=config.mesh.ep,
     )
 
 

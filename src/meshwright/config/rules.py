@@ -191,9 +191,11 @@ def expert_violations(config: RunConfig) -> Iterator[Violation]:
     ep, mesh = config.mesh.ep, config.mesh
     if ep == 1:
         return
-    counts = [kind.experts.num_experts for kind in model_facts(config).kinds if kind.experts is not None]
+    facts = model_facts(config)
+    counts = [kind.experts.num_experts for kind in facts.kinds if kind.experts is not None]
     if not counts:
-        yield Violation(LayoutError, f"mesh.ep = {ep} for a model without experts", EP, "ep shards experts", [{EP: 1}])
+        what = f"mesh.ep = {ep}{f': {why}' if (why := facts.not_expert_parallel) else ' for a model without experts'}"
+        yield Violation(LayoutError, what, EP, "ep shards experts", [{EP: 1}])
         return
     ranks = mesh.dp_shard * mesh.cp
     sizes: list[Fix] = [{EP: size} for size in by_distance(divisors(math.gcd(ranks, *counts)), ep)]

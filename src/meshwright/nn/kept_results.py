@@ -43,7 +43,7 @@ MATRIX_PRODUCTS = frozenset(
 ATTENTION = frozenset({"meshwright::block_attention", "torch_attn::_varlen_attn"})
 """Attention that is an operator of its own. Compiled FlexAttention is none, and is computed again."""
 CHOICES = frozenset({"aten::topk"})
-"""Indices that would change with the parameters."""
+"""Indices that would change with the parameters. Copies are kept: routers normalise the best scores in place."""
 OTHERWISE = "recompute.policy=full recompute.blocks=[]"
 """Settings that keep no result of any block."""
 COLLECTIVES = frozenset({"meshwright::all_to_all_start"})
@@ -96,7 +96,7 @@ class KeptResults:
     def put(self, operator: Any, result: Any) -> None:
         """Keep an operator's result."""
         if not self._is_paused:
-            kept = _detached(result)
+            kept = _kept_of(operator, result)
             self._results[operator].append(_Kept(kept, tuple(num_changes(x) for x in _tensors(kept))))
 
     def get(self, operator: Any, number: int) -> Any:
@@ -119,7 +119,7 @@ class KeptResults:
                 rule="kept results stay as they are until the backward",
                 fix=f"return a new tensor in the block, or set {OTHERWISE}",
             )
-        return _detached(result)
+        return _kept_of(operator, result)
 
     def tensors(self) -> list[Tensor]:
         """Return all kept tensors."""
@@ -186,10 +186,13 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else []
 
 
-def _detached(result: Any) -> Any:
+def _kept_of(operator: Any, result: Any) -> Any:
+    """Return a result to keep, or to give to a recomputed forward, without its graph."""
     if isinstance(result, tuple | list):
-        return type(result)(_detached(one) for one in result)
-    return detached(result) if isinstance(result, Tensor) else result
+        return type(result)(_kept_of(operator, one) for one in result)
+    if not isinstance(result, Tensor):
+        return result
+    return result.clone() if operator.name() in CHOICES else detached(result)
 
 
 T = TypeVar("T", bound=tuple[Any, ...])

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from meshwright.errors import LayoutError
 from meshwright.models.contract.tp_styles import Style, StyleKind
 from meshwright.nn.step_handles import StepHandle
+from meshwright.nn.zero_gradients import depending_on
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import HeadParallel
 from meshwright.plan.run_plan import LayerSpec, RunPlan, Stage
@@ -114,28 +115,14 @@ class ShardedExperts(ParallelStyle):
             return tuple(map(local, inputs)), {name: local(value) for name, value in named.items()}
 
         def after(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor) -> Tensor:
-            if not output.requires_grad and torch.is_grad_enabled():  # no token was for this rank's experts
+            if not output.requires_grad:  # no token was for this rank's experts
                 own = [cast("DTensor", parameter).to_local() for parameter in module.parameters(recurse=False)]
-                values = [x for x in (*inputs, *named.values(), *own) if isinstance(x, Tensor) and x.requires_grad]
-                output = _Depend.apply(output, *values)  # type: ignore[no-untyped-call]
+                output = depending_on(output, *(x for x in (*inputs, *named.values(), *own) if isinstance(x, Tensor)))
             return reduced(output, device_mesh)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
         return module
-
-
-class _Depend(torch.autograd.Function):
-    """Make an output depend on inputs with zero gradients: all ranks reduce the gradients of what they share."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.shapes = [x.shape for x in inputs]
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return gradients[0], *(gradients[0].new_zeros(shape) for shape in ctx.shapes)
 
 
 def _replicate_own(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -231,13 +231,14 @@ class KindMaker:
             used = () if dim is None else (Shard(dim, self._tp),)
         if kind is StyleKind.EXPERTS:
             used = (Shard(0, self._tp),)
-        is_expert = role is Role.EXPERTS
-        if is_expert and self._ep:
+        is_sent = facts.experts is not None and one.name.startswith(f"{facts.experts.experts}.")
+        """Whether tokens are sent to it: experts' biases have the role vector."""
+        if is_sent and self._ep:
             used = (Shard(0, self._ep), *used)
-        data = tuple(axis for axis in self._data if not is_expert or axis not in self._ep)
+        data = tuple(axis for axis in self._data if not is_sent or axis not in self._ep)
         is_partial = self._has_sharded_input(kind) or (kind is StyleKind.LOCAL and not used)
         work = data + (self._tp if is_partial else ())
-        stored = self._stored_dim(one, used) if is_expert else 0
+        stored = self._stored_dim(one, used) if is_sent or role is Role.EXPERTS else 0
         return Parameter(one.name, one.shape, role.value, used, work, stored, trained=trained, key=one.tied_to)
 
     def _stored_dim(self, one: ParameterFacts, used: tuple[Shard, ...]) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.config.facts_for_family import run_facts
+from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
 from meshwright.errors import DataError, MeshwrightError, ModelError
 from meshwright.figure import GREY, INK, save_figure
@@ -89,12 +89,13 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "dp_shard 2": ("mesh.dp_shard=2",),
     "pp 2": ("mesh.pp=2",),
     "tp 2": ("mesh.tp=2",),
+    "ep 2": ("mesh.dp_shard=2", "mesh.ep=2"),
     "cp 2": ("mesh.cp=2",),
     "packed": ("mesh.dp_shard=2", "data.packing=documents", "data.text_field=text"),
     "all three": ("mesh.dp_shard=2", "mesh.pp=2", "mesh.tp=2"),
 }
 """Keys of each layout."""
-ALL, PACKED = "all three", "packed"
+ALL, EP, PACKED = "all three", "ep 2", "packed"
 SETTINGS = ("train.seq_len=32", "train.global_batch=8", "train.num_microbatches=2", "train.timeout_s=60")
 """Keys of every case: two micro-batches, since gradients that are reduced in every backward are right with one."""
 NUM_DOCUMENTS = 400
@@ -108,6 +109,15 @@ def write_documents(path: Path) -> None:
 
 
 MARKS = {Outcome.PROVED: "✓", Outcome.WRONG: "✗", Outcome.FAILED: "✗", Outcome.REFUSED: "–", Outcome.NOT_BUILT: ""}
+
+
+def has_experts(make: Callable[[], RunConfig]) -> bool:
+    """Return whether a model has experts, sharded over ep or refused with a reason; False for one that isn't built."""
+    try:
+        facts = model_facts(make())
+    except MeshwrightError:
+        return False
+    return bool(facts.not_expert_parallel) or any(kind.experts is not None for kind in facts.kinds)
 
 
 def table(results: Iterable[Result]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from meshwright.mesh.local_shards import to_local
 from meshwright.models.foreign import stage as stage_module
 from meshwright.models.hf import origin as origin_module
 from meshwright.models.hf.attention import Attending
+from meshwright.nn.experts.grouped_linear import RowGroups
+from meshwright.nn.experts.router import Routing
 from meshwright.prove.result import ProofResult
 from meshwright.train import pipeline_stages
 from meshwright.train.build_job import Job
@@ -40,6 +43,64 @@ def other_ranks_experts(job: Job, step: TrainStep) -> None:
 def _shift_experts(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     x, index, *others = inputs
     return x, (index + module.num_experts) % (2 * module.num_experts), *others
+
+
+def dispatching(change: Callable[[Any, Routing], Routing], after: Callable[[Any], None] = lambda dispatch: None) -> Any:
+    """Change what the dispatchers of experts are told, or the dispatches that they start."""
+
+    def tamper(job: Job, step: TrainStep) -> None:
+        for module in job.model.modules():
+            if type(module).__name__.endswith("Experts"):
+                _change_dispatcher(module, change, after)
+
+    return tamper
+
+
+def _change_dispatcher(module: Any, change: Callable[[Any, Routing], Routing], after: Callable[[Any], None]) -> None:
+    start = module.dispatcher.start
+
+    def started(x: Any, routing: Routing, cache: Any) -> Any:
+        dispatch = start(x, change(module.dispatcher, routing), cache)
+        after(dispatch)
+        return dispatch
+
+    module.dispatcher.start = started
+
+
+def _to_neighbours(dispatcher: Any, routing: Routing) -> Routing:
+    num_local = dispatcher.num_experts // dist.get_world_size(dispatcher.group)
+    return replace(routing, experts_nk=(routing.experts_nk + num_local) % dispatcher.num_experts)
+
+
+def _one_row_later(dispatch: Any) -> None:
+    """The first expert of each rank gets a row less, and the second one more."""
+    receive = dispatch.receive
+
+    def received() -> Any:
+        rows = receive()
+        (first, second, *others) = rows.groups.sizes
+        sizes = [first - 1, second + 1, *others] if first else rows.groups.sizes
+        return replace(rows, groups=RowGroups(torch.tensor(sizes)))
+
+    dispatch.receive = received
+
+
+def _weighted_again(dispatch: Any) -> None:
+    combine = dispatch.combine
+    dispatch.combine = lambda rows, out: combine(rows, out * rows.weights_r[:, None])
+
+
+def shared_by_each_rank(job: Job, step: TrainStep) -> None:
+    """Each rank of ep adds the output of the experts that all tokens pass."""
+    for module in job.model.modules():
+        if hasattr(module, "shared_experts"):
+            _add_shared(module, job.config.mesh.ep - 1)
+
+
+def _add_shared(module: Any, times: int) -> None:
+    outputs: list[Any] = []
+    module.shared_experts.register_forward_hook(lambda module, inputs, out: outputs.append(out))
+    module.register_forward_hook(lambda module, inputs, out: out + times * outputs.pop())
 
 
 def documents_in_one(job: Job, step: TrainStep) -> None:
@@ -151,6 +212,10 @@ FAULTS = {
     "accumulated norms of heads are summed over tp in every backward": sum_accumulated_over_tp,
     "float32 inside of one side": float32_inside,
     "experts of the other rank": other_ranks_experts,
+    "experts of the neighbouring rank": dispatching(_to_neighbours),
+    "numbers of rows are off by one": dispatching(lambda _, routing: routing, _one_row_later),
+    "routing weights are applied twice": dispatching(lambda _, routing: routing, _weighted_again),
+    "shared experts are added by each rank": shared_by_each_rank,
     "packed documents see each other": documents_in_one,
     "the window of another layer": other_layers_window,
     "positions in the shard": local_positions,

@@ -43,6 +43,29 @@ CASES = {
         ("the output of model.layers.0.input_layernorm", "part of the computation runs in float32"),
     ),
     "experts of the other rank": ("mixtral", "mesh.tp=2", ("the output of model.layers.0.mlp.experts",)),
+    "experts of the neighbouring rank": (
+        "mixtral",
+        "mesh.dp_shard=2 mesh.ep=2",
+        ("the output of model.layers.0.mlp.experts", "the experts of ep ranks 0 and 1 are swapped"),
+    ),
+    "numbers of rows are off by one": (
+        "gpt_oss",
+        "mesh.dp_shard=2 mesh.ep=2",
+        ("the output of model.layers.0.mlp.experts", "computed by the next expert on its rank", "are off by one"),
+    ),
+    "routing weights are applied twice": (
+        "mixtral",
+        "mesh.dp_shard=2 mesh.ep=2",
+        ("the output of model.layers.0.mlp.experts", "routing weights are applied twice"),
+    ),
+    "shared experts are added by each rank": (
+        "deepseek_v3",
+        "mesh.dp_shard=2 mesh.ep=2",
+        (
+            "the output of model.layers.1.mlp,",
+            "the output of model.layers.1.mlp.shared_experts is counted 2 times in it",
+        ),
+    ),
     # What is wrong on a later stage is not blamed on what stands in there for the modules of the first.
     "keys after the query are seen on later stages": (
         "gpt2",

@@ -90,7 +90,9 @@ CPU = torch.device("cpu")
 
 
 ROWS, COLUMNS = ("mesh.dp_shard=4", 1.1 / 4), ("mesh.tp=4", 1.5 / 4)
+EXPERTS = ("mesh.dp_shard=4 mesh.ep=4", 1.1 / 4)
 READERS = [(model_type, *shards) for model_type in ("llama", "mixtral") for shards in (ROWS, COLUMNS)]
+READERS.append(("mixtral", *EXPERTS))
 
 
 @pytest.mark.parametrize(("model_type", "layout", "most"), quick_and_slow(READERS, [("llama", *ROWS)]))
@@ -98,7 +100,7 @@ def test_each_rank_reads_its_shards(gang: GangPool, tmp_path: Path, model_type: 
     """Of a folder in bfloat16, as it is or converted. Norms and, under tp, a small part besides are replicated."""
     fields = {"num_key_value_heads": 4, "dtype": torch.bfloat16}
     folder = write_model(tmp_path / "model", model_type, tokenizer=False, **fields)
-    config = hf_config(str(folder), "model.weights=folder", layout, f"data.cache_dir={tmp_path}/cache")
+    config = hf_config(str(folder), "model.weights=folder", *layout.split(), f"data.cache_dir={tmp_path}/cache")
     open_data(config)
     stored = next((tmp_path / "cache").glob("weights-*.safetensors"), folder / "model.safetensors")
     total = sum(tensor.nbytes for tensor in load_file(stored).values())

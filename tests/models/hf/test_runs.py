@@ -22,10 +22,12 @@ pytest.importorskip("transformers")
 
 LAYOUTS = {
     "qwen3": "mesh.pp=2 mesh.tp=2",
+    "deepseek_v3": "mesh.tp=2 mesh.dp_shard=2 mesh.ep=2",
     "olmo2": "mesh.pp=4 pipeline.schedule=v-half pipeline.allow_empty_stages=true",
 }
 """A layout for each model: all of them give the same losses for each."""
-RESUMED = ("mixtral", "gpt2")
+RESUMED = {"mixtral": ("mesh.ep=2",), "gpt2": ()}
+"""Models with what all their layouts have besides."""
 FIRST = ("mesh.pp=2", "mesh.dp_shard=2", "train.steps=2")
 THEN = ("mesh.tp=2", "mesh.dp_shard=2", "train.steps=3")
 SHORT = ("train.validation_samples=0", "train.sample_tokens=0", "train.warmup_steps=1", "checkpoint.every=0")
@@ -54,9 +56,9 @@ def test_losses_are_those_of_one_process(gang: GangPool, model: str) -> None:
 def test_a_run_resumes_on_another_layout_and_its_export_is_the_model(
     gang: GangPool, model: str, tmp_path: Path
 ) -> None:
-    out, exported = tmp_path / "run", tmp_path / "out"
-    run(gang, hf_config(model, *SHORT, *FIRST), out)
-    metrics = run(gang, hf_config(model, *SHORT, *THEN), out, resume="auto")
+    out, exported, more = tmp_path / "run", tmp_path / "out", RESUMED[model]
+    run(gang, hf_config(model, *SHORT, *FIRST, *more), out)
+    metrics = run(gang, hf_config(model, *SHORT, *THEN, *more), out, resume="auto")
     assert [line["step"] for line in metrics] == [1, 2, 3]
     TransformersWeights().export(out / "checkpoints/00000003", exported)
 

@@ -321,6 +321,8 @@ class RunFacts:
     freeze: tuple[str, ...]
     data: DataConfig
     allow_empty_stages: bool = False
+    ep: int = 1
+    """Ranks of dp_shard × cp that experts are sharded over."""
     trains: bool = True
     """Whether the model is trained, and not only evaluated: then no data may be on both sides."""
 

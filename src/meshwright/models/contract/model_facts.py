@@ -259,6 +259,8 @@ class ModelFacts:
     undeferred: str = ""
     """A matrix whose gradient no layer can defer (`nn/linear.py`), so that schedules can't split the
     backward; empty if there is none, or if it is unknown."""
+    not_expert_parallel: str = ""
+    """Why no kind has `experts`, to be shown; empty if there is nothing to say."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys ignored by the family, with the models they apply to. A key that models must be built for is
     allowed by a fact instead, like `has_dropout`."""

@@ -18,9 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ConfigError, ModelError
-from meshwright.models.contract.model_facts import BufferFacts, HeadFacts, ParameterFacts, Part, Role, Saved
+from meshwright.models.contract.model_facts import (
+    BufferFacts,
+    ExpertFacts,
+    HeadFacts,
+    ParameterFacts,
+    Part,
+    Role,
+    Saved,
+)
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
+from meshwright.models.foreign.experts import expert_facts, noted_calls
 from meshwright.models.foreign.head import find_head
 from meshwright.models.foreign.origin import (
     LAYER_LISTS,
@@ -71,7 +80,10 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
     ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
     head = find_head(model, origin, ids, found.vocab_size)
     sides, stubs, blanks = _sides(model, found)
-    roles = parameter_roles(model, origin, found, last=set(sides.last))
+    with noted_calls(model, origin.stacked_experts(model)) as calls:
+        roles = parameter_roles(model, origin, found, last=set(sides.last))
+    experts, unsent = expert_facts(model, found.layers_path, calls)
+    unsent = unsent or origin.why_not_dispatched(model, found.time)
     aliases = _aliases(model, sides)
     remove_aliases(model, aliases)
     sides = Sides(*(tuple(name for name in names if name not in aliases) for names in astuple(sides)))
@@ -87,12 +99,14 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
-    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, head, attention, seq_len, tp)
+    deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, {} if unsent else experts, head,
+                       attention, seq_len, tp)  # fmt: skip
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
     if tp > 1 and apart:
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
     undeferred = next(iter(undeferred_parameters(model)), "")
     structure = replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
+    structure = replace(structure, not_expert_parallel=unsent)
     if len(structure.layers) == 1 or structure.not_split or not (origin.tries_stages or structure.carried):
         return structure
     return replace(structure, not_split=_why_not_staged(structure, origin, ids))
@@ -196,6 +210,7 @@ class _Deriver:
         blanks: list[str],
         styles: dict[str, Style],
         roles: dict[str, Role],
+        experts: dict[int, ExpertFacts],
         head: HeadFacts,
         attention: AttentionFound,
         seq_len: int,
@@ -203,8 +218,8 @@ class _Deriver:
     ) -> None:
         self._model, self._origin, self._found, self._sides, self._stubs = model, origin, found, sides, stubs
         self._blanks, self._styles, self._frozen = blanks, styles, found.unused | found.frozen
-        self._roles, self._fills, self._head, self._tp = roles, origin.fills(), head, tp
-        self._attention = attention
+        self._roles, self._experts, self._fills, self._head = roles, experts, origin.fills(), head
+        self._attention, self._tp = attention, tp
         self._names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), []).append(name)
@@ -323,7 +338,7 @@ class _Deriver:
         for index in range(len(self._layers)):
             facts = self._block(index)
             pairs = tuple(facts.fills.items()), tuple(facts.styles.items())
-            key = (facts.parameters, facts.buffers, facts.flops, facts.attention, *pairs)
+            key = (facts.parameters, facts.buffers, facts.flops, facts.attention, facts.experts, *pairs)
             if key not in signatures:
                 base = type(self._layers[index]).__name__
                 name = base if not kinds else f"{base}.{len(kinds) + 1}"
@@ -363,8 +378,8 @@ class _Deriver:
         if attention is not None:  # a plan divides heads by tp, whether or not the styles do
             heads = {name: getattr(attention, name) * self._tp for name in ("num_heads", "num_kv_heads")}
             attention = replace(attention, **heads)
-        facts = BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles)
-        return replace(facts, attention=attention)
+        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles,
+                          attention=attention, experts=self._experts.get(index))  # fmt: skip
 
 
 def _inside(style: Style, prefix: str) -> Style:

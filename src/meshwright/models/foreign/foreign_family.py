@@ -102,7 +102,13 @@ class ForeignFamily(Family):
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         from meshwright.models.foreign.stage import make_stage
 
-        return make_stage(self.make(f), self.structure(f), part, self.origin(f), allow_empty=f.allow_empty_stages)
+        structure, empty = self.structure(f), f.allow_empty_stages
+        stage = make_stage(self.make(f), structure, part, self.origin(f), allow_empty=empty)
+        if f.ep > 1:
+            from meshwright.models.foreign.experts import dispatch_experts
+
+            dispatch_experts(stage, structure, part)
+        return stage
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run a stage; every stage takes the token ids, too, from which models make masks and positions."""

@@ -111,6 +111,15 @@ class ForeignModel(ABC):
         """Return why documents packed in samples of a length would see each other, or an empty string if they don't;
         with our attention, or the model's own where ours can't take its place."""
 
+    def stacked_experts(self, model: nn.Module) -> Iterable[str]:
+        """Return the paths of modules whose own parameters are stacked by expert, and which take tokens, the choices of
+        experts and their weights."""
+        return ()
+
+    def why_not_dispatched(self, model: nn.Module, length: int) -> str:
+        """Return why tokens can't be sent to these experts, as a sample of a length shows, or why there are none."""
+        return ""
+
     def limits(self) -> list[int]:
         """Return the lengths past which the model may treat tokens otherwise, the largest first."""
         return []

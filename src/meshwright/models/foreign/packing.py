@@ -36,7 +36,7 @@ def why_not_packed(small: ForeignModel, *, length: int) -> str:
     # Documents below and above the model's limits, and some that begin anywhere between multiples of them.
     documents = (3, length - 8, 5), (third, third + 1, length - 2 * third - 1)
     try:
-        model, ids = small_model(small), tokens_of(length)
+        model, ids = float64_model(small), random_tokens(length)
         packed = _logits(small, model, ids, TokenLayout(length, documents=documents))
         pieces = ((x.split(lengths), y.split(lengths)) for x, y, lengths in zip(ids, packed, documents, strict=True))
         is_apart = all(_is_alone(small, model, *one) for pair in pieces for one in zip(*pair, strict=True))
@@ -48,7 +48,7 @@ def why_not_packed(small: ForeignModel, *, length: int) -> str:
 def check_samples(origin: ForeignModel, small: ForeignModel, *, length: int) -> None:
     """Raise a ConfigError if a sample's logits depend on the others of its batch; what can't be tried passes."""
     try:
-        model, ids = small_model(small), tokens_of(length)
+        model, ids = float64_model(small), random_tokens(length)
         is_apart = all(_is_alone(small, model, *one) for one in zip(ids, _logits(small, model, ids), strict=True))
     except Exception:  # such as no kernel for float64
         return
@@ -59,8 +59,8 @@ def check_samples(origin: ForeignModel, small: ForeignModel, *, length: int) -> 
 
 
 @torch.no_grad()
-def small_model(origin: ForeignModel) -> nn.Module:
-    """Build a model in float64 with values that depend on its structure alone, none of them zero."""
+def float64_model(origin: ForeignModel) -> nn.Module:
+    """Build a model in float64, with values that are the same each time and nowhere zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = origin.build().to(torch.float64)
@@ -69,8 +69,8 @@ def small_model(origin: ForeignModel) -> nn.Module:
     return model
 
 
-def tokens_of(length: int) -> Tensor:
-    """Return token ids of two samples."""
+def random_tokens(length: int) -> Tensor:
+    """Return two samples of token ids."""
     return torch.randint(3, 32, (2, length), generator=torch.Generator().manual_seed(1))
 
 

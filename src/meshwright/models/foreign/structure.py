@@ -23,6 +23,7 @@ from meshwright.models.contract.model_facts import (
     AttentionFacts,
     BufferFacts,
     EdgeFacts,
+    ExpertFacts,
     HeadFacts,
     KindFacts,
     ModelFacts,
@@ -61,6 +62,8 @@ class BlockFacts:
     styles: dict[str, Style] = field(default_factory=dict)
     attention: AttentionFacts | None = None
     """None if it is unknown."""
+    experts: ExpertFacts | None = None
+    """Experts that ep can shard."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Structure:
     """Reason why the layers can't be split over pipeline stages; empty if they can."""
     not_tensor_parallel: str = ""
     """Reason why matrices can't be sharded over tp; empty if they can."""
+    not_expert_parallel: str = ""
+    """Reason why experts can't be sharded over ep; empty if they can."""
     not_packed: str = ""
     """Reason why packed documents would see each other; empty if they don't."""
     packed_len: int | None = None
@@ -177,6 +182,7 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any], *, 
         last=(replace(last, output=float(structure.vocab_size), head=structure.head, output_divided=shards_logits),),
         keeps_documents_apart=not structure.not_packed,
         undeferred=structure.undeferred,
+        not_expert_parallel=structure.not_expert_parallel,
         # The backward costs twice the forward.
         flops_per_token=3.0 * (sum(flops[name] for name in structure.layers) + structure.last.flops),
     )
@@ -187,6 +193,7 @@ def _kind(block: BlockFacts, structure: Structure, *, ours: bool) -> KindFacts:
     return KindFacts(
         block.name, path, block.parameters, block.buffers, saved=block.saved, compiled=block.compiled,
         flops=block.flops, operators=block.operators, attention=block.attention if ours else None,
+        experts=block.experts,
     )  # fmt: skip
 
 
@@ -249,7 +256,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 29
+FORMAT = 30
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.models.contract.model_facts import AttentionFacts
 from meshwright.models.foreign.origin import AttentionFound, ForeignModel
-from meshwright.models.foreign.packing import MAX_TRIED, MIN_LENGTH, Float64Mode, small_model, tokens_of
+from meshwright.models.foreign.packing import MAX_TRIED, MIN_LENGTH, Float64Mode, float64_model, random_tokens
 from meshwright.models.hf import private
 from meshwright.models.hf.attention import STATE, Attending, Mixers, OtherMask, attending, register, set_cores
 from meshwright.models.hf.config import OURS
@@ -213,11 +213,11 @@ def _try_ours(defined: ForeignModel, small: TransformersModel, *, length: int) -
     """Return whether our attention is that of a small model, and shards of a sample do with keys and values of the
     other tokens."""
     length = max(length, MIN_LENGTH) // 4 * 4
-    ids_bt, ours = tokens_of(length), replace(small, attention_name=OURS)
+    ids_bt, ours = random_tokens(length), replace(small, attention_name=OURS)
     whole = TokenLayout(length)
     try:
-        expected = _run(defined, small_model(defined), ids_bt, None, gradients=True)
-        model = small_model(ours)
+        expected = _run(defined, float64_model(defined), ids_bt, None, gradients=True)
+        model = float64_model(ours)
         path = ours.layers_path(model)
         if different := expected.first_difference(_run(ours, model, ids_bt, whole, gradients=True), path):
             why = f"{different} isn't that of its own attention"

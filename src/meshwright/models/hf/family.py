@@ -140,7 +140,8 @@ class HfFamily(ForeignFamily):
         from meshwright.models.hf.build_model import build_model
 
         # Grouped products have no kernel for float64. They leave rows of tokens for other ranks' experts uninitialised.
-        experts = None if f.precision == "bfloat16" and f.axes.tp == 1 else "eager"
+        is_grouped = f.precision == "bfloat16" and (f.axes.tp == 1 or f.ep > 1)
+        experts = None if is_grouped else "eager"
         with torch.device("meta"):
             return build_model(self.origin(f).config, attention=_attention(f), experts=experts, lora=_lora(f))
 
@@ -286,11 +287,14 @@ class _Key:
     seq_len: int
     tp: int
     cache_dir: str | None
+    over_ep: bool
+    """Whether experts are sharded over ep, and not over tp."""
 
 
 def _key(f: RunFacts) -> _Key:
     attention = "auto" if _section(f).attention == OURS else _section(f).attention
-    return _Key(_source(_section(f)), attention, _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir)
+    return _Key(_source(_section(f)), attention, _lora(f), f.seq_len, f.axes.tp, f.data.cache_dir,
+                f.axes.tp > 1 and f.ep > 1)  # fmt: skip
 
 
 def structure_of(f: RunFacts) -> Structure:
@@ -302,7 +306,7 @@ def structure_of(f: RunFacts) -> Structure:
 def _origin(key: _Key) -> TransformersModel:
     from meshwright.models.hf.origin import TransformersModel
 
-    return TransformersModel(key.source, key.attention, key.lora)
+    return TransformersModel(key.source, key.attention, key.lora, key.over_ep)
 
 
 @lru_cache(maxsize=64)
@@ -317,6 +321,7 @@ def _structure(key: _Key) -> Structure:
 
     decides = {**key.source.identity(), "attention": key.attention, "seq_len": key.seq_len, "tp": key.tp}
     decides |= {"transformers": transformers_version(), "torch": version("torch")}
+    decides |= {"over_ep": True} if key.over_ep else {}
     if key.lora is not None:
         decides |= {"lora": key.lora.identity(), "peft": version("peft")}
     return cached_structure(decides, derive, cache_dir=key.cache_dir)

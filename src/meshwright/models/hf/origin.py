@@ -31,6 +31,8 @@ from meshwright.models.contract.tp_styles import (
     StyleKind,
     local,
 )
+from meshwright.models.foreign.experts import INPUTS as EXPERT_INPUTS
+from meshwright.models.foreign.experts import why_not_dispatched
 from meshwright.models.foreign.origin import (
     POSITIONS,
     AttentionFound,
@@ -71,8 +73,6 @@ LINEAR: Mapping[str, Style] = {
 """Styles of linear layers."""
 ROWS = "embedding_rowwise"
 EXPERTS = "moe_tp_experts"
-EXPERT_INPUTS = 3
-"""Inputs of experts: tokens, the indices of each token's experts, and their weights."""
 LATENT_KEYS = "mla_kv_a_proj"
 PLAN_UNFIT = (
     "dbrx",  # experts are modules of their own inside a stack of parameters
@@ -96,6 +96,8 @@ class TransformersModel(ForeignModel):
     """Position of a sample's first token."""
     mixers: Mixers = ()
     """Modules that run document by document, for our attention."""
+    over_ep: bool = False
+    """Whether experts are sharded over ep, and therefore not over tp."""
     key = KEY
     fix = f"{KEY}=qwen3"
 
@@ -188,7 +190,9 @@ class TransformersModel(ForeignModel):
         config = self.config
         plan = {} if config.model_type in PLAN_UNFIT else private.tensor_parallel_plan(model)
         if plan:
-            yield tp_styles(model, plan, config)
+            styles = tp_styles(model, plan, config)
+            is_whole = {path for path, one in styles.items() if one.kind is StyleKind.EXPERTS and self.over_ep}
+            yield styles | dict.fromkeys(is_whole, REPLICATED)
         yield from feed_forwards(model, width, private.transposed_linear())
 
     def attention(self, model: nn.Module, seq_len: int) -> AttentionFound:
@@ -210,6 +214,17 @@ class TransformersModel(ForeignModel):
         if not attention.not_ours:
             small = replace(small, attention_name=OURS, mixers=attention.mixers)
         return why_not_packed(replace(small, first_position=attention.first_position), length=longest)
+
+    def stacked_experts(self, model: nn.Module) -> Iterator[str]:
+        yield from (path for path, one in owners(model).items() if not why_not_stacked(one))
+
+    def why_not_dispatched(self, model: nn.Module, length: int) -> str:
+        """Return why a small model's experts compute other values for the tokens that they are sent."""
+        if not any(self.stacked_experts(model)):
+            found = ((path, one) for path, one in model.named_modules() if path.endswith("experts"))
+            return next((f"{path} {why_not_stacked(one)}" for path, one in found), "")
+        small = self._shrunken(length, length)
+        return NOT_SMALL if small is None else why_not_dispatched(small, length=length)
 
     def limits(self) -> list[int]:
         return limits_of(self.config)
@@ -275,11 +290,19 @@ def _style(path: str, module: nn.Module, plan: Mapping[str, str], config: Any) -
 
 def _experts(path: str, module: nn.Module, config: Any) -> Style:
     """Return the style of experts: sharded by expert, or replicated where a rank couldn't run its own alone."""
-    count = getattr(module, "num_experts", None)
-    shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
-    has_own = any(True for child in module.children() for _ in child.parameters())
-    takes_indices = len(inspect.signature(module.forward).parameters) >= EXPERT_INPUTS
-    is_stacked = count is not None and all(shape[0] == count for shape in shapes)
-    if has_own or not takes_indices or not is_stacked or config.model_type in WITHOUT_SENTINEL:
+    if config.model_type in WITHOUT_SENTINEL or why_not_stacked(module):
         return REPLICATED
     return Style(StyleKind.EXPERTS, top_k=int(getattr(config, "num_experts_per_tok", 0) or 1))
+
+
+def why_not_stacked(module: nn.Module) -> str:
+    """Return what keeps a module from being experts of which each rank can hold some, or an empty string."""
+    count = getattr(module, "num_experts", None)
+    shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+    if any(True for child in module.children() for _ in child.parameters()):
+        return "has parameters in modules of its own"
+    if not shapes or count is None or any(shape[0] != count for shape in shapes):
+        return "has parameters that are not stacked by expert"
+    if len(inspect.signature(module.forward).parameters) < EXPERT_INPUTS:
+        return "doesn't take tokens, the indices of their experts, and weights"
+    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ from meshwright.prove.result import (
 from meshwright.prove.trace.attention_parts import explain_attention
 from meshwright.prove.trace.expert_parts import COMBINE_BACKWARD, RIGHT, ExpertParts
 from meshwright.prove.trace.first_difference import TOLERANCE, FirstDifference, Trace, grid
+from meshwright.prove.trace.foreign_experts import explain_experts
 from meshwright.prove.trace.module_parts import FLOAT32
 from meshwright.prove.trace.module_parts import RELATIONS as MODULE_RELATIONS
 from meshwright.prove.trace.probe import GRADIENT, LAYER, MODEL, RankTrace, ReferenceTrace, trace_reference
@@ -179,7 +181,8 @@ def _by_parts(first: FirstDifference, trace: Trace, step: Step) -> str | None:
     for one in (first, trace.summed(first)) if trace.axes.size("tp") > 1 else (first,):
         found = explain_attention(one, trace) or relate(one.wrong, trace, MODULE_RELATIONS)
         if found is None and step.experts is not None:
-            found = ExpertParts(one, trace, step.experts, step.counts).explain()
+            foreign = partial(explain_experts, placement=step.experts)
+            found = ExpertParts(one, trace, step.experts, step.counts).explain() or relate(one.wrong, trace, [foreign])
         if found is not None:
             return found
     return None

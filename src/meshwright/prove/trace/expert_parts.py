@@ -88,7 +88,7 @@ def _of_combine(right: ExpertLayer, *, is_cp: bool) -> Iterator[Hypothesis]:
     for experts in (range(placement.num_experts), *held.values()):
         cause = f"gate and up are exchanged in {placement.describe(experts)}"
         yield cause, {"routed": right.combine(table, exchanged=experts)}
-    for cause, other_e in _misrouted(placement):
+    for cause, other_e in misrouted(placement):
         yield cause, {"table": right.table_of(torch.tensor(other_e)[right.experts])}
     for shift, whose in ((1, "previous"), (-1, "next")):
         cause = f"rows are combined into the wrong tokens: each token gets the outputs of the {whose} one"
@@ -104,7 +104,7 @@ def _of_combine(right: ExpertLayer, *, is_cp: bool) -> Iterator[Hypothesis]:
         yield f"tokens get no output of their {word} choice of expert", {"weights": right.weights * kept}
 
 
-def _misrouted(placement: ExpertPlacement) -> Iterator[tuple[str, list[int]]]:
+def misrouted(placement: ExpertPlacement) -> Iterator[tuple[str, list[int]]]:
     """Yield causes, and the experts that compute in the place of each."""
     num, local = placement.num_experts, placement.num_local
     for a, b in itertools.combinations(range(placement.size), 2):

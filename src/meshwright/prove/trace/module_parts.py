@@ -1,8 +1,8 @@
 """Explain a module whose input is right by running it again in other ways: a dropout with other masks, a table with
-other ids, a layer with earlier weights, another activation, experts of transformers with other routing weights, and a
-loss with other targets, which stand in the gradient of logits.
+other ids, a layer with earlier weights, another activation, and a loss with other targets, which stand in
+the gradient of logits.
 
-Shapes: b samples, t tokens, n tokens of all samples, d features, v rows of a table, e experts, r ranks.
+Shapes: b samples, t tokens, n tokens of all samples, d features, v rows of a table.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.prove.record.definitions import positions
 from meshwright.prove.result import index_words, number_words
 from meshwright.prove.trace.first_difference import ROUNDING, TOKENS, LocalValue, Places, Trace, take
 from meshwright.prove.trace.probe import GRADIENT
-from meshwright.prove.trace.relations import Relation, cell_words, close, context_orders, factor_of, token_factors
+from meshwright.prove.trace.relations import Relation, cell_words, close, context_orders, factor_of
 
 Mask = npt.NDArray[np.bool_]
 STRONG = 1e-4
@@ -226,49 +226,6 @@ def _activation(value: LocalValue, trace: Trace) -> str | None:
     return None
 
 
-# ---- experts of transformers, which take tokens, choices and routing weights
-
-
-def _foreign_experts(value: LocalValue, trace: Trace) -> str | None:
-    """Explain wrong outputs of experts by their tokens and the gate beside them."""
-    name, experts = value.module, trace.module(value.module)
-    gate_ed = getattr(trace.module(f"{name.rpartition('.')[0]}.gate"), "weight", None)
-    x = trace.at(value, f"input of {name}")
-    if value.what != "output" or not name.endswith(".experts") or not isinstance(gate_ed, Tensor) or experts is None:
-        return None
-    if x is None or x.ndim != 2:
-        return None
-    probability_ne = (torch.from_numpy(x) @ gate_ed.to(torch.float64).T).softmax(-1).numpy()
-    return _other_normalisation(value, probability_ne) or _first_experts(value, trace, experts, x, len(gate_ed))
-
-
-def _other_normalisation(value: LocalValue, probability_ne: Array) -> str | None:
-    """Explain a factor of each token by the sum of its best probabilities."""
-    factor_n1 = token_factors(value.observed, value.expected)
-    if not close(value.observed, factor_n1 * value.expected):
-        return None
-    best_ne = np.sort(probability_ne)[:, ::-1].cumsum(-1)
-    for num in range(2, best_ne.shape[1] + 1):
-        for word, due_n1 in (("not ", best_ne[:, num - 1 : num]), ("", 1 / best_ne[:, num - 1 : num])):
-            if close(factor_n1, due_n1, FLOAT32):
-                return f"routing weights are {word}normalised over a token's {num} experts"
-    return None
-
-
-def _first_experts(value: LocalValue, trace: Trace, experts: nn.Module, x: Array, num: int) -> str | None:
-    """Recognise outputs in which each rank's first expert also stands in for those of other ranks."""
-    tp, x_nd, due_nd = trace.axes.size("tp"), torch.from_numpy(x), torch.from_numpy(value.expected)
-    if tp == 1 or num % tp or x_nd.shape[1] < num:
-        return None
-    one_n1 = torch.ones(len(x_nd), 1, dtype=torch.int64)
-    outs_nde = torch.stack([experts(x_nd, e * one_n1, one_n1.to(x_nd.dtype)) for e in range(num)], -1)
-    weights_nre = torch.linalg.lstsq(outs_nde, due_nd[..., None]).solution.view(len(x_nd), tp, -1)
-    of_others_nr = weights_nre.sum((1, 2))[:, None] - weights_nre.sum(2)
-    found_nd = due_nd + (outs_nde[..., :: num // tp] @ of_others_nr[..., None])[..., 0]
-    words = "each tp rank's first expert also computes the choices of other ranks' experts, with their routing weights"
-    return words if close(value.observed, found_nd.numpy(), FLOAT32) else None
-
-
 # ---- the loss
 
 
@@ -346,6 +303,6 @@ def _other_targets(value: LocalValue, trace: Trace, due_bt: Places) -> Iterator[
 
 
 RELATIONS: tuple[Relation, ...] = tuple(
-    torch.no_grad()(one) for one in (_dropout, _rows, _weights_before, _activation, _foreign_experts, _other_loss)
+    torch.no_grad()(one) for one in (_dropout, _rows, _weights_before, _activation, _other_loss)
 )
 """Relations of a value to the module that computes it."""

@@ -139,10 +139,11 @@ def _residual(value: LocalValue, trace: Trace) -> str | None:
 
 
 def _part(value: LocalValue, trace: Trace) -> str | None:
-    """Recognise a gradient that lacks what one of the modules within returns, or counts it more than once."""
+    """Recognise a value that lacks what one of the modules within returns, or counts it more than once."""
     difference = value.observed - value.expected
     within = [name for name in trace.reference[value.cell] if name.startswith(f"{value.name}.")]
-    for name in within if value.what == f"{GRADIENT}input" else ():
+    within.sort(key=lambda name: name.count("."))
+    for name in within if value.what in ("output", f"{GRADIENT}input") else ():
         part = trace.at(value, name)
         factor = 0.0 if part is None else factor_of(difference, part)
         if part is not None and factor and close(difference, factor * part, value.rounding):
