@@ -105,13 +105,15 @@ def _add_shared(module: Any, times: int) -> None:
 
 def documents_in_one(job: Job, step: TrainStep) -> None:
     """Masks of ranks have no documents; the reference runs each document alone."""
-    mask = Attending.mask
+    Attending.mask = mask_without_documents(Attending.mask)  # type: ignore[method-assign]
 
+
+def mask_without_documents(mask: Callable[..., Any]) -> Any:
     def without_documents(self: Attending, *args: Any) -> Any:
         self.layout = self.layout and replace(self.layout, documents=None)
         return mask(self, *args)
 
-    Attending.mask = without_documents  # type: ignore[method-assign]
+    return without_documents
 
 
 def other_layers_window(job: Job, step: TrainStep) -> None:

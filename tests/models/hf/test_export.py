@@ -19,7 +19,8 @@ from meshwright.config.schema import RunConfig
 from meshwright.data.loader import IGNORED_TARGET
 from meshwright.data.windows import JoinedWindows
 from meshwright.models.contract.task import Batch
-from meshwright.models.hf import origin, pretrained, private
+from meshwright.models.hf import pretrained, private
+from meshwright.models.hf.attention import Attending
 from meshwright.models.hf.build_model import original_config
 from meshwright.models.hf.config import Source
 from meshwright.models.hf.pretrained import TransformersWeights
@@ -29,6 +30,7 @@ from meshwright.prove.spec import as_proof
 from tests.data.chats.formats import CHATML, Tokenizer, build, chat, parts, write_lines
 from tests.gangs.gang import GangPool
 from tests.helpers import open_data
+from tests.models.hf.faults import mask_without_documents
 from tests.models.hf.folders import change_config, open_folder, write_model
 from tests.models.hf.runs import hf_config, run, saved
 
@@ -311,7 +313,7 @@ def alone(config: RunConfig, tokenizer: Tokenizer) -> float:
 def test_conversations_do_not_see_each_other(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     config = as_proof(tuning(tokenizer))
     assert alone(config, tokenizer) < 1e-6
-    monkeypatch.setattr(origin, "given_positions", lambda layout, ids, first: {})
+    monkeypatch.setattr(Attending, "mask", mask_without_documents(Attending.mask))
     assert alone(config, tokenizer) > 1e-3
 
 
