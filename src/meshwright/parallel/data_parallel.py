@@ -43,20 +43,20 @@ def apply_units(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage
     # The warning concerns views modified in place, which lose a hook; blocks never modify them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     inner = [(kind, layer, unit) for kind, layer in plan.held(stage) for unit in kind.units]
+    dims = {
+        module.get_parameter(kind.full_name(one.name, layer)): Shard(one.stored_dim)
+        for kind, layer, one in plan.parameters(stage)
+        if one.stored_dim
+    }
     # FSDP2 requires nested units to be wrapped inside out.
     for kind, layer, unit in sorted(inner, key=lambda entry: (not entry[0].is_block, -_depth(entry[2]))):
         unit_modules = [module.get_submodule(kind.full_name(path, layer)) for path in unit.modules]
         is_experts = kind.experts is not None and unit.modules == (kind.experts.experts,)
-        dims = {
-            module.get_parameter(kind.full_name(one.name, layer)): Shard(one.stored_dim)
-            for one in kind.parameters
-            if one.stored_dim and one.name in unit.parameters
-        }
         _shard_unit(unit_modules, mesh, plan, unit, dims, casts_inputs=not is_experts)
         if not unit.in_backward:
             for unit_module in unit_modules:
                 unit_module.set_unshard_in_backward(False)  # type: ignore[operator]
-    _shard_unit([module], mesh, plan, stage.root, {})
+    _shard_unit([module], mesh, plan, stage.root, dims)
     if plan.mesh.size(*stage.root.sharded, *stage.root.replicas) == 1:
         return  # FSDP2 doesn't divide on one rank; setting the factor would add a pass over memory to divide by 1
     for wrapped in fsdp_modules(module):

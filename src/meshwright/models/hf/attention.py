@@ -121,9 +121,9 @@ def set_cores(model: nn.Module, core: Callable[[str], AttentionCore], state: Att
 
 def attend_by_ours(model: nn.Module) -> None:
     """Let a model that was built with our attention attend to the tokens that it is given, by the reference, which
-    takes all rules of scores."""
-    local = LocalAttention("reference")
-    state = Attending(lambda rules: (local, None))
+    takes all rules of scores, unless masks are prepared for another backend."""
+    local, reference = LocalAttention(), LocalAttention("reference")
+    state = Attending(lambda rules: (reference, None))
     set_cores(model, lambda path: local, state)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and POSITIONS in inspect.signature(type(module).forward).parameters:
@@ -161,7 +161,7 @@ def attend_on_stage(model: nn.Module, layers: Mapping[str, AttentionFacts]) -> N
     requests: dict[MaskSpec, AttentionRequest] = {}
     for path, facts in layers.items():
         module = model.get_submodule(f"{path}.{facts.module}")
-        vars(module).update(core=LocalAttention(), mask=facts.mask)
+        vars(module)["mask"] = facts.mask
         owners.setdefault(facts.mask, module)
         before = requests.get(facts.mask)
         request = AttentionRequest(
