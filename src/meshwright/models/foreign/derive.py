@@ -21,7 +21,7 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.models.contract.model_facts import BufferFacts, ExpertFacts, HeadFacts, ParameterFacts, Role, Saved
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.experts import expert_facts, noted_calls
+from meshwright.models.foreign.experts import expert_facts, load_facts, noted_calls
 from meshwright.models.foreign.head import find_head
 from meshwright.models.foreign.origin import LAYER_LISTS, MAX_ON_CPU, ForeignModel, NotSharded, Probe
 from meshwright.models.foreign.probe import (
@@ -334,9 +334,11 @@ class _Deriver:
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
+        if (experts := self._experts.get(index)) is not None:
+            buffers.append(load := load_facts(experts))
+            fills[load.name] = FillFacts("constant", 0.0)
         flops = self._traced_in(index).flops
-        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles,
-                          experts=self._experts.get(index))  # fmt: skip
+        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles, experts=experts)
 
 
 def _inside(style: Style, prefix: str) -> Style:

@@ -100,10 +100,10 @@ class ForeignFamily(Family):
 
         structure = self.structure(f)
         stage = make_stage(self.make(f), structure, part, self.origin(f))
-        if f.ep > 1:
-            from meshwright.models.foreign.experts import dispatch_experts
+        if any(block.experts for block in structure.blocks):
+            from meshwright.models.foreign.experts import prepare_experts
 
-            dispatch_experts(stage, structure, part)
+            prepare_experts(stage, structure, part, ep=f.ep)
         return stage
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
