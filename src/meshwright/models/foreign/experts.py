@@ -85,6 +85,8 @@ def why_not_dispatched(small: ForeignModel, *, length: int) -> str:
     try:
         with noted_calls(model, small.stacked_experts(model)) as calls, torch.no_grad(), Float64Mode():
             small.call(model, random_tokens(length))
+        if not calls:
+            return "no experts are called in a small model, to try it"
         for path, call in calls.items():
             whole, sent = _whole_and_sent(model.get_submodule(path), call)
             if error := max(_error(a, b) for a, b in zip(sent, whole, strict=True)):
