@@ -135,9 +135,9 @@ class StepBuffer(StepHandle):
 class LoadCounter(StepBuffer):
     """Token counts of a router's experts, summed over micro-batches and ranks; `value` counts since the first step."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, saved: bool = True) -> None:
         """Create the counter; call `add` with int64 counts per expert, once per micro-batch."""
-        super().__init__((num_experts,), torch.int64)
+        super().__init__((num_experts,), torch.int64, saved)
         self.latest: Tensor | None = None
         """Counts of the last committed step; None before the first one and after the module was moved."""
 

@@ -123,6 +123,25 @@ def test_layouts_are_proved(gang: GangPool, model: str, layout: str) -> None:
     assert_proved(gang, as_proof(hf_config(model, *layout.split())))
 
 
+def counts(rank: int, world_size: int, words: list[str]) -> list[Any]:
+    """Gang body: tokens of each layer's experts in two steps."""
+    _, step = job_of(hf_config(*words, "train.precision=float64"), rank, world_size)
+    found = []
+    for number in (1, 2):
+        step(number)
+        found.append(step.load_counts())
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout", [f"{EP} recompute.policy=full", pytest.param("mesh.tp=2 recompute.policy=full", marks=pytest.mark.slow)]
+)
+def test_tokens_are_counted_once_on_any_layout(gang: GangPool, layout: str) -> None:
+    (alone,) = gang(1).run(counts, ["deepseek_v3"])
+    assert [[sum(layer) for layer in step] for step in alone] == [[8 * 32 * 2] * 3] * 2
+    assert gang(2).run(counts, ["deepseek_v3", *layout.split()]) == [alone] * 2
+
+
 def sent_in_steps(rank: int, world_size: int, words: list[str]) -> tuple[int, int]:
     """Gang body: bytes that a rank sends between experts in two steps, and the plan's."""
     job, step = job_of(hf_config(*words), rank, world_size)

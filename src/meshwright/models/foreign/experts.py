@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from meshwright.models.contract.model_facts import ExpertFacts, Part
+from meshwright.models.contract.model_facts import BufferFacts, ExpertFacts, Part
 from meshwright.models.foreign.origin import ForeignModel
 from meshwright.models.foreign.packing import Float64Mode, float64_model, random_tokens
 from meshwright.models.foreign.structure import Structure
-from meshwright.nn.experts.dispatched import dispatch_tokens
+from meshwright.nn.experts.dispatched import count_tokens, dispatch_tokens
 from meshwright.nn.experts.layer import LocalDispatcher
 
 TOLERANCE = 1e-12
@@ -62,12 +62,21 @@ def expert_facts(model: nn.Module, layers_path: str, calls: Mapping[str, Call]) 
     return found, ""
 
 
-def dispatch_experts(model: nn.Module, structure: Structure, part: Part) -> None:
-    """Let the experts of a stage's layers dispatch their tokens, in place."""
+def load_facts(experts: ExpertFacts) -> BufferFacts:
+    """Return the counter of tokens that a layer's experts get."""
+    shape = (experts.num_experts,)
+    return BufferFacts(f"{experts.module}.load.value", shape, "int64", saved=False, updated=True, load=True)
+
+
+def prepare_experts(model: nn.Module, structure: Structure, part: Part, *, ep: int) -> None:
+    """Let the experts of a stage's layers count their tokens and, with ranks of ep, dispatch them, in place."""
     by_name = {block.name: block.experts for block in structure.blocks}
     for layer in part.layers:
         if (facts := by_name[structure.layers[layer]]) is not None:
-            dispatch_tokens(model.get_submodule(f"{structure.layers_path}.{layer}.{facts.module}"))
+            module = model.get_submodule(f"{structure.layers_path}.{layer}.{facts.module}")
+            count_tokens(module, facts.num_experts)
+            if ep > 1:
+                dispatch_tokens(module)
 
 
 def why_not_dispatched(small: ForeignModel, *, length: int) -> str:
@@ -76,6 +85,8 @@ def why_not_dispatched(small: ForeignModel, *, length: int) -> str:
     try:
         with noted_calls(model, small.stacked_experts(model)) as calls, torch.no_grad(), Float64Mode():
             small.call(model, random_tokens(length))
+        if not calls:
+            return "no experts are called in a small model, to try it"
         for path, call in calls.items():
             whole, sent = _whole_and_sent(model.get_submodule(path), call)
             if error := max(_error(a, b) for a, b in zip(sent, whole, strict=True)):

@@ -256,7 +256,11 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 30
+<<<<<<< HEAD
+FORMAT = 31
+=======
+FORMAT = 31
+>>>>>>> 6ec982ba933f2a98d05a5532179ad11f87961a3e
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

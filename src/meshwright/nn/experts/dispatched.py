@@ -12,10 +12,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from meshwright.nn.experts.grouped_linear import count
 from meshwright.nn.experts.layer import Dispatcher, ExpertRows
 from meshwright.nn.experts.router import Routing
 from meshwright.nn.kept_results import ForwardCache
+from meshwright.nn.step_handles import LoadCounter
 from meshwright.nn.zero_gradients import depending_on
+
+
+class CalledLoad(LoadCounter):
+    """Load of experts, which a call counts, given the experts of each token; their number stands for none."""
+
+    runs_eagerly = True
+
+    def forward(self, experts_nk: Tensor) -> None:
+        """Add this micro-batch's counts."""
+        self.add(count(experts_nk.flatten(), len(self.value) + 1)[:-1])
+
+
+def count_tokens(module: nn.Module, num_experts: int) -> None:
+    """Let a module of experts count the tokens of each in its attribute `load`, which checkpoints don't include."""
+    module.load = CalledLoad(num_experts, saved=False)
+    module.register_forward_pre_hook(lambda module, inputs: module.load(inputs[1]))
 
 
 def dispatch_tokens(module: nn.Module) -> None:
