@@ -374,20 +374,15 @@ class _Deriver:
         fills: dict[str, FillFacts] = {
             name.removeprefix(prefix): fill for name, fill in self._fills.items() if name.startswith(prefix)
         }
-<<<<<<< HEAD
         flops, attention = self._traced_in(index).flops, self._attention.layers.get(index)
         if attention is not None:  # a plan divides heads by tp, whether or not the styles do
             heads = {name: getattr(attention, name) * self._tp for name in ("num_heads", "num_kv_heads")}
             attention = replace(attention, **heads)
-        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles,
-                          attention=attention, experts=self._experts.get(index))  # fmt: skip
-=======
         if (experts := self._experts.get(index)) is not None:
             buffers.append(load := load_facts(experts))
             fills[load.name] = FillFacts("constant", 0.0)
-        flops = self._traced_in(index).flops
-        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles, experts=experts)
->>>>>>> 6ec982ba933f2a98d05a5532179ad11f87961a3e
+        return BlockFacts("", tuple(parameters), tuple(buffers), fills, Saved(), flops, styles=styles,
+                          attention=attention, experts=experts)  # fmt: skip
 
 
 def _inside(style: Style, prefix: str) -> Style:

@@ -102,17 +102,10 @@ class ForeignFamily(Family):
     def build(self, f: RunFacts, part: Part) -> nn.Module:
         from meshwright.models.foreign.stage import make_stage
 
-<<<<<<< HEAD
         structure, empty = self.structure(f), f.allow_empty_stages
         stage = make_stage(self.make(f), structure, part, self.origin(f), allow_empty=empty)
-        if f.ep > 1:
-            from meshwright.models.foreign.experts import dispatch_experts
-=======
-        structure = self.structure(f)
-        stage = make_stage(self.make(f), structure, part, self.origin(f))
         if any(block.experts for block in structure.blocks):
             from meshwright.models.foreign.experts import prepare_experts
->>>>>>> 6ec982ba933f2a98d05a5532179ad11f87961a3e
 
             prepare_experts(stage, structure, part, ep=f.ep)
         return stage

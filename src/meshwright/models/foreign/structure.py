@@ -256,11 +256,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-<<<<<<< HEAD
-FORMAT = 31
-=======
-FORMAT = 31
->>>>>>> 6ec982ba933f2a98d05a5532179ad11f87961a3e
+FORMAT = 32
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 
