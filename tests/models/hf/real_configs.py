@@ -84,7 +84,7 @@ REAL = {
             "tie_word_embeddings": False, "output_router_logits": False, "router_aux_loss_coef": 0.001,
         },
         141e9, "announcement: 141B in total, 39B of them active",
-        ("mesh.tp=8 mesh.dp_shard=16", "mesh.pp=8 mesh.dp_shard=16"),
+        ("mesh.pp=8 mesh.dp_shard=16",),
     ),
 }  # fmt: skip
 

@@ -222,6 +222,27 @@ class OutsideResiduals(Model):
         return self.head(self.norm(x))
 
 
+class ListingLayer(Layer):
+    """A layer that puts what it computes into a list, and adds what the first one has put there."""
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        x = super().forward(x)
+        kept.append(x)
+        return x + kept[0]
+
+
+class Listing(Model):
+    """A model whose layers keep what they compute in a list."""
+
+    layer = ListingLayer
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, kept = self.table(ids) * self.scale, []
+        for layer in self.layers:
+            x = layer(x, kept)
+        return self.head(self.norm(x))
+
+
 class SharedLayers(Model):
     """A model whose layers are one."""
 

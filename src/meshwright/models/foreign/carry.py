@@ -54,7 +54,7 @@ def at(value: Any, path: Sequence[int | str]) -> Any:
 
 
 def put(value: Any, path: Sequence[int | str], new: Any) -> Any:
-    """Return a value with another one at a path inside it; mappings are changed in place."""
+    """Return a value with another one at a path inside it; mappings and lists are changed in place."""
     if not path:
         return new
     key, *rest = path
@@ -62,10 +62,10 @@ def put(value: Any, path: Sequence[int | str], new: Any) -> Any:
         value[key] = put(value.get(key), rest, new)
         return value
     assert isinstance(key, int), "what isn't a mapping is a sequence"
-    items = list(value or ())
+    items = value if isinstance(value, list) else list(value or ())
     items += [None] * (key + 1 - len(items))
     items[key] = put(items[key], rest, new)
-    return items if isinstance(value, list) else tuple(items)
+    return items if items is value else tuple(items)
 
 
 def replace_content(tensor: Tensor, new: Tensor) -> Tensor:

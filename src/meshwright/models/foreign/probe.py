@@ -184,9 +184,7 @@ class _Watch:
                 continue
             dims = _batch_dims(value, self._found.time)
             if dims is None:
-                self._refuse(
-                    f"a layer takes a tensor {list(value.shape)} from earlier ones, without samples and tokens"
-                )
+                self._refuse(f"a layer takes a tensor {list(value.shape)} of earlier ones that isn't one of tokens")
                 continue
             per_token = tuple(size for dim, size in enumerate(value.shape) if dim not in dims)
             old, leaf = self._cut(arguments, path, value)
@@ -295,20 +293,20 @@ class _Watch:
             found.between |= _used(stream, outside)
             if not found.not_split:
                 self._check_layer(index, stream)
-        ends = {
-            f"{call} {n}": leaf for call, all_leaves in enumerate(self._leaves) for n, leaf in enumerate(all_leaves)
-        }
-        used = _used(out, ends)
-        if self._carries:
-            last_call = self._carried[-1]
-            end = tuple(one for n, (one, _) in enumerate(last_call) if f"{len(self._leaves) - 1} {n}" in used)
-            found.carried = (*(tuple(one for one, _ in call[1:]) for call in self._carried), end)
-            found.between_layers = True
-            used = {name for name in used if int(name.partition(" ")[0]) < len(self._leaves) - 1}
-        if used:
-            layer = self._order[min(int(name.partition(" ")[0]) for name in used)]
-            self._refuse(f"the output depends on layer {layer} by more than the stream")
+        self._check_output(out)
         found.unused |= self._unused() | (set(outside) - found.before - found.between - found.after)
+
+    def _check_output(self, out: Tensor) -> None:
+        """Check that the output depends on no layer but through the last one's output, or what that one has taken."""
+        taken = {f"{call} {n}": leaf for call, leaves in enumerate(self._leaves) for n, leaf in enumerate(leaves)}
+        used, last = _used(out, taken), len(self._leaves) - 1
+        if self._carries:
+            end = tuple(one for n, (one, _) in enumerate(self._carried[last]) if f"{last} {n}" in used)
+            self._found.carried = (*(tuple(one for one, _ in call[1:]) for call in self._carried), end)
+            self._found.between_layers = True
+        calls = {int(name.partition(" ")[0]) for name in used} - ({last} if self._carries else set())
+        if calls:
+            self._refuse(f"the output depends on layer {self._order[min(calls)]} by more than the stream")
 
     def _unused(self) -> set[str]:
         """Return the names of the layers' parameters on which no call's output depends."""
@@ -341,8 +339,9 @@ class _Watch:
 
 def _batch_dims(value: Any, time: int) -> tuple[int, int] | None:
     """Return the dims of samples and tokens of a differentiable tensor with features, or None for another value."""
-    is_float = isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
-    if not is_float or value.dim() < 3:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 3:
+        return None
+    if torch.is_grad_enabled() and not value.requires_grad:
         return None
     shape = list(value.shape)
     return (shape.index(BATCH), shape.index(time)) if shape.count(BATCH) == shape.count(time) == 1 else None

@@ -3,7 +3,7 @@
 Every stage runs the model's own forward of token ids, so masks, positions and rotary embeddings are those of the model.
 Layers of other stages pass their input on, modules before the layers return zeros, the last layer before the stage's
 own returns the stream that was received, and the first one after them ends the forward; where the last layer's stage is
-not the last one, the modules after the layers do.
+not the last one, the modules after the layers do. What layers take besides the stream passes with it (see `carry`).
 
 Checkpoints, compression and descriptions take parameters in module order; a model that declares its final norm before
 its layers would have another, so modules are registered in the order in which they run.

@@ -158,7 +158,7 @@ class Structure:
         """Return the most elements per token that pass between stages besides the stream; only a last stage without
         layers, which has to be allowed, takes what is after them."""
         cuts = self.carried if allow_empty else self.carried[:-1]
-        return max((sum(prod(one.per_token) for one in cut) for cut in cuts), default=0)
+        return max((sum(prod(one.per_token) for one in passing) for passing in cuts), default=0)
 
 
 def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any], *, ours: bool = False) -> ModelFacts:
