@@ -60,7 +60,7 @@ def check_samples(origin: ForeignModel, small: ForeignModel, *, length: int) -> 
 
 @torch.no_grad()
 def float64_model(origin: ForeignModel) -> nn.Module:
-    """Build a model in float64, with values that are the same each time and nowhere zero."""
+    """Build a model in float64, whose values have noise and are the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = origin.build().to(torch.float64)
