@@ -46,6 +46,17 @@ def order_children(module: Any, rank: Callable[[str], int]) -> None:
         module._modules[name] = module._modules.pop(name)
 
 
+def before_call(module: Any, function: Callable[..., Any]) -> None:
+    """Change the arguments of each call of a module, before its hooks and outside of its compiled code."""
+    call = module._compiled_call_impl or module._call_impl
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = function(args, kwargs)
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = changed
+
+
 def is_hooked(module: Any) -> bool:
     """Return whether a module has hooks, or a forward of its own in place of its class's."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
