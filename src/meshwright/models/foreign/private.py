@@ -2,7 +2,8 @@
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
 `torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `Module._forward_hooks`,
-`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `UntypedStorage._cdata`,
+`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `Module._call_impl`,
+`Module._compiled_call_impl`, `UntypedStorage._cdata`,
 `aten._scaled_dot_product_flash_attention_for_cpu` and `Tensor._version`. Checked on 2.13.
 """
 
