@@ -29,6 +29,8 @@ from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
 from meshwright.models.hf.tiny_config import causal_types, tiny_config
 from meshwright.nn.linear import undeferred_parameters
+from meshwright.pipeline.actions import ActionKind
+from meshwright.plan.make_plan import make_plan
 from meshwright.prove.record.reference_run import build_reference, fill_tensors
 from meshwright.prove.spec import as_proof
 from tests.helpers import clean_environment, quick_and_slow
@@ -96,6 +98,14 @@ def test_two_stages_compute_the_logits_of_transformers(model_type):
     with Float64Mode():
         expected = logits_of(whole, tokens)
     torch.testing.assert_close(stream, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_tied_parameter_of_every_stage_is_summed_once() -> None:
+    """The table has a sum for each set of stages that share parameters, and none for the ends that tie one of them."""
+    plan = make_plan(hf_config("gemma4_text", "mesh.pp=4"))
+    assert [parameter.stages() for parameter in plan.shared_parameters()] == [(0, 1, 2, 3)] * 4
+    for row in plan.schedule.actions:
+        assert sum(action.kind is ActionKind.SYNC_SHARED for action in row) == 1
 
 
 @pytest.mark.parametrize("model_type", TYPES)

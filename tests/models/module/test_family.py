@@ -250,7 +250,7 @@ def test_two_stages_compute_what_the_module_does(kind: str) -> None:
 
 def test_what_is_computed_between_layers_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded fault: the stage that receives the stream applies it again."""
-    monkeypatch.setattr(stage_module, "_receive", lambda *_: lambda module, args, kwargs: None)
+    monkeypatch.setattr(stage_module, "_receive", lambda *_: lambda args, kwargs: (args, kwargs))
     found, expected = two_stages("Scaled")
     assert (found - expected).abs().max() > 1e-3
 

@@ -2,7 +2,8 @@
 
 Private PyTorch names: `torch.utils._device._device_constructors`, `torch.utils._pytree.tree_leaves`,
 `torch.utils._python_dispatch.TorchDispatchMode`, `OpOverload._schema`, `Module._modules`, `Module._forward_hooks`,
-`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `UntypedStorage._cdata`,
+`Module._forward_pre_hooks`, `Module._backward_hooks`, `Module._backward_pre_hooks`, `Module._call_impl`,
+`Module._compiled_call_impl`, `UntypedStorage._cdata`,
 `aten._scaled_dot_product_flash_attention_for_cpu` and `Tensor._version`. Checked on 2.13.
 """
 
@@ -44,6 +45,17 @@ def order_children(module: Any, rank: Callable[[str], int]) -> None:
     """Register a module's children in the order of their rank by name, and otherwise as they are."""
     for name in sorted(module._modules, key=rank):
         module._modules[name] = module._modules.pop(name)
+
+
+def before_call(module: Any, function: Callable[..., Any]) -> None:
+    """Change the arguments of each call of a module, before its hooks and outside of its compiled code."""
+    call = module._compiled_call_impl or module._call_impl
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = function(args, kwargs)
+        return call(*args, **kwargs)
+
+    module._compiled_call_impl = changed
 
 
 def is_hooked(module: Any) -> bool:

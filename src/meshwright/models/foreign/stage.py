@@ -157,8 +157,7 @@ def _stage_forward(
             origin.prepare_float64(model)
         if call.is_first:  # outside of FSDP's own hooks
             if not part.is_first and part.layers and structure.between_layers:
-                hook = _receive(structure, call)
-                layers[part.layers.start].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                private.before_call(layers[part.layers.start], _receive(structure, call))
             if not part.is_last and part.layers.stop == len(layers):
                 layers[-1].register_forward_hook(_keep(edge, call), with_kwargs=True)
         call.is_first = False
@@ -216,11 +215,11 @@ def _ending(call: _Call) -> Callable[..., Tensor]:
 
 
 def _receive(structure: Structure, call: _Call) -> Callable[..., Any]:
-    """Return a hook that gives a stage's first layer what was received, to which what is computed between layers was
-    applied where it was sent."""
+    """Return a function that gives a stage's first layer what was received, to which what is computed between layers
+    was applied where it was sent."""
     stream = Carried((structure.stream,), structure.per_token, structure.batch_dims)
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def received(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         arguments = arguments_of(args, kwargs)
         if structure.carried:
             assert call.received is not None, "a stage that isn't the first one receives"
@@ -229,7 +228,7 @@ def _receive(structure: Structure, call: _Call) -> Callable[..., Any]:
             arguments[structure.stream] = call.received
         return given(arguments)
 
-    return hook
+    return received
 
 
 def _zeros(shape: tuple[int, ...], call: _Call) -> Callable[..., Tensor]:
