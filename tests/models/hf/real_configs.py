@@ -18,6 +18,8 @@ class Real:
     counts: str
     """Where they state it, and what it counts."""
     layouts: tuple[str, ...]
+    most_gib: float | None = None
+    """Memory that a rank has at most on each of them, in GiB, if that is asked."""
 
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
@@ -32,7 +34,7 @@ REAL = {
             "router_aux_loss_coef": 0.001, "use_sliding_window": False,
         },
         30.5e9, "model card: 30.5B in total, 3.3B of them activated",
-        ("mesh.dp_shard=64", "mesh.tp=4 mesh.dp_shard=16", "mesh.pp=8 mesh.dp_shard=8"),
+        ("mesh.dp_shard=32 mesh.cp=2 mesh.ep=16", "mesh.pp=8 mesh.dp_shard=8"),
     ),
     "DeepSeek-V3": Real(
         {
@@ -47,7 +49,8 @@ REAL = {
             "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
         },
         671e9, "technical report: 671B without the module of multi-token prediction, which transformers leaves out too",
-        ("mesh.pp=16 mesh.dp_shard=64",),
+        ("mesh.pp=16 mesh.dp_shard=64 mesh.ep=32 train.num_microbatches=32 recompute.policy=full",),
+        most_gib=80.0,
     ),
     "gpt-oss-120b": Real(
         {
@@ -60,7 +63,7 @@ REAL = {
             "output_router_logits": False, "router_aux_loss_coef": 0.9,
         },
         116.83e9, "model card, table 1: 116.83B, embeddings and the head among them",
-        ("mesh.dp_shard=128", "mesh.tp=8 mesh.dp_shard=16", "mesh.pp=4 mesh.dp_shard=32"),
+        ("mesh.pp=4 mesh.dp_shard=32 mesh.ep=16",),
     ),
     "Llama-3.1-405B": Real(
         {
@@ -84,7 +87,7 @@ REAL = {
             "tie_word_embeddings": False, "output_router_logits": False, "router_aux_loss_coef": 0.001,
         },
         141e9, "announcement: 141B in total, 39B of them active",
-        ("mesh.pp=8 mesh.dp_shard=16",),
+        ("mesh.tp=8 mesh.dp_shard=16 mesh.ep=8",),
     ),
 }  # fmt: skip
 

@@ -9,7 +9,9 @@ import pytest
 
 from meshwright.config.facts_for_family import model_facts
 from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import predict_memory
 from meshwright.plan.rules import load
+from meshwright.units import GIB
 from tests.models.hf.real_configs import REAL, write_config
 
 pytest.importorskip("transformers")
@@ -26,6 +28,8 @@ def test_a_plan_has_the_published_parameters(tmp_path: Path, name: str) -> None:
         config = load("hf-tiny", words)
         assert model_facts(config).num_params() == pytest.approx(real.published, rel=0.003), real.counts
         plan = make_plan(config)
+        if real.most_gib is not None:
+            assert predict_memory(plan).total() < real.most_gib * GIB
         assert plan.mesh.num_ranks() == config.mesh.axes().num_ranks()
         layers = list(chain(*(range(*stage.layers) for stage in plan.stages)))
         assert layers == list(range(real.config["num_hidden_layers"]))
