@@ -124,6 +124,12 @@ def test_attention_that_is_not_ours_is_refused_under_cp(model: str) -> None:
     assert structure.not_context in str(found.value) and found.value.fix
 
 
+def test_transformers_attention_is_refused_under_cp() -> None:
+    with pytest.raises(ConfigError, match=r"mesh.cp = 2 with model.attention = sdpa") as found:
+        hf_config("qwen3", "mesh.cp=2", "model.attention=sdpa")
+    assert found.value.fix == "model.attention=auto"
+
+
 QUICK = [("gpt_oss", "mesh.cp=2"), ("qwen3", "mesh.dp_shard=2 PACKED recompute.policy=full")]
 PROOFS = quick_and_slow(
     [

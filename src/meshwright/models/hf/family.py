@@ -82,8 +82,12 @@ class HfFamily(ForeignFamily):
                 raise
             yield Violation(ConfigError, error.what, error.where, error.rule, [], error.fix)
             return
+        name = _section(f).attention
+        if f.axes.cp > 1 and name not in ("auto", OURS):
+            what, rule = f"mesh.cp = {f.axes.cp} with model.attention = {name}", "only our attention exchanges keys"
+            yield Violation(ConfigError, what, "model.attention", rule, [{"model.attention": "auto"}])
         yield from super().rules(f)
-        if _section(f).attention == OURS and (why := structure_of(f).not_ours):
+        if name == OURS and (why := structure_of(f).not_ours):
             rule = "it takes the place of attention that computes the same"
             what = f"model.attention = {OURS}: {why}"
             yield Violation(ConfigError, what, "model.attention", rule, [{"model.attention": "auto"}])
