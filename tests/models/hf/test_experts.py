@@ -112,9 +112,9 @@ def test_experts_whose_rows_depend_on_each_other_are_told() -> None:
 
 QUICK = [("gpt_oss", f"{EP} recompute.policy=selective")]
 SIX = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "olmoe")
-LAYOUTS = [f"{EP} mesh.pp=2 recompute.policy=full", f"{EP} mesh.tp=2"]
+LAYOUTS = [f"{EP} mesh.pp=2 recompute.policy=full", f"{EP} mesh.tp=2", f"{EP} mesh.cp=2"]
 SLOW = [
-    *zip(SIX, [*LAYOUTS, LAYOUTS[0], *reversed(LAYOUTS), LAYOUTS[1]], strict=True),
+    *zip(SIX, LAYOUTS * 2, strict=True),
     ("nemotron_h", EP), ("mixtral", "mesh.dp_replicate=2 mesh.dp_shard=2 mesh.ep=2 lora.rank=4"),
     ("gpt_oss", f"{EP} train.optimizer=muon"),
 ]  # fmt: skip
