@@ -256,7 +256,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 33
+FORMAT = 34
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -310,7 +310,7 @@ def structure_of(f: RunFacts) -> Structure:
 def _origin(key: _Key) -> TransformersModel:
     from meshwright.models.hf.origin import TransformersModel
 
-    return TransformersModel(key.source, key.attention, key.lora, key.over_ep)
+    return TransformersModel(key.source, key.attention, key.lora, over_ep=key.over_ep)
 
 
 @lru_cache(maxsize=64)
