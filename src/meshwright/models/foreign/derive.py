@@ -77,6 +77,7 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
             what, rule = f"{name} of {type(model).__name__} is a scalar", "a parameter has a dim that can be sharded"
             raise origin.error(what, rule, f"{name} = torch.nn.Parameter(torch.tensor([…])), with one element")
     origin.check_probe(model, found)
+    balance = origin.router_loss(model, found.time)
     ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
     head = find_head(model, origin, ids, found.vocab_size)
     sides, stubs, blanks = _sides(model, found)
@@ -106,7 +107,7 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
     undeferred = next(iter(undeferred_parameters(model)), "")
     structure = replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
-    structure = replace(structure, not_expert_parallel=unsent)
+    structure = replace(structure, not_expert_parallel=unsent, router_loss=balance)
     if len(structure.layers) == 1 or structure.not_split or not (origin.tries_stages or structure.carried):
         return structure
     return replace(structure, not_split=_why_not_staged(structure, origin, ids))

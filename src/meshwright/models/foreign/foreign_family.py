@@ -86,6 +86,8 @@ class ForeignFamily(Family):
 
     def notes(self, f: RunFacts) -> Iterable[str]:
         yield from self.structure(f).set_aside
+        if (routers := self.structure(f).router_loss) is not None:
+            yield f"balance loss of the routers, weight {routers.weight:g}, per sample"
         if reason := self.describe(f).last[0].head.reason:
             yield f"the loss takes all logits at once: {reason}"
 
@@ -108,6 +110,10 @@ class ForeignFamily(Family):
             from meshwright.models.foreign.experts import dispatch_experts
 
             dispatch_experts(stage, structure, part)
+        if structure.router_loss is not None:
+            from meshwright.models.foreign.router_loss import add_balance_loss
+
+            add_balance_loss(stage, structure, part, structure.router_loss.width(f))
         return stage
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:

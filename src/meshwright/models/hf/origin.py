@@ -42,7 +42,7 @@ from meshwright.models.foreign.origin import (
     no_dropout,
 )
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
-from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.foreign.structure import FillFacts, RouterLoss
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
 from meshwright.models.hf.attention import Mixers, attending, run_mixers_by_document
@@ -155,29 +155,38 @@ class TransformersModel(ForeignModel):
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:
         """Check that samples are computed one by one, that the output depends on every adapter, and freeze the rest."""
-        self._check_loss(model, found.time)
         if (small := self._shrunken(found.time, found.time)) is not None:
             check_samples(self, small, length=found.time)
         if self.lora is not None:
             check_called(model, found.unused)
             found.frozen |= {name for name, _ in model.named_parameters() if not is_adapter(name)}
 
-    def _check_loss(self, model: nn.Module, time: int) -> None:
-        """Check that the model's own forward adds nothing to the loss, as those of mixtures can: it is not trained."""
-        config = self.config
-        weights = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', config.to_json_string(use_diff=False))
+    def router_loss(self, model: nn.Module, time: int) -> RouterLoss | None:
+        """Return the balance loss of the routers, if it is what the model's own forward adds; other losses are not
+        trained."""
+        weights = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', self.config.to_json_string(use_diff=False))
         name, weight = next(((name, weight) for name, weight in weights if float(weight)), ("", ""))
-        wanted = bool(getattr(config.get_text_config(), "output_router_logits", False))
+        wanted = private.wants_router_logits(original_config(self.source))
         try:
             ids = torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device)
-            adds = bool(name) and private.adds_to_loss(model, ids)
+            with torch.no_grad():
+                adds = bool(name) and private.added_loss(model, ids, routed=wanted) is not None
         except Exception:  # such as an operator without a kernel for the meta device
             adds = wanted
-        if adds:
+        if not adds:
+            return None
+        from meshwright.models.hf.router_loss import balance_loss, why_not_its_own
+
+        small = self._plain()._shrunken(time, time)
+        found = balance_loss(self, model, float(weight), time)
+        why = NOT_SMALL if small is None else why_not_its_own(small, float(weight), time)
+        if found is None or why:
             what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
-            rule = "only the loss of the next token is trained: one over all tokens of a batch depends on its division"
+            rule = "of other losses, only transformers' balance loss of all layers' routers is trained"
             setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
-            raise self.error(what, rule, f"{setting} in {self.source.folder or self.source.model_type}/config.json")
+            fix = f"{setting} in {self.source.folder or self.source.model_type}/config.json"
+            raise self.error(f"{what}: {why}" if why else what, rule, fix)
+        return found
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
         """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""
