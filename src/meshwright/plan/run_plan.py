@@ -166,7 +166,7 @@ class Auxiliary:
     in_region: bool = False
     """Whether tp ranks compute the same loss, and each adds 1 / tp of it."""
     num_counts: int = 0
-    """Numbers of a sample that each forward sums over cp."""
+    """Numbers of a sample that blocks count, and that each forward sums over cp."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ every layout; other losses are refused.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,33 @@ from torch import Tensor
 
 from meshwright.config.facts_for_family import model_facts, run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError
 from meshwright.models.contract.build_module import build_part
 from meshwright.models.contract.model_facts import Part
 from meshwright.models.contract.task import SimpleBatch
-from meshwright.models.foreign.packing import Float64Mode
 from meshwright.models.foreign import router_loss as router_loss_module
+from meshwright.models.foreign.packing import Float64Mode
 from meshwright.models.foreign.router_loss import _packed, _unpacked
 from meshwright.models.hf import private
 from meshwright.nn.step_handles import auxiliary_losses
+from meshwright.plan.make_plan import make_plan
+from meshwright.plan.memory import predict_memory
+from meshwright.plan.traffic import predict_traffic
 from meshwright.prove.record.reference_run import build_reference, fill_tensors
+from meshwright.prove.report import render
 from meshwright.prove.spec import as_proof
+from meshwright.train.build_job import Job
+from meshwright.train.train_step import TrainStep
 from tests.gangs.gang import GangPool
 from tests.helpers import alternatives, quick_and_slow
 from tests.models.hf.folders import write_model
-from tests.models.hf.runs import hf_config, hf_facts, run
+from tests.models.hf.runs import hf_config, run
+from tests.models.hf.test_faults import short_documents
+from tests.models.hf.test_memory import live, traffic_words, words_of
 from tests.models.hf.tiny_models import random_tokens
-from tests.prove.proofs import assert_proved
+from tests.prove.proofs import Seed, assert_proved, proof
+from tests.train.jobs import load_words, run_on
+from tests.train.test_traffic import all_leaving
 
 pytest.importorskip("transformers")
 
@@ -128,3 +139,99 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model_type", "layout"), quick_and_slow(LAYOUTS, LAYOUTS[:2]))
 def test_layouts_are_proved(gang: GangPool, folder: Path, model_type: str, layout: str) -> None:
     assert_proved(gang, as_proof(hf_config(mixture(folder, model_type), *layout.split())))
+
+
+def test_numbers_survive_the_edge_in_bfloat16_with_their_gradients() -> None:
+    sums = torch.rand(3, 2, 8).requires_grad_()
+    packed = _packed(sums, torch.zeros(3, 10, 16, dtype=torch.bfloat16), 4)
+    assert packed.shape == (3, 10, 4) and packed.dtype == torch.bfloat16
+    found = _unpacked(packed, 8)
+    torch.testing.assert_close(found, sums, rtol=2**-15, atol=0)
+    due = torch.linspace(-1, 1, 8).expand(3, 2, 8)
+    (gradient,) = torch.autograd.grad(found, sums, due)
+    torch.testing.assert_close(gradient, due, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("data.packing=documents data.text_field=text", "data.packing with a balance loss"),
+        ("train.compile=true recompute.policy=full", "but MixtralDecoderLayer has balance"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_fix(folder: Path, words: str, says: str) -> None:
+    settings = [mixture(folder, "mixtral"), *words.split()]
+    settings += [f"data.source={short_documents(folder)}"] if "packing" in words else []
+    with pytest.raises(ConfigError, match=says) as caught:
+        hf_config(*settings)
+    for fix in alternatives(caught.value.fix):
+        if "config.json" not in " ".join(fix):
+            hf_config(*settings, *fix)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["mesh.pp=2 train.precision=bfloat16", "mesh.pp=2 mesh.cp=2"])
+def test_ranks_send_what_the_plan_says(gang: GangPool, folder: Path, layout: str) -> None:
+    words = traffic_words((mixture(folder, "mixtral"), *layout.split(), "train.num_microbatches=2"), folder)
+    plan = make_plan(load_words(words))
+    for rank, found in enumerate(gang(plan.mesh.num_ranks()).run(all_leaving, words)):
+        assert predict_traffic(plan, rank=rank).sent().total() == found
+
+
+@pytest.mark.slow
+def test_memory_is_predicted_within_a_tenth(gang: GangPool, folder: Path) -> None:
+    words = words_of((mixture(folder, "qwen3_moe", num_experts=32), "mesh.dp_shard=2"), str(folder))
+    peak, stored = max(run_on(gang, 2, live, words))
+    assert predict_memory(make_plan(load_words(words))).total() == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+def test_metrics_contain_it(gang: GangPool, folder: Path, tmp_path: Path) -> None:
+    losses = []
+    for name, weight in (("with", 0.5), ("without", 0.0)):
+        config = hf_config(mixture(folder / name, "mixtral", router_aux_loss_coef=weight), "mesh.pp=2", "train.steps=1")
+        losses.append(run(gang, config, tmp_path / name)[0]["loss_bits_per_byte"])
+    added = (losses[0] - losses[1]) * math.log(2)
+    assert added == pytest.approx(0.5 * 2, rel=0.1)  # the weight times two experts per token, nearly balanced
+
+
+def counts_of_the_microbatch(job: Job, step: TrainStep) -> None:
+    """Ranks take the mean counts of a micro-batch for each of its samples."""
+    loss_of = router_loss_module.loss_of
+    router_loss_module.loss_of = lambda sums, counts: loss_of(sums, counts.mean(0, keepdim=True))
+
+
+def summed_over_tp(job: Job, step: TrainStep) -> None:
+    """Each rank of tp adds the loss as if it were its part."""
+    for _, loss in (one for part in job.parts().values() for one in auxiliary_losses(part.module)):
+        loss.weight *= job.config.mesh.tp
+
+
+def earlier_stages_without_gradient(job: Job, step: TrainStep) -> None:
+    """What earlier stages add up to arrives without its gradient."""
+    unpacked = router_loss_module._unpacked
+    router_loss_module._unpacked = lambda packed, num_experts: unpacked(packed.detach(), num_experts)
+
+
+FAULTS = {
+    "counts of the micro-batch": counts_of_the_microbatch,
+    "the loss is summed over tp": summed_over_tp,
+    "earlier stages without gradient": earlier_stages_without_gradient,
+}
+REPLACED = (router_loss_module,)
+WHERE = "the gradient of the output of model.layers.{}.mlp.gate"
+SAYS = {
+    "counts of the micro-batch": ("mesh.dp_shard=2", WHERE.format(3)),
+    "the loss is summed over tp": ("mesh.tp=2", WHERE.format(3)),
+    "earlier stages without gradient": ("mesh.pp=2", WHERE.format(1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_and_named(gang: GangPool, folder: Path, fault: str) -> None:
+    layout, says = SAYS[fault]
+    config = as_proof(hf_config(mixture(folder, "mixtral"), layout))
+    result = proof(gang, config, Seed(__name__, "FAULTS", fault))
+    text = " ".join(" ".join(render(result)).split())
+    assert not result.passed and says in text

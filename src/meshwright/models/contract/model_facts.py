@@ -93,7 +93,7 @@ class AuxiliaryLoss:
     """Whether it is computed in a module of the style region, where tp ranks compute the same loss from partial
     gradients, so that each adds 1 / tp of it."""
     num_counts: int = 0
-    """Numbers of a sample that a forward sums over cp, beside those of `ExpertFacts`."""
+    """Numbers of a sample that blocks count for a loss of the last end, and that its forward sums over cp."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from meshwright.models.foreign.probe import (
     probe,
     saved_by_kind,
 )
+from meshwright.models.foreign.router_loss import watch_routers
 from meshwright.models.foreign.stage import (
     Sides,
     arrange,
@@ -100,6 +101,8 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
+    if balance is not None:  # what the loss saves is measured, too
+        watch_routers(model, balance)
     deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, {} if unsent else experts, head,
                        attention, seq_len, tp)  # fmt: skip
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
