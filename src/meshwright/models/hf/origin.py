@@ -57,6 +57,7 @@ from meshwright.models.hf.build_model import (
     with_adapter_styles,
 )
 from meshwright.models.hf.config import KEY, OURS, LoraConfig, Source, is_adapter
+from meshwright.models.hf.router_loss import balance_loss, why_not_its_own
 from meshwright.models.hf.tiny_config import limits_of, shrunken_config
 from meshwright.nn.attention.mask_spec import TokenLayout
 
@@ -175,8 +176,6 @@ class TransformersModel(ForeignModel):
             adds = wanted
         if not adds:
             return None
-        from meshwright.models.hf.router_loss import balance_loss, why_not_its_own
-
         small = self._plain()._shrunken(time, time)
         found = balance_loss(self, model, float(weight), time)
         why = NOT_SMALL if small is None else why_not_its_own(small, float(weight), time)

@@ -261,6 +261,12 @@ def routers(model: Any) -> Iterator[tuple[str, int]]:
                 yield path, one.index
 
 
+def top_k(model: Any) -> int | None:
+    """Return how many experts a token of a mixture has; None if its configuration doesn't tell."""
+    found = getattr(model.config, "num_experts_per_tok", None)
+    return found if isinstance(found, int) else None
+
+
 def set_router_logits(config: Any, wanted: bool) -> None:
     """Let models return the logits of their routers and add a loss of them, or not."""
     for part in (config, config.get_text_config()):

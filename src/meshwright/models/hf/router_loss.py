@@ -6,27 +6,22 @@ are the same for one sample, with the same gradients.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from meshwright.models.foreign.origin import ForeignModel
 from meshwright.models.foreign.packing import Float64Mode, float64_model, random_tokens
 from meshwright.models.foreign.router_loss import loss_of, watch_routers
 from meshwright.models.foreign.structure import RouterLoss
 from meshwright.models.hf import private
 
-if TYPE_CHECKING:
-    from meshwright.models.hf.origin import TransformersModel
-
 TOLERANCE = 1e-10
 
 
-def balance_loss(origin: TransformersModel, model: nn.Module, weight: float, length: int) -> RouterLoss | None:
-    """Return the loss of a model's routers, whose weight is known; None if it isn't of one that transformers has."""
-    routers = tuple(private.routers(model))
-    top_k = getattr(origin.config, "num_experts_per_tok", None)
-    if not routers or not isinstance(top_k, int):
+def balance_loss(origin: ForeignModel, model: nn.Module, weight: float, length: int) -> RouterLoss | None:
+    """Return the loss of a model's routers, whose weight is known; None if transformers doesn't tell them."""
+    routers, top_k = tuple(private.routers(model)), private.top_k(model)
+    if not routers or top_k is None:
         return None
     widths = set[int]()
     handles = [
@@ -43,7 +38,7 @@ def balance_loss(origin: TransformersModel, model: nn.Module, weight: float, len
     return RouterLoss(weight, routers, widths.pop(), top_k) if len(widths) == 1 else None
 
 
-def why_not_its_own(small: TransformersModel, weight: float, length: int) -> str:
+def why_not_its_own(small: ForeignModel, weight: float, length: int) -> str:
     """Return why the loss of a small model is not the one that its own forward adds for each of two samples alone, or
     an empty string if it is."""
     try:
