@@ -219,19 +219,19 @@ FAULTS = {
     "earlier stages without gradient": earlier_stages_without_gradient,
 }
 REPLACED = (router_loss_module,)
-WHERE = "the gradient of the output of model.layers.{}.mlp.gate"
 SAYS = {
-    "counts of the micro-batch": ("mesh.dp_shard=2", WHERE.format(3)),
-    "the loss is summed over tp": ("mesh.tp=2", WHERE.format(3)),
-    "earlier stages without gradient": ("mesh.pp=2", WHERE.format(1)),
+    "counts of the micro-batch": ("mesh.dp_shard=2", 3, "counts the load of each rank's micro-batch"),
+    "the loss is summed over tp": ("mesh.tp=2", 3, "has 2.000 × its weight: summed over tp (2 ranks)"),
+    "earlier stages without gradient": ("mesh.pp=2", 1, "is missing: it is not added, or doesn't come back"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_named(gang: GangPool, folder: Path, fault: str) -> None:
-    layout, says = SAYS[fault]
+    layout, layer, says = SAYS[fault]
     config = as_proof(hf_config(mixture(folder, "mixtral"), layout))
     result = proof(gang, config, Seed(__name__, "FAULTS", fault))
     text = " ".join(" ".join(render(result)).split())
-    assert not result.passed and says in text
+    assert not result.passed and says in text, text
+    assert f"the gradient of the output of model.layers.{layer}.mlp.gate" in text

@@ -28,6 +28,16 @@ NAME = "balance_loss"
 """Attribute of a stage that holds its loss, and name of what its routers note."""
 
 
+def sums_of(logits: Tensor, loss: RouterLoss, num_samples: int) -> Tensor:
+    """Return a router's counts and sums of probabilities, as parts of all routers' tokens, [b, 2, e]."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities_bte = logits.to(wide).softmax(-1).view(num_samples, -1, logits.shape[-1])
+    chosen_bc = probabilities_bte.detach().topk(loss.top_k, -1).indices.flatten(1)
+    sums_be = probabilities_bte.sum(1)
+    counts_be = torch.zeros_like(sums_be).scatter_add_(1, chosen_bc, torch.ones_like(chosen_bc, dtype=wide))
+    return torch.stack((counts_be, sums_be), 1) / (len(loss.routers) * probabilities_bte.shape[1])
+
+
 class RouterSums(StepHandle):
     """What a router's last forward adds to the sums of its samples."""
 
@@ -39,14 +49,9 @@ class RouterSums(StepHandle):
 
     def note(self, module: nn.Module, inputs: Any, out: Any) -> None:
         """Note counts and probabilities, as a hook of the router."""
-        logits = out[self._index] if isinstance(out, tuple) else out
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        probabilities_bte = logits.to(wide).softmax(-1).view(self.num_samples, -1, logits.shape[-1])
-        chosen_bc = probabilities_bte.detach().topk(self._loss.top_k, -1).indices.flatten(1)
-        sums_be = probabilities_bte.sum(1)
-        counts_be = torch.zeros_like(sums_be).scatter_add_(1, chosen_bc, torch.ones_like(chosen_bc, dtype=wide))
+        sums = sums_of(out[self._index] if isinstance(out, tuple) else out, self._loss, self.num_samples)
         if not self.recomputing:
-            self._noted = torch.stack((counts_be, sums_be), 1) / (len(self._loss.routers) * probabilities_bte.shape[1])
+            self._noted = sums
 
     def take(self) -> Tensor | None:
         """Return what was noted, [b, 2, e], and forget it."""
@@ -78,10 +83,10 @@ class BalanceLoss(nn.Module):
         """Create it for a stage, whose input and output have `width` features per token for the sums."""
         super().__init__()
         assert structure.router_loss is not None, "the model has such a loss"
-        self.loss = AuxiliaryLoss("balance", structure.router_loss.weight) if part.is_last else None
+        self.facts = structure.router_loss
+        self.loss = AuxiliaryLoss("balance", self.facts.weight) if part.is_last else None
         self.counts = SampleCounts()
-        self._routers, self._part, self._width = watch_routers(model, structure.router_loss), part, width
-        self._num_experts = structure.router_loss.num_experts
+        self._routers, self._part, self._width = watch_routers(model, self.facts), part, width
         self._per_token = () if structure.carried else structure.per_token
         self._received: Tensor | None = None
 
@@ -90,7 +95,7 @@ class BalanceLoss(nn.Module):
         x, *others = inputs
         if not self._part.is_first:
             x, packed = x.split((x.shape[-1] - self._width, self._width), -1)
-            self._received = _unpacked(packed, self._num_experts) if self._trains() else None
+            self._received = _unpacked(packed, self.facts.num_experts) if self._trains() else None
             x = x.reshape(*x.shape[:2], *self._per_token) if self._per_token else x
         for router in self._routers:
             router.take()
