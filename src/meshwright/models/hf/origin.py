@@ -57,7 +57,7 @@ from meshwright.models.hf.build_model import (
     with_adapter_styles,
 )
 from meshwright.models.hf.config import KEY, OURS, LoraConfig, Source, is_adapter
-from meshwright.models.hf.router_loss import balance_loss, why_not_its_own
+from meshwright.models.hf.router_loss import NOT_KNOWN, balance_loss, why_not_its_own
 from meshwright.models.hf.tiny_config import limits_of, shrunken_config
 from meshwright.nn.attention.mask_spec import TokenLayout
 
@@ -165,27 +165,29 @@ class TransformersModel(ForeignModel):
     def router_loss(self, model: nn.Module, time: int) -> RouterLoss | None:
         """Return the balance loss of the routers, if it is what the model's own forward adds; other losses are not
         trained."""
-        weights = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', self.config.to_json_string(use_diff=False))
-        name, weight = next(((name, weight) for name, weight in weights if float(weight)), ("", ""))
+        found = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', self.config.to_json_string(use_diff=False))
+        weights = {name: weight for name, weight in found if float(weight)}
         wanted = private.wants_router_logits(original_config(self.source))
         try:
             ids = torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device)
             with torch.no_grad():
-                adds = bool(name) and private.added_loss(model, ids, routed=wanted) is not None
+                adds = bool(weights) and private.added_loss(model, ids, routed=wanted) is not None
         except Exception:  # such as an operator without a kernel for the meta device
-            adds = wanted
+            adds = wanted and bool(weights)
         if not adds:
             return None
         small = self._plain()._shrunken(time, time)
-        found = balance_loss(self, model, float(weight), time)
-        why = NOT_SMALL if small is None else why_not_its_own(small, float(weight), time)
-        if found is None or why:
-            what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
-            rule = "of other losses, only transformers' balance loss of all layers' routers is trained"
-            setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
-            fix = f"{setting} in {self.source.folder or self.source.model_type}/config.json"
-            raise self.error(f"{what}: {why}" if why else what, rule, fix)
-        return found
+        for one in map(float, weights.values()):
+            if not (why := NOT_SMALL if small is None else why_not_its_own(small, one, time)):
+                if (loss := balance_loss(self, model, one, time)) is not None:
+                    return loss
+                why = NOT_KNOWN
+        name, weight = next(iter(weights.items()))
+        what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
+        rule = "of other losses, only transformers' balance loss of all layers' routers is trained"
+        setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
+        fix = f"{setting} in {self.source.folder or self.source.model_type}/config.json"
+        raise self.error(f"{what}: {why}", rule, fix)
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
         """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""

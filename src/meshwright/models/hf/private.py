@@ -247,17 +247,11 @@ ROUTERS = "router_logits"
 
 def routers(model: Any) -> Iterator[tuple[str, int]]:
     """Yield the paths of a model's routers, as it records them, with the index of their logits in what they return."""
-    from transformers import PreTrainedModel
-
-    owners = [(path, one) for path, one in model.named_modules() if isinstance(one, PreTrainedModel)]
+    recorders = (getattr(model.base_model, "_can_record_outputs", None) or {}).get(ROUTERS, ())
     for path, module in model.named_modules():
-        owner = max(
-            (one for one in owners if f"{path}.".startswith(f"{one[0]}.") or not one[0]), key=lambda x: len(x[0])
-        )
-        recorders = (getattr(owner[1], "_can_record_outputs", None) or {}).get(ROUTERS, ())
         for one in recorders if isinstance(recorders, list | tuple) else [recorders]:
             is_there = one.layer_name is None or f".{one.layer_name.strip('.')}." in f".{path}."
-            if one.target_class is not None and isinstance(module, one.target_class) and is_there:
+            if isinstance(module, one.target_class) and is_there:
                 yield path, one.index
 
 

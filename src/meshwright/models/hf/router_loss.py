@@ -16,6 +16,7 @@ from meshwright.models.foreign.structure import RouterLoss
 from meshwright.models.hf import private
 
 TOLERANCE = 1e-10
+NOT_KNOWN = "its routers are not known"
 
 
 def balance_loss(origin: ForeignModel, model: nn.Module, weight: float, length: int) -> RouterLoss | None:
@@ -43,12 +44,9 @@ def why_not_its_own(small: ForeignModel, weight: float, length: int) -> str:
     an empty string if it is."""
     try:
         model, ids = float64_model(small), random_tokens(length)
-        loss, parameters = (
-            balance_loss(small, model, weight, length),
-            [one for one in model.parameters() if one.requires_grad],
-        )
-        if loss is None:
-            return "its routers are not known"
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        if (loss := balance_loss(small, model, weight, length)) is None:
+            return NOT_KNOWN
 
         def gradients(added: Tensor) -> list[Tensor]:
             found = torch.autograd.grad(added, parameters, allow_unused=True, materialize_grads=True)
