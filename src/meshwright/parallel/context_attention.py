@@ -35,6 +35,8 @@ from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import MaskSpec, TokenLayout
 from meshwright.nn.attention.positions import shard_indices
+from meshwright.nn.experts.router import SampleCounts
+from meshwright.parallel.expert_dispatch import SumOver
 from meshwright.parallel.rank_model import context_group, take_tokens
 from meshwright.plan.context.exchange import Intervals, count, local_rows, make_exchange
 from meshwright.plan.run_plan import ContextMethod, RunPlan, Stage
@@ -232,7 +234,8 @@ class HeadsAttention(AttentionCore):
 
 
 def apply_context(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Stage) -> None:
-    """Let the attention layers of a stage's module attend to the tokens of all context-parallel ranks, in place."""
+    """Let the attention layers of a stage's module attend to the tokens of all context-parallel ranks, and routers
+    count them, in place."""
     group = context_group(mesh, plan)
     for kind, layer in plan.held(stage):
         if kind.attention is not None:
@@ -241,3 +244,6 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Sta
             assert kind.attention.method is not None, "a plan with cp has a method for every attention layer"
             made = HeadsAttention if kind.attention.method is ContextMethod.HEADS else RingAttention
             owner.core = made(group, backend=owner.core.backend)  # type: ignore[assignment]
+    for inner in module.modules():
+        if isinstance(inner, SampleCounts):
+            inner.num_parts, inner.reduce = world_size(group), SumOver(mesh, plan.mesh.view("cp"))

@@ -25,7 +25,7 @@ from meshwright.comm.alltoallv import AllToAllHandle, SplitExchange, start_all_t
 from meshwright.comm.collectives import all_reduce_sum, world_size
 from meshwright.nn.experts.grouped_linear import RowGroups, RowMap, sort_by_expert
 from meshwright.nn.experts.layer import Dispatch, Dispatcher, ExpertRows, PaddedSlots
-from meshwright.nn.experts.router import BatchCounts, Routing, SampleCounts
+from meshwright.nn.experts.router import BatchCounts, Routing
 from meshwright.nn.kept_results import ForwardCache
 from meshwright.parallel.local_shards import compute_on_local_shards, shard_parameter
 from meshwright.parallel.private import joined_mesh
@@ -244,10 +244,7 @@ def apply_experts(module: nn.Module, mesh: DeviceMesh, plan: RunPlan, stage: Sta
             _shard_layer(module.get_submodule(kind.full_name("", layer)), mesh, plan, kind, experts)
         for inner in module.get_submodule(kind.full_name(experts.module, layer)).modules():
             if isinstance(inner, BatchCounts) and experts.counted:
-                inner.reduce = _SumOver(mesh, experts.counted)
-            if isinstance(inner, SampleCounts):
-                inner.num_parts = plan.mesh.size(*plan.mesh.view("cp"))
-                inner.reduce = _SumOver(mesh, experts.sample_counted)
+                inner.reduce = SumOver(mesh, experts.counted)
 
 
 def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: LayerSpec, layer: ExpertLayer) -> None:
@@ -264,7 +261,7 @@ def _shard_layer(block: nn.Module, mesh: DeviceMesh, plan: RunPlan, kind: LayerS
     setattr(block.get_submodule(layer.module), "dispatcher", AllToAllDispatcher(layer.num_experts, group))  # noqa: B010
 
 
-class _SumOver:
+class SumOver:
     """Sum of counts over the ranks along some axes."""
 
     def __init__(self, mesh: DeviceMesh, axes: Atoms) -> None:

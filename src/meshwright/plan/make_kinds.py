@@ -131,7 +131,7 @@ class KindMaker:
                 styles=tuple(self._styles.get(facts.name, {}).items()),
                 collectives=collectives,
                 auxiliary=tuple(
-                    Auxiliary(one.name, self._cp + self._loss_axes(one), in_region=one.in_region)
+                    Auxiliary(one.name, self._cp + self._loss_axes(one), one.in_region, one.num_counts)
                     for one in facts.auxiliary
                 ),
                 recompute=policy,

@@ -150,9 +150,10 @@ def _compiled_recompute(config: RunConfig) -> Iterator[Violation]:
 
 
 def step_handles(config: RunConfig, kind: str) -> list[str]:
-    """Return the auxiliary losses and step buffers in blocks of this kind."""
+    """Return the auxiliary losses and step buffers in blocks of this kind, and losses of the end that count there."""
     found = [one for one in model_facts(config).kinds if one.name == kind]
     losses = [loss.name for one in found for loss in one.auxiliary]
+    losses += [loss.name for one in model_facts(config).last for loss in one.auxiliary if loss.num_counts]
     return losses + [buffer.name for one in found for buffer in one.buffers if buffer.updated]
 
 

@@ -158,13 +158,15 @@ class Collective:
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """An auxiliary loss inside a block, averaged over samples."""
+    """An auxiliary loss of a block or an end, averaged over samples."""
 
     name: str
     work: Atoms
     """Atoms inside a stage over which the loss is partial."""
     in_region: bool = False
     """Whether tp ranks compute the same loss, and each adds 1 / tp of it."""
+    num_counts: int = 0
+    """Numbers of a sample that blocks count, and that each forward sums over cp."""
 
 
 @dataclass(frozen=True)

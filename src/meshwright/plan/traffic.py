@@ -24,7 +24,7 @@ from meshwright.comm.compression.catalogue import EXACT, encoded_bytes, find_met
 from meshwright.nn.recompute_policy import RecomputePolicy
 from meshwright.pipeline.actions import BACKWARDS, SENDS, Action, ActionKind
 from meshwright.pipeline.split_layers import stage_groups
-from meshwright.plan.run_plan import BYTES, Atoms, ExpertLayer, Mesh, RunPlan, Stage, StepSum
+from meshwright.plan.run_plan import BYTES, Atoms, LayerSpec, Mesh, RunPlan, Stage, StepSum
 from meshwright.plan.stage_sizes import COUNT_BYTES, LOAD_DTYPE, UnitSizes, buffer_sums, load_rows, unit_sizes
 
 
@@ -193,24 +193,24 @@ def _operators(plan: RunPlan, rank: int, stage: Stage, *, exact: bool) -> Iterat
 def _experts(plan: RunPlan, rank: int, stage: Stage) -> Iterator[Message]:
     """Yield dispatches and combines, assuming that all parameters are trained, and sums of counts in forwards."""
     for kind, _ in plan.held(stage):
-        layer = kind.experts
-        if layer is None:
-            continue
-        if layer.axes:
+        if kind.experts is not None and kind.experts.axes:
             from meshwright.plan.expert_traffic import sent_by_layer
 
-            for one in sent_by_layer(plan, rank, layer):
+            for one in sent_by_layer(plan, rank, kind.experts):
                 yield Message(Purpose.EXPERTS, (one.rank,), one.num_bytes)
-        for axis, counts in count_sums(plan, layer):
+        for axis, counts in count_sums(plan, kind):
             elements = -(-counts // plan.mesh.size(axis))
             num_bytes = 2 * plan.batch.num_microbatches * elements * COUNT_BYTES
             yield Message(Purpose.EXPERTS, _peers(rank, plan.mesh.line(rank, (axis,))), num_bytes, in_ring=True)
 
 
-def count_sums(plan: RunPlan, layer: ExpertLayer) -> Iterator[tuple[str, int]]:
+def count_sums(plan: RunPlan, kind: LayerSpec) -> Iterator[tuple[str, int]]:
     """Yield axis and numbers of each sum of tokens per expert that a forward of a micro-batch needs."""
-    yield from ((axis, layer.num_experts) for axis in layer.counted)
-    yield from ((axis, plan.batch.samples * layer.num_experts) for axis in layer.sample_counted)
+    if (layer := kind.experts) is not None:
+        yield from ((axis, layer.num_experts) for axis in layer.counted)
+        yield from ((axis, plan.batch.samples * layer.num_experts) for axis in layer.sample_counted)
+    for one in kind.auxiliary:
+        yield from ((axis, plan.batch.samples * one.num_counts) for axis in plan.mesh.view("cp") if one.num_counts)
 
 
 def _sum_bytes(plan: RunPlan, stage: Stage, step_sum: StepSum) -> int:

@@ -83,7 +83,7 @@ class LinearInput:
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A loss computed inside a block and added to the task's loss, averaged over samples (scope *sample*)."""
+    """A loss of a block or an end that is added to the task's loss, averaged over samples (scope *sample*)."""
 
     name: str
     weight: float
@@ -92,6 +92,8 @@ class AuxiliaryLoss:
     in_region: bool = False
     """Whether it is computed in a module of the style region, where tp ranks compute the same loss from partial
     gradients, so that each adds 1 / tp of it."""
+    num_counts: int = 0
+    """Numbers of a sample that blocks count for a loss of the last end, and that its forward sums over cp."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from meshwright.models.foreign.probe import (
     probe,
     saved_by_kind,
 )
+from meshwright.models.foreign.router_loss import watch_routers
 from meshwright.models.foreign.stage import (
     Sides,
     arrange,
@@ -77,6 +78,7 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
             what, rule = f"{name} of {type(model).__name__} is a scalar", "a parameter has a dim that can be sharded"
             raise origin.error(what, rule, f"{name} = torch.nn.Parameter(torch.tensor([…])), with one element")
     origin.check_probe(model, found)
+    balance = origin.router_loss(model, found.time)
     ids = torch.zeros((2, found.time), dtype=torch.long, device=next(model.parameters()).device)
     head = find_head(model, origin, ids, found.vocab_size)
     sides, stubs, blanks = _sides(model, found)
@@ -99,6 +101,8 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
     frozen = found.unused | found.frozen
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)  # so that no input of a frozen matrix counts as saved
+    if balance is not None:  # what the loss saves is measured, too
+        watch_routers(model, balance)
     deriver = _Deriver(model, origin, found, sides, stubs, blanks, styles, roles, {} if unsent else experts, head,
                        attention, seq_len, tp)  # fmt: skip
     apart = [name for name, target in aliases.items() if not name.startswith(f"{target.rpartition('.')[0]}.")]
@@ -106,7 +110,7 @@ def derive_structure(origin: ForeignModel, *, seq_len: int, tp: int) -> Structur
         unfit = unfit or f"{apart[0]} is the parameter of another module, which doesn't contain it"
     undeferred = next(iter(undeferred_parameters(model)), "")
     structure = replace(deriver.structure(), not_tensor_parallel=unfit, aliases=aliases, undeferred=undeferred)
-    structure = replace(structure, not_expert_parallel=unsent)
+    structure = replace(structure, not_expert_parallel=unsent, router_loss=balance)
     if len(structure.layers) == 1 or structure.not_split or not (origin.tries_stages or structure.carried):
         return structure
     return replace(structure, not_split=_why_not_staged(structure, origin, ids))

@@ -79,6 +79,12 @@ class ForeignFamily(Family):
             what, rule = f"data.packing = {f.data.packing}: {structure.not_packed}", "documents see only themselves"
             shorter = [] if structure.packed_len is None else [{"train.seq_len": structure.packed_len}]
             yield Violation(ConfigError, what, "data.packing", rule, [{"data.packing": "none"}, *shorter])
+        if structure.router_loss is not None and (f.data.packing != "none" or f.data.chat_field is not None):
+            key = "data.packing" if f.data.chat_field is None else "data.chat_field"
+            what, rule = f"{key} with a balance loss of the routers", "it is the loss of a sample, not of its documents"
+            texts = {"data.source": "stdlib", "data.chat_field": None} if f.data.chat_field is not None else {}
+            without = '"output_router_logits": false in config.json'
+            yield Violation(ConfigError, what, key, rule, [{"data.packing": "none", **texts}], otherwise=without)
         if structure.max_len is not None and f.seq_len > structure.max_len:
             what = f"train.seq_len = {f.seq_len} exceeds the {structure.max_len} positions that the model has learned"
             rule = "a table of learned positions has a row for each token"
@@ -86,6 +92,8 @@ class ForeignFamily(Family):
 
     def notes(self, f: RunFacts) -> Iterable[str]:
         yield from self.structure(f).set_aside
+        if (routers := self.structure(f).router_loss) is not None:
+            yield f"balance loss of the routers, weight {routers.weight:g}, per sample"
         if reason := self.describe(f).last[0].head.reason:
             yield f"the loss takes all logits at once: {reason}"
 
@@ -108,6 +116,10 @@ class ForeignFamily(Family):
             from meshwright.models.foreign.experts import prepare_experts
 
             prepare_experts(stage, structure, part, ep=f.ep)
+        if structure.router_loss is not None:
+            from meshwright.models.foreign.router_loss import add_balance_loss
+
+            add_balance_loss(stage, structure, part, structure.router_loss.width(f))
         return stage
 
     def run(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:

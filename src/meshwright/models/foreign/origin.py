@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.contract.model_facts import AttentionFacts
 from meshwright.models.contract.tp_styles import Style
 from meshwright.models.foreign import private
-from meshwright.models.foreign.structure import Carried, FillFacts
+from meshwright.models.foreign.structure import Carried, FillFacts, RouterLoss
 from meshwright.nn.attention.mask_spec import TokenLayout
 from meshwright.nn.attention.positions import token_positions
 from meshwright.nn.linear import Linear
@@ -96,6 +96,11 @@ class ForeignModel(ABC):
     def check_probe(self, model: nn.Module, found: Probe) -> None:  # noqa: B027, most models are trained whole
         """Check what a probe of the model has found, and add the parameters that are not trained to `found.frozen`;
         raise a ConfigError if something that is trained is not used."""
+
+    def router_loss(self, model: nn.Module, time: int) -> RouterLoss | None:
+        """Return the loss of its routers that the model's own forward adds for samples of a length, None if it adds
+        nothing, or raise a ConfigError if it adds another loss."""
+        return None
 
     def set_aside(self, model: nn.Module, ids: Tensor) -> tuple[str, ...]:
         """Return what takes no part in training, a line each: dropout, outputs besides the logits."""

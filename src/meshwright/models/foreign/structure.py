@@ -21,6 +21,7 @@ from meshwright.models.contract.building_blocks import DIVIDED, FULL, cross_entr
 from meshwright.models.contract.family import RunFacts
 from meshwright.models.contract.model_facts import (
     AttentionFacts,
+    AuxiliaryLoss,
     BufferFacts,
     EdgeFacts,
     ExpertFacts,
@@ -91,6 +92,23 @@ class Carried:
 
 
 @dataclass(frozen=True)
+class RouterLoss:
+    """A balance loss of all routers together, a mean over samples."""
+
+    weight: float
+    routers: tuple[tuple[str, int], ...]
+    """Paths of the routers, with the index of their logits in what they return."""
+    num_experts: int
+    top_k: int
+
+    def width(self, f: RunFacts) -> int:
+        """Return the features per token of a rank that take the counts and probabilities of a sample's experts, in two
+        numbers each where a number has two bytes."""
+        numbers = 2 * self.num_experts * (2 if f.precision in ("bfloat16", "float16") else 1)
+        return -(-numbers * f.axes.cp // f.seq_len)
+
+
+@dataclass(frozen=True)
 class Structure:
     """A foreign model, split into its decoder layers and what is around them."""
 
@@ -150,6 +168,8 @@ class Structure:
     head: HeadFacts = HeadFacts()
     undeferred: str = ""
     """A matrix whose gradient can't be deferred: of neither a linear layer nor an embedding; empty without one."""
+    router_loss: RouterLoss | None = None
+    """Loss of the routers that the model's own forward adds."""
     carried: tuple[tuple[Carried, ...], ...] = ()
     """What each layer takes besides the stream and, last, what the parts after the layers take of the last layer's
     arguments; empty if that is nothing."""
@@ -165,11 +185,13 @@ def describe(structure: Structure, f: RunFacts, identity: Mapping[str, Any], *, 
     """Describe a model, whose attention is ours or its own."""
     blocks = tuple(_kind(block, structure, ours=ours) for block in structure.blocks)
     flops = {block.name: block.flops for block in structure.blocks}
-    carried = structure.carried_elements(allow_empty=f.allow_empty_stages)
+    carried, routers = structure.carried_elements(allow_empty=f.allow_empty_stages), structure.router_loss
+    carried += 0 if routers is None else routers.width(f)
     first, every, last = (_end(name, getattr(structure, name)) for name in ("first", "every", "last"))
     shards_logits = any(style.kind is StyleKind.HEAD for style in structure.last.styles.values())
     loss = cross_entropy(structure.vocab_size, DIVIDED if shards_logits else FULL)
-    last = replace(last, operators=(*last.operators, loss) if last.operators else ())
+    auxiliary = () if routers is None else (AuxiliaryLoss("balance", routers.weight, num_counts=routers.num_experts),)
+    last = replace(last, operators=(*last.operators, loss) if last.operators else (), auxiliary=auxiliary)
     has_every = structure.every.parameters or structure.every.buffers
     return ModelFacts(
         kinds=blocks,
@@ -256,7 +278,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 34
+FORMAT = 35
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

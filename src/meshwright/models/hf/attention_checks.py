@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,6 @@ from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import MaskSpec, Shard, TokenLayout
 from meshwright.nn.attention.positions import shard_indices
 from meshwright.units import counted
-
-if TYPE_CHECKING:
-    from meshwright.models.hf.origin import TransformersModel
 
 TOLERANCE = 1e-12
 """Of values and gradients, relative to the largest of a tensor."""
@@ -164,17 +161,18 @@ def _run(
     return _Run([one.detach() for one in outputs], logits.detach(), found)
 
 
-def find_attention(
-    origin: TransformersModel, model: nn.Module, small: TransformersModel, seq_len: int
-) -> AttentionFound:
-    """Return the attention of a model's layers, and what it allows.
+@dataclass(frozen=True)
+class Small:
+    """A model with tiny sizes, whose limits are to `MAX_TRIED` tokens as its own are to those of a sample."""
 
-    Args:
-        origin: the model.
-        model: the model, built.
-        small: the model with tiny sizes, whose limits are to `MAX_TRIED` tokens as its own are to `seq_len`.
-        seq_len: tokens of a sample.
-    """
+    defined: ForeignModel
+    """The model with its definition of attention."""
+    ours: Callable[[int], ForeignModel]
+    """Return the model with our attention, given the position of a sample's first token."""
+
+
+def find_attention(origin: ForeignModel, model: nn.Module, small: Small, seq_len: int) -> AttentionFound:
+    """Return the attention of the layers of a model, which is built, and what it allows for samples of a length."""
     ids, path = torch.zeros((1, seq_len), dtype=torch.long, device=next(model.parameters()).device), ""
     try:
         register()
@@ -201,7 +199,7 @@ def find_attention(
         if len(own) != 1:
             number = f"{counted(len(own), 'call')} of transformers' interface of attention"
             why = why or f"{path}.{index} has {number}, not one"
-    found = _try_ours(replace(small, attention_name="eager"), small, length=min(seq_len, MAX_TRIED))
+    found = _try_ours(small, length=min(seq_len, MAX_TRIED))
     return replace(found, layers=layers, not_context=why or found.not_context)
 
 
@@ -209,14 +207,14 @@ FIRST_POSITIONS = (0, 1, 2)
 """Positions of a sample's first token that are tried; some models count from behind the id of padding."""
 
 
-def _try_ours(defined: ForeignModel, small: TransformersModel, *, length: int) -> AttentionFound:
+def _try_ours(small: Small, *, length: int) -> AttentionFound:
     """Return whether our attention is that of a small model, and shards of a sample do with keys and values of the
     other tokens."""
     length = max(length, MIN_LENGTH) // 4 * 4
-    ids_bt, ours = random_tokens(length), replace(small, attention_name=OURS)
+    ids_bt, ours = random_tokens(length), small.ours(0)
     whole = TokenLayout(length)
     try:
-        expected = _run(defined, float64_model(defined), ids_bt, None, gradients=True)
+        expected = _run(small.defined, float64_model(small.defined), ids_bt, None, gradients=True)
         model = float64_model(ours)
         path = ours.layers_path(model)
         if different := expected.first_difference(_run(ours, model, ids_bt, whole, gradients=True), path):
@@ -225,9 +223,7 @@ def _try_ours(defined: ForeignModel, small: TransformersModel, *, length: int) -
     except Exception as error:  # whatever a model raises
         why = f"it can't run with another attention ({type(error).__name__}: {str(error)[:100]})"
         return AttentionFound(not_ours=why, not_context=why)
-    reasons = [
-        _why_not_sharded(replace(ours, first_position=first), model, ids_bt, expected) for first in FIRST_POSITIONS
-    ]
+    reasons = [_why_not_sharded(small.ours(first), model, ids_bt, expected) for first in FIRST_POSITIONS]
     if "" in reasons:
         return AttentionFound(first_position=reasons.index(""))
     return AttentionFound(not_context=reasons[0], mixers=_find_mixers(ours, model, ids_bt))

@@ -41,6 +41,7 @@ def load_config(source: Source) -> Any:
     for name, _ in [*dropouts(config)]:
         setattr(config, name, 0.0)
     config.use_cache = False
+    private.set_router_logits(config, False)  # their loss is ours
     return config
 
 

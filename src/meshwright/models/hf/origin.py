@@ -42,7 +42,7 @@ from meshwright.models.foreign.origin import (
     no_dropout,
 )
 from meshwright.models.foreign.packing import MAX_TRIED, check_samples, why_not_packed
-from meshwright.models.foreign.structure import FillFacts
+from meshwright.models.foreign.structure import FillFacts, RouterLoss
 from meshwright.models.foreign.tp_shapes import feed_forwards, owners
 from meshwright.models.hf import private
 from meshwright.models.hf.attention import Mixers, attending, run_mixers_by_document
@@ -57,6 +57,7 @@ from meshwright.models.hf.build_model import (
     with_adapter_styles,
 )
 from meshwright.models.hf.config import KEY, OURS, LoraConfig, Source, is_adapter
+from meshwright.models.hf.router_loss import NOT_KNOWN, balance_loss, why_not_its_own
 from meshwright.models.hf.tiny_config import limits_of, shrunken_config
 from meshwright.nn.attention.mask_spec import TokenLayout
 
@@ -155,29 +156,38 @@ class TransformersModel(ForeignModel):
 
     def check_probe(self, model: nn.Module, found: Probe) -> None:
         """Check that samples are computed one by one, that the output depends on every adapter, and freeze the rest."""
-        self._check_loss(model, found.time)
         if (small := self._shrunken(found.time, found.time)) is not None:
             check_samples(self, small, length=found.time)
         if self.lora is not None:
             check_called(model, found.unused)
             found.frozen |= {name for name, _ in model.named_parameters() if not is_adapter(name)}
 
-    def _check_loss(self, model: nn.Module, time: int) -> None:
-        """Check that the model's own forward adds nothing to the loss, as those of mixtures can: it is not trained."""
-        config = self.config
-        weights = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', config.to_json_string(use_diff=False))
-        name, weight = next(((name, weight) for name, weight in weights if float(weight)), ("", ""))
-        wanted = bool(getattr(config.get_text_config(), "output_router_logits", False))
+    def router_loss(self, model: nn.Module, time: int) -> RouterLoss | None:
+        """Return the balance loss of the routers, if it is what the model's own forward adds; other losses are not
+        trained."""
+        found = re.findall(r'"(\w*loss\w*)": ([\d.e-]+)', self.config.to_json_string(use_diff=False))
+        weights = {name: weight for name, weight in found if float(weight)}
+        wanted = private.wants_router_logits(original_config(self.source))
         try:
             ids = torch.zeros((2, time), dtype=torch.long, device=next(model.parameters()).device)
-            adds = bool(name) and private.adds_to_loss(model, ids)
+            with torch.no_grad():
+                adds = bool(weights) and private.added_loss(model, ids, routed=wanted) is not None
         except Exception:  # such as an operator without a kernel for the meta device
-            adds = wanted
-        if adds:
-            what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
-            rule = "only the loss of the next token is trained: one over all tokens of a batch depends on its division"
-            setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
-            raise self.error(what, rule, f"{setting} in {self.source.folder or self.source.model_type}/config.json")
+            adds = wanted and bool(weights)
+        if not adds:
+            return None
+        small = self._plain()._shrunken(time, time)
+        for one in map(float, weights.values()):
+            if not (why := NOT_SMALL if small is None else why_not_its_own(small, one, time)):
+                if (loss := balance_loss(self, model, one, time)) is not None:
+                    return loss
+                why = NOT_KNOWN
+        name, weight = next(iter(weights.items()))
+        what = f"the forward of {type(model).__name__} adds a loss with {name} = {weight} to that of the next token"
+        rule = "of other losses, only transformers' balance loss of all layers' routers is trained"
+        setting = '"output_router_logits": false' if wanted else f'"{name}": 0'
+        fix = f"{setting} in {self.source.folder or self.source.model_type}/config.json"
+        raise self.error(f"{what}: {why}", rule, fix)
 
     def styles(self, model: nn.Module, width: int) -> Iterator[dict[str, Style]]:
         """Yield transformers' plan as our styles, if it has one, and those of feed-forward layers that shapes show."""
@@ -202,9 +212,12 @@ class TransformersModel(ForeignModel):
             return AttentionFound(not_ours=why, not_context=why)
         if (small := self._shrunken(seq_len, min(seq_len, MAX_TRIED))) is None:
             return AttentionFound(not_ours=NOT_SMALL, not_context=NOT_SMALL)
-        from meshwright.models.hf.attention_checks import find_attention
+        from meshwright.models.hf.attention_checks import Small, find_attention
 
-        return find_attention(self, model, small, seq_len)
+        def ours(first: int) -> ForeignModel:
+            return replace(small, attention_name=OURS, first_position=first)
+
+        return find_attention(self, model, Small(replace(small, attention_name="eager"), ours), seq_len)
 
     def not_packed(self, model: nn.Module, seq_len: int, attention: AttentionFound) -> str:
         """Return why documents see each other in this model, built small."""

@@ -241,8 +241,41 @@ def logits(out: Any) -> Any:
     return out.logits if hasattr(out, "logits") else out[0]
 
 
-def adds_to_loss(model: Any, ids: Any) -> bool:
-    """Return whether a model's own forward adds something to the loss of its labels, such as that of a router."""
+ROUTERS = "router_logits"
+"""transformers' name of what routers return, and of what a model may add a loss of."""
+
+
+def routers(model: Any) -> Iterator[tuple[str, int]]:
+    """Yield the paths of a model's routers, as it records them, with the index of their logits in what they return."""
+    recorders = (getattr(model.base_model, "_can_record_outputs", None) or {}).get(ROUTERS, ())
+    for path, module in model.named_modules():
+        for one in recorders if isinstance(recorders, list | tuple) else [recorders]:
+            is_there = one.layer_name is None or f".{one.layer_name.strip('.')}." in f".{path}."
+            if isinstance(module, one.target_class) and is_there:
+                yield path, one.index
+
+
+def top_k(model: Any) -> int | None:
+    """Return how many experts a token of a mixture has; None if its configuration doesn't tell."""
+    found = getattr(model.config, "num_experts_per_tok", None)
+    return found if isinstance(found, int) else None
+
+
+def set_router_logits(config: Any, wanted: bool) -> None:
+    """Let models return the logits of their routers and add a loss of them, or not."""
+    for part in (config, config.get_text_config()):
+        if hasattr(part, f"output_{ROUTERS}"):
+            setattr(part, f"output_{ROUTERS}", wanted)
+
+
+def wants_router_logits(config: Any) -> bool:
+    """Return whether models return the logits of their routers."""
+    return bool(getattr(config.get_text_config(), f"output_{ROUTERS}", False))
+
+
+def added_loss(model: Any, ids: Any, *, routed: bool) -> Any:
+    """Return what a model's own forward adds to the loss of its labels, such as that of routers whose logits are
+    returned; None if nothing."""
     import torch
 
     losses: list[torch.Tensor] = []
@@ -252,12 +285,14 @@ def adds_to_loss(model: Any, ids: Any) -> bool:
         return losses[-1]
 
     model._loss_function = loss_of_labels
+    set_router_logits(model.config, routed)
     try:
-        with torch.no_grad(), on_meta() if ids.is_meta else nullcontext():
+        with on_meta() if ids.is_meta else nullcontext():
             out = model(input_ids=ids, labels=ids, use_cache=False, return_dict=True)
     finally:
         del model._loss_function
-    return bool(losses) and (out.loss is not losses[-1] or losses[-1]._version > 0)
+        set_router_logits(model.config, False)
+    return out.loss if losses and (out.loss is not losses[-1] or losses[-1]._version > 0) else None
 
 
 @cache

@@ -87,11 +87,8 @@ class Communication:
 
     def _experts(self, kind: LayerSpec) -> tuple[float, float]:
         """Return the time of dispatch and combine, forward and backward."""
-        layer = kind.experts
-        if layer is None:
-            return 0.0, 0.0
-        counted = sum(self.us("all_reduce", n * COUNT_BYTES, (axis,)) for axis, n in count_sums(self._plan, layer))
-        if not layer.axes:
+        counted = sum(self.us("all_reduce", n * COUNT_BYTES, (axis,)) for axis, n in count_sums(self._plan, kind))
+        if (layer := kind.experts) is None or not layer.axes:
             return counted, 0.0
         from meshwright.plan.expert_traffic import sent_by_layer  # only where ep shards experts
 

@@ -42,6 +42,7 @@ from meshwright.prove.trace.module_parts import FLOAT32
 from meshwright.prove.trace.module_parts import RELATIONS as MODULE_RELATIONS
 from meshwright.prove.trace.probe import GRADIENT, LAYER, MODEL, RankTrace, ReferenceTrace, trace_reference
 from meshwright.prove.trace.relations import relate
+from meshwright.prove.trace.router_loss import explain_balance
 from meshwright.units import join_words
 
 NOTHING_DIFFERS = "no value of the forward or backward differs in step {}"
@@ -179,7 +180,8 @@ def locate(trace: Trace, step: Step) -> Diagnosis | None:
 def _by_parts(first: FirstDifference, trace: Trace, step: Step) -> str | None:
     """Run the module whose inputs agree and whose output doesn't once more, by parts."""
     for one in (first, trace.summed(first)) if trace.axes.size("tp") > 1 else (first,):
-        found = explain_attention(one, trace) or relate(one.wrong, trace, MODULE_RELATIONS)
+        balance = partial(explain_balance, counts=step.counts)
+        found = explain_attention(one, trace) or relate(one.wrong, trace, [*MODULE_RELATIONS, balance])
         if found is None and step.experts is not None:
             foreign = partial(explain_experts, placement=step.experts)
             found = ExpertParts(one, trace, step.experts, step.counts).explain() or relate(one.wrong, trace, [foreign])
