@@ -19,7 +19,7 @@ from meshwright.nn.attention.mask_spec import MaskSpec
 from meshwright.plan.make_plan import make_plan
 from meshwright.prove.conclude import sides_of
 from meshwright.prove.judge.tensors import Array, LayoutCounts, to_arrays
-from meshwright.prove.placement import context_placement_of, expert_placement_of, stage_placement_of
+from meshwright.prove.placement import ExpertPlacement, context_placement_of, expert_placement_of, stage_placement_of
 from meshwright.prove.record.definitions import plain_attention, rotate, visible_pairs
 from meshwright.prove.record.layout_run import gather_evidence
 from meshwright.prove.result import FaultKind
@@ -415,5 +415,6 @@ def test_experts_of_transformers_are_run_again(says: str) -> None:
             parts = experts(x_nd, chosen_nk, best_nk * mine_nk)
         held.append({0: to_arrays({**right, "output of mlp.experts": parts})})
     axes = Axes(tp=2)
-    found = locate(Trace(held, source, axes), Step(1, None, None, LayoutCounts(axes, 1, 2)))
+    placement = ExpertPlacement(frozenset({"mlp.experts.up"}), 4, 1, 1)
+    found = locate(Trace(held, source, axes), Step(1, None, placement, LayoutCounts(axes, 1, 2)))
     assert found is not None and says in found.text

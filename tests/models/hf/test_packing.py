@@ -13,6 +13,7 @@ import torch
 
 from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError
+from meshwright.models.foreign.origin import AttentionFound
 from meshwright.models.foreign.packing import Float64Mode, why_not_packed
 from meshwright.models.hf.config import Source
 from meshwright.models.hf.origin import TransformersModel
@@ -63,7 +64,8 @@ def test_a_configuration_is_tried_below_and_above_its_limits(name: str) -> None:
     model = TransformersModel(Source(fields["model_type"], fields=json.dumps({**SIZES, **fields})))
     for length in (1024, 2048, 4096, 8192, 16384):
         expected = APART if limit is None or length <= limit else TOGETHER
-        assert model.not_packed(torch.nn.Module(), length) == expected, length
+        for attention in (AttentionFound(not_ours="chunks"), *([] if name == "chunks" else [AttentionFound()])):
+            assert model.not_packed(torch.nn.Module(), length, attention) == expected, length
     assert limit is None or limit in model.limits()
 
 

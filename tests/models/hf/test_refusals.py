@@ -98,7 +98,7 @@ CASES = {
     "an unknown type in a folder": Case("model.config=./qwen33", "'qwen33' is no causal", "--upgrade transformers"),
     "an encoder": Case("model.config=encoder", "bert is an encoder: each token sees later", "model.config=qwen3"),
     "a type whose layers pass no stream": Case(
-        "model.config=hrm_text", "take no differentiable tensor", "model.config=qwen3"
+        "model.config=blt", "take no differentiable tensor", "model.config=qwen3"
     ),
     "no layers": Case("model.config=no_layers", "has no list of layers", "model.config=qwen3"),
     "a size that is no number": Case("model.config=no_number", "hidden_size", "model.config=qwen3"),
