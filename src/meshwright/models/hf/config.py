@@ -58,7 +58,7 @@ class HfConfig(ModelSection):
     attention: Literal["auto", "meshwright", "sdpa", "eager"] = Field(
         "auto",
         description="attention: meshwright (this package's backends, in the model's own places), or transformers' sdpa "
-        "or eager; auto is meshwright where documents are packed and with mesh.cp, else the model's own",
+        "or eager; auto is, with packed documents or mesh.cp, meshwright, and else the model's own",
     )
 
     @field_validator("weights")
