@@ -99,7 +99,7 @@ def test_modules_that_mix_tokens_run_document_by_document(model: str, module: tu
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    quick_and_slow([("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("gemma2", "scaling")], [("gemma2", "softcap")]),
+    quick_and_slow([("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("granite", "scaling")], [("gemma2", "softcap")]),
 )
 def test_a_rule_of_scores_that_is_left_out_is_seen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, name: str

@@ -133,10 +133,11 @@ TRAFFIC = [
     ("gemma3n_text", "mesh.pp=2", "mesh.dp_shard=2", MICROBATCHES, "train.precision=bfloat16"),
     (
         "inkling2_text",
-        "mesh.pp=4",
+        "mesh.pp=2",
+        "mesh.dp_shard=2",
         MICROBATCHES,
         "pipeline.allow_empty_stages=true",
-        "pipeline.layers_per_stage=[1,1,2,0]",
+        "pipeline.layers_per_stage=[4,0]",
     ),
 ]
 
