@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.config.facts_for_family import run_facts
 from meshwright.errors import ConfigError, LayoutError
+from meshwright.models.contract.model_facts import Part
 from meshwright.models.hf import attention
 from meshwright.models.hf.attention import OtherMask, rules_of
 from meshwright.nn.attention.mask_spec import MaskSpec
@@ -78,6 +80,22 @@ def test_positions_that_count_from_behind_padding_are_found() -> None:
     assert hf_structure("roberta").first_position == 1 and hf_structure("gpt2").first_position == 0
 
 
+def test_tables_that_a_model_counts_positions_for_get_those_of_the_tokens() -> None:
+    structure = hf_structure("bart")
+    assert not structure.not_context and not structure.not_packed
+
+
+@pytest.mark.parametrize(("model", "needs"), [("gpt_oss", (True, False)), ("gemma2", (False, True))])
+def test_masks_of_a_stage_are_prepared_for_what_its_layers_ask(model: str, needs: tuple[bool, bool]) -> None:
+    config = hf_config(model, "model.attention=meshwright")
+    with torch.device("meta"):
+        state = attention.attending(config.family.build(run_facts(config), Part(range(4))))
+    assert state is not None
+    found = [state.core_of(MaskSpec(causal=True, window=window)) for window in (None, 8)]
+    requests = [one[1] for one in found if one is not None]
+    assert [(one and one.needs_lse, one and one.soft_cap) for one in requests] == [needs] * 2
+
+
 MIXERS = {
     "lfm2": ("conv", "Lfm2ShortConv"),
     "zaya": ("self_attn.qkv_proj", "ZayaCCAProjection"),  # inside of attention
@@ -135,6 +153,7 @@ PROOFS = quick_and_slow(
     [
         *QUICK,
         ("gemma2", "mesh.cp=2 mesh.pp=2 recompute.policy=full"),
+        ("gpt_oss", "mesh.cp=2 mesh.cp_method=heads"),
         ("deepseek_v3", "mesh.cp=2 mesh.cp_method=heads"),
         ("qwen3", "mesh.cp=2 mesh.tp=2 PACKED recompute.policy=selective"),
         ("qwen3_next", "mesh.pp=2 PACKED recompute.policy=full"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 
 from meshwright.nn.attention import flex
-from meshwright.nn.attention.attention import attention, attention_with_lse
+from meshwright.nn.attention.attention import ScoreRules, attention, attention_with_lse
 from meshwright.nn.attention.attention_mask import AttentionMask
 from meshwright.nn.attention.backend import AttentionRequest
 from meshwright.nn.attention.mask_spec import MaskSpec
@@ -80,6 +80,19 @@ def test_it_agrees_with_the_softmax_on_cpu_forward():
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
         for wrong in wrong_masks(spec, 300).values():
             assert (attention(q, k, v, mask=wrong, backend="flex") - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_a_cap_of_scores_agrees_with_the_reference(device):
+    q, k, v = (torch.randn(2, 300, heads, 16, device=device) for heads in (4, 2, 2))
+    spec, scores = MaskSpec(causal=True, window=33), ScoreRules(scale=1.0, soft_cap=2.0)
+    found = attention(q, k, v, mask=spec, scores=scores, backend="flex")
+    due = attention(q, k, v, mask=spec, scores=scores, backend="reference")
+    tolerance = 1e-4 if device == "cpu" else 2e-2
+    torch.testing.assert_close(found, due, rtol=tolerance, atol=tolerance)
+    assert (attention(q, k, v, mask=spec, scores=ScoreRules(1.0), backend="flex") - due).abs().max() > 0.1
 
 
 @pytest.mark.slow

@@ -321,6 +321,7 @@ class RunFacts:
     freeze: tuple[str, ...]
     data: DataConfig
     allow_empty_stages: bool = False
+    """Whether a stage may have no layers."""
     ep: int = 1
     """Ranks of dp_shard × cp that experts are sharded over."""
     trains: bool = True

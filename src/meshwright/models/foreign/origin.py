@@ -36,7 +36,7 @@ MAX_ON_CPU = 200_000_000
 
 @dataclass(frozen=True)
 class AttentionFound:
-    """What is known of a model's attention."""
+    """Attention of a model's layers, and what it allows."""
 
     layers: Mapping[int, AttentionFacts] = field(default_factory=dict)
     """Attention of the layers that have one, by index."""

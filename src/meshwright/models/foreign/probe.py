@@ -133,7 +133,7 @@ class _Watch:
         self._leaves: list[list[Tensor]] = []
         """Those of each call, the stream's first."""
         self._carried: list[list[tuple[Carried, Tensor]]] = []
-        """What each call took besides the stream, with what its leaf replaced."""
+        """Tensors that each call took besides the stream, with what their leaves replaced."""
         self._outputs: list[Tensor] = []
         self._second: dict[str, Tensor] = {}
         """Differentiable tensors that layers return besides the stream."""

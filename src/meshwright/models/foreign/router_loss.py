@@ -39,7 +39,7 @@ def sums_of(logits: Tensor, loss: RouterLoss, num_samples: int) -> Tensor:
 
 
 class RouterSums(StepHandle):
-    """What a router's last forward adds to the sums of its samples."""
+    """Part of a router's last forward in the sums of its samples."""
 
     def __init__(self, loss: RouterLoss, index: int) -> None:
         """Create it for a router that returns its logits at an index of a tuple, if it returns one."""

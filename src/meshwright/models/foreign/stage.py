@@ -47,10 +47,10 @@ class _Call:
     def __init__(self) -> None:
         self.received: Tensor | None = None
         self.carried: list[tuple[Carried, Tensor]] = []
-        """What was received besides the stream."""
+        """Tensors that were received besides the stream."""
         self.batch, self.time, self.dtype = 0, 0, torch.float32
         self.output: Tensor | None = None
-        """What a stage that ends with the model's last layer sends."""
+        """Tensor to send, on a stage that ends with the model's last layer."""
         self.is_first = True
         self.read: list[tuple[nn.Module, str, Tensor]] = []
         """Tensors of replaced modules, whose dtype, device or shape a model may read."""

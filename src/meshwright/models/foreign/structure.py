@@ -171,8 +171,8 @@ class Structure:
     router_loss: RouterLoss | None = None
     """Loss of the routers that the model's own forward adds."""
     carried: tuple[tuple[Carried, ...], ...] = ()
-    """What each layer takes besides the stream and, last, what the parts after the layers take of the last layer's
-    arguments; empty if that is nothing."""
+    """Tensors that each layer takes besides the stream and, last, those of the last layer's arguments that the parts
+    after the layers take; empty if there are none."""
 
     def carried_elements(self, *, allow_empty: bool) -> int:
         """Return the most elements per token that pass between stages besides the stream; only a last stage without

@@ -38,7 +38,7 @@ class OtherMask(Exception):
 
 @dataclass
 class Attending:
-    """What the masks of a model are made for."""
+    """State by which a model's masks are made: the attention of its layers, and the tokens of a micro-batch."""
 
     core_of: Callable[[MaskSpec], tuple[AttentionCore, AttentionRequest | None] | None]
     """Returns the attention of the layers with such a mask, and what it asks of a backend; None without such layers."""

@@ -33,7 +33,7 @@ from meshwright.nn.attention.positions import shard_indices
 from meshwright.units import counted
 
 TOLERANCE = 1e-12
-"""Of values and gradients, relative to the largest of a tensor."""
+"""Difference of values and gradients, relative to the largest of a tensor."""
 
 
 @dataclass
@@ -271,7 +271,7 @@ class _Noting(LocalAttention):
 
 
 Values = dict[str, tuple[list[Tensor], list[Tensor]]]
-"""What modules take and return for the second document, by path."""
+"""Inputs and outputs of modules for the second document, by path."""
 
 
 def _find_mixers(origin: ForeignModel, model: nn.Module, ids_bt: Tensor) -> Mixers:
