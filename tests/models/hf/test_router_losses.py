@@ -23,6 +23,7 @@ from meshwright.models.foreign import router_loss as router_loss_module
 from meshwright.models.foreign.packing import Float64Mode
 from meshwright.models.foreign.router_loss import _packed, _unpacked
 from meshwright.models.hf import private
+from meshwright.models.hf import router_loss as hf_router_loss
 from meshwright.nn.step_handles import auxiliary_losses
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.memory import predict_memory
@@ -100,6 +101,14 @@ def added_by_stages(config: RunConfig, weights: dict[str, Tensor], tokens: Tenso
         found[name] = found.get(name, torch.zeros_like(parameter)) + gradient
     (total,) = [one.take() for one in losses]
     return total, found
+
+
+def test_a_loss_that_is_not_the_models_own_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A seeded fault: the loss that is tried is a little off."""
+    right = hf_router_loss.loss_of
+    monkeypatch.setattr(hf_router_loss, "loss_of", lambda *sums: right(*sums) * (1 + 1e-8))
+    with pytest.raises(ConfigError, match="it is not their balance loss"):
+        hf_config(mixture(tmp_path, "mixtral"), f"data.cache_dir={tmp_path}")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,6 @@ class BalanceLoss(nn.Module):
             self._received = _unpacked(packed, self.facts.num_experts) if self._trains() else None
             x = x.reshape(*x.shape[:2], *self._per_token) if self._per_token else x
         for router in self._routers:
-            router.take()
             router.num_samples = x.shape[0]
         return (x, *others), named
 
