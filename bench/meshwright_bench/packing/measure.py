@@ -19,7 +19,7 @@ from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.train.build_job import build_job
 from meshwright.train.launch.rank_context import RankContext
-from meshwright.train.train_step import TrainStep
+from meshwright.train.train_step import StepResult, TrainStep
 from meshwright_bench.alternate import alternate
 from meshwright_bench.packing.cases import ALONE, PACKED, STREAM, PackingTask
 
@@ -34,12 +34,13 @@ def measure_sides(context: RankContext, task: PackingTask) -> dict[str, Any]:
     stream, documents = (
         load(task.words[0], [*task.words[1:], f"data.packing={name}"]) for name in ("none", "documents")
     )
-    packed = _open(documents)
-    sides = {STREAM: (stream, _open(stream)), PACKED: (documents, packed), ALONE: (documents, one_per_sample(packed))}
-    steps = {side: _steps(config, corpus, context) for side, (config, corpus) in sides.items()}
+    packed = open_corpus(documents)
+    alone = one_per_sample(packed)
+    sides = {STREAM: (stream, open_corpus(stream)), PACKED: (documents, packed), ALONE: (documents, alone)}
+    steps = {side: NextStep(config, corpus, context) for side, (config, corpus) in sides.items()}
     for step in steps.values():
         step()  # warm up
-    timed = alternate(steps, timer=_processor_seconds, rounds=task.rounds, steps=task.steps)
+    timed = alternate(steps, timer=processor_seconds, rounds=task.rounds, steps=task.steps)
     fill = {side: 1.0 if corpus.packed is None else corpus.packed.train.fill for side, (_, corpus) in sides.items()}
     return {"seconds": {side: list(values) for side, values in timed.seconds.items()}, "fill": fill}
 
@@ -52,22 +53,31 @@ def one_per_sample(corpus: Corpus) -> Corpus:
     return replace(corpus, packed=replace(corpus.packed, train=alone))
 
 
-def _open(config: RunConfig) -> Corpus:
+def open_corpus(config: RunConfig) -> Corpus:
+    """Return the text of a configuration."""
     corpus = config.family.open_data(run_facts(config))
     assert isinstance(corpus, Corpus), "the model reads text"
     return corpus
 
 
-def _steps(config: RunConfig, corpus: Corpus, context: RankContext) -> Callable[[], object]:
-    """Return a function that runs the next training step on samples of this corpus."""
-    device = torch.device("cpu")
-    task = config.family.task(run_facts(config), corpus, device)
-    step = TrainStep(build_job(config, make_plan(config), context, device), task, lambda: False)
-    numbers = iter(range(1, 1_000_000))
-    return lambda: step(next(numbers))
+class NextStep:
+    """Runs the next training step of a job with every call."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, context: RankContext) -> None:
+        device = torch.device("cpu")
+        task = config.family.task(run_facts(config), corpus, device)
+        job = build_job(config, make_plan(config), context, device)
+        self.model = job.model
+        self._step, self._number = TrainStep(job, task, lambda: False), 0
+
+    def __call__(self) -> StepResult:
+        """Run it, and return its result."""
+        self._number += 1
+        return self._step(self._number)
 
 
-def _processor_seconds(work: Callable[[], None]) -> float:
+def processor_seconds(work: Callable[[], None]) -> float:
+    """Run the work, and return this process's time on processors, which waiting for a core isn't."""
     start = process_time()
     work()
     return process_time() - start

@@ -1,0 +1,1 @@
+"""`bench hf`: training steps of a Hugging Face model against ours."""

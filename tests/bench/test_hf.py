@@ -1,0 +1,35 @@
+"""Tests of `bench hf`: its sides have the same losses with the same parameters, and others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import RunError
+from meshwright_bench.hf import measure
+from meshwright_bench.hf.benchmark import mask_figures
+from meshwright_bench.hf.cases import MASKS, HFTask
+from tests.helpers import rank_context
+
+pytest.importorskip("transformers")
+
+
+def tiny(folder: Path, mask: str) -> HFTask:
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(f"{number}" * (5 + number % 7), "utf-8")
+    words = (f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache")
+    return HFTask(folder / "result", mask, seq_len=16, batch=2, more=words, rounds=2)
+
+
+@pytest.mark.parametrize("mask", ["window", "documents"])
+def test_figures_of_a_measurement(mask: str, tmp_path: Path) -> None:
+    figures = mask_figures(mask, measure.measure_sides(rank_context(), tiny(tmp_path, mask)))
+    assert len(figures) == len(MASKS[mask])
+    assert all(figure.value is not None and figure.value > 0 for figure in figures)
+
+
+def test_sides_with_other_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_set", lambda *_: None)
+    with pytest.raises(RunError, match="other losses"):
+        measure.measure_sides(rank_context(), tiny(tmp_path, "causal"))
