@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.mesh.axes import Axes
+from meshwright.prove.conclude import rounding_notes
 from meshwright.prove.report import to_json
 from meshwright.prove.result import FaultKind
-from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, STEPS, Case, hold
+from tests.prove.synthetic import EVERY, MATRIX, REPLICATED_OVER_TP, STEPS, Case, Reference, hold
 
 AXES = [Axes(), Axes(dp_shard=2), Axes(dp_shard=3), Axes(dp_replicate=2, dp_shard=2), Axes(dp_shard=2, tp=2),
         Axes(dp_replicate=2, dp_shard=2, tp=2), Axes(dp_shard=2, cp=2, tp=2), Axes(dp_shard=4, tp=4)]  # fmt: skip
@@ -45,6 +47,35 @@ def test_rounding_passes(axes):
         case.layout.losses[rank][rank % STEPS] *= 1 + 1e-15
         case.layout.norms[rank, 3] = case.layout.norm(3) * (1 - 1e-15)
     assert case.proof().passed
+
+
+@dataclass
+class Cancelling(Reference):
+    """A reference of which one gradient changes by 10⁴ rounding errors where its parameter changes by one."""
+
+    due: dict = field(default_factory=dict)
+
+    def step(self, step, weights):
+        due, found = self.due.setdefault(step, weights["gate.bias"]), super().step(step, weights)
+        found.gradients["gate.bias"] += 1e4 * (weights["gate.bias"] - due)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "passes"),
+    [("gate.bias", 2e-12, True), ("gate.bias", 5e-10, False), (MATRIX, 2e-12, False), (MATRIX, 5e-10, False)],
+)
+def test_only_what_rounding_changes_as_much_may_differ_by_more(name, error, passes):
+    case = Case(Axes(dp_shard=2))
+    case.reference = Cancelling(2, 1)
+    case.give(lambda rank, parts: parts.sum((0, 1)) * (1 + error), [name])
+    result = case.proof()
+    assert result.passed == passes
+    tolerances = {one.name: one.gradient.tolerance for one in result.parameters}
+    assert tolerances[MATRIX] == 1e-12
+    if error < 1e-10:
+        assert 2e-12 < tolerances["gate.bias"] < 1e-10
+        assert [name in note for note in rounding_notes(result)] == [True] * passes
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.errors import RunError
 from meshwright.mesh.axes import Axes
-from meshwright.prove.conclude import rounded_replicas
+from meshwright.prove.conclude import rounding_notes
 from meshwright.prove.report import MAX_LINES, WIDTH, ended_to_json, render, render_ended, to_json
 from meshwright.prove.result import Deviation, Diagnosis, FaultKind, Finding, ParameterResult, TensorResult
 from tests.prove.synthetic import EVERY, MATRIX, Case, scale
@@ -129,7 +129,7 @@ def test_a_layout_whose_copies_differ_by_rounding_says_so():
     case = Case(HSDP)
     case.layout.gradients[MATRIX][2].value.mul_(1 + 1e-15)
     result = case.proof()
-    (note,) = rounded_replicas(result)
+    (note,) = rounding_notes(result)
     assert result.passed and "are equal only within rounding" in note
     one = entry(result)["gradient"]
     assert one["copies_bitwise_equal"] is False and one["replicated_over"] == ["dp_replicate"]

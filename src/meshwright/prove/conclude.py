@@ -25,7 +25,7 @@ from meshwright.models.contract.task import ShowsSamples
 from meshwright.plan.run_plan import RunPlan
 from meshwright.prove.as_run.conclude import as_run_notes, further_findings, measure
 from meshwright.prove.explain.explain import Explained, Explainer, ordered
-from meshwright.prove.judge.judge import Comparison, Expected, Sides, Tolerances, audit, audit_steps, compare
+from meshwright.prove.judge.judge import EXACT, Comparison, Expected, Sides, Tolerances, audit, audit_steps, compare
 from meshwright.prove.judge.tensors import LayoutCounts
 from meshwright.prove.placement import context_placement_of
 from meshwright.prove.record.evidence import (
@@ -102,7 +102,7 @@ def conclude(
             branches = tuple(one for one in branches if one.kind is not FaultKind.SAMPLES)
         result = replace(result, findings=(*result.findings, *(Finding("other steps", one) for one in branches)))
         notes = iter(unproved(config, data, evidence))
-    return replace(result, notes=(*notes, *rounded_replicas(result)))
+    return replace(result, notes=(*notes, *rounding_notes(result)))
 
 
 def sides_of(config: RunConfig, evidence: Evidence, plain: Expected, *, as_run: bool) -> Sides:
@@ -145,14 +145,24 @@ def step_to_locate(result: ProofResult) -> int | None:
     return None if any(one.step <= step for one in before) else step
 
 
-def rounded_replicas(result: ProofResult) -> Iterator[str]:
-    """Yield a note if replicas are equal only within rounding."""
+def rounding_notes(result: ProofResult) -> Iterator[str]:
+    """Yield notes on replicas that are equal only within rounding, and on gradients that rounding changes most."""
     tensors = [tensor for parameter in result.parameters for tensor in parameter.tensors().values()]
     rounded = [tensor for tensor in tensors if tensor.ok and not tensor.replicas_equal]
     if rounded and not result.as_run:
         most = max(tensor.max_replica_difference for tensor in rounded)
         equal = counted(len(rounded), "tensor")
         yield f"replicas of {equal} are equal only within rounding (differ by up to {most:.1e})"
+    cancelling = {
+        one.name: one.gradient.error.relative
+        for one in result.parameters
+        if not result.as_run and one.gradient and one.gradient.ok and one.gradient.error.relative > EXACT
+    }
+    if cancelling:
+        yield (
+            f"the gradients of {first_words(list(cancelling), 2)} are sums that cancel: their errors, up to "
+            f"{max(cancelling.values()):.1e}, are within what a rounding error of every parameter changes"
+        )
 
 
 def record_layout(context: RankContext, spec: ProofSpec) -> None:

@@ -179,7 +179,8 @@ def checks(result: ProofResult) -> list[ReportCheck]:
         "initial": sum(p.initial.ok for p in result.parameters),
     }
     steps = counted(result.num_steps, "step")
-    limit = "" if result.as_run else " ≤ 1e-12"
+    is_exact = not result.as_run and all(one.tolerance <= 1e-12 for one in gradients)
+    limit = " ≤ 1e-12" if is_exact else ""
     all_norms, all_updates = right["norm"] == result.num_steps, right["parameters"] == num
     after = f"parameters after each of {steps}" if result.num_steps > 1 else "parameters after 1 step"
     applied = not about & {"clipping", "learning rate"}

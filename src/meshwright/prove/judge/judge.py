@@ -24,13 +24,14 @@ from torch import Tensor
 
 from meshwright.config.schema import TrainConfig
 from meshwright.optim.role import Role
-from meshwright.prove.judge.tensors import Array, LayoutCounts, assemble, max_magnitude, to_arrays
+from meshwright.prove.judge.tensors import Array, LayoutCounts, assemble, max_magnitude, safe_ratio, to_arrays
 from meshwright.prove.judge.verdicts import (
     SuspectTensor,
     TensorVerdict,
     Verdicts,
     compare_step,
     compare_tensors,
+    tensor_scales,
     verdict_on,
 )
 from meshwright.prove.placement import StagePlacement
@@ -42,6 +43,9 @@ from meshwright.units import counted, first_words
 
 EXACT = 1e-12
 """Relative tolerance of values in float64; rounding stays far below it."""
+ROUNDED, ROUNDING_FACTOR = 1e-10, 3.0
+"""Largest relative error of a gradient that rounding may explain, and the safety factor on the change that it is seen
+to cause."""
 SCALARS = 1e-13
 """Relative tolerance of learning rates."""
 GIVEN_ROUNDINGS = 8.0
@@ -138,6 +142,17 @@ class Sides:
         """The reference of each step."""
         return [self.expected.step(step, self.weights[step - 1]) for step in self.steps]
 
+    def rounding(self, step: int) -> dict[str, float]:
+        """Return how much the gradients of a step change where every parameter changes by at most a rounding error,
+        relative to the largest value of each."""
+        due, generator = to_arrays(self.references[step - 1].gradients), torch.Generator().manual_seed(step)
+        scales, weights = tensor_scales(due), dict(self.weights[step - 1])
+        for name in self.expected.roles:
+            noise = torch.rand(weights[name].shape, generator=generator, dtype=torch.float64) * 2 - 1
+            weights[name] = weights[name].double() * (1 + torch.finfo(torch.float64).eps * noise)
+        found = to_arrays(self.expected.step(step, weights).gradients)
+        return {name: safe_ratio(max_magnitude(found[name] - value), scales[name]) for name, value in due.items()}
+
     @property
     def steps(self) -> range:
         """Numbers of the steps, from 1."""
@@ -211,15 +226,25 @@ def compare(sides: Sides, tolerances: Tolerances) -> Comparison:
 def _compare_step(sides: Sides, step: int, tolerances: Tolerances, replay: Replay) -> StepComparison:
     evidence, reference = sides.evidence, sides.references[step - 1]
     expected = to_arrays(reference.gradients)
-    gradients = compare_tensors(
-        evidence.gradients(step),
-        expected,
-        sides.counts,
-        {name: tolerances.gradient(name, step) for name in expected},
-        step=step,
-        noisy=tolerances.noisy,
-        contributions=lambda name: sides.gradient_parts(step, name),
-    )
+    limits = {name: tolerances.gradient(name, step) for name in expected}
+
+    def compared() -> Verdicts:
+        return compare_tensors(
+            evidence.gradients(step),
+            expected,
+            sides.counts,
+            limits,
+            step=step,
+            noisy=tolerances.noisy,
+            contributions=lambda name: sides.gradient_parts(step, name),
+        )
+
+    gradients = compared()
+    if not tolerances.noisy and any(EXACT < one.result.error.relative <= ROUNDED for one in gradients.values()):
+        # Sums that cancel, as where a shift changes nothing, are rounded by more than their value shows.
+        for name, rounding in sides.rounding(step).items():
+            limits[name] = min(max(limits[name], ROUNDING_FACTOR * rounding), ROUNDED)
+        gradients = compared()
     unit = max((sides.unit(name) for name in expected), default=0.0)
     return StepComparison(
         step,
