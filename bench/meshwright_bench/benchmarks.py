@@ -54,7 +54,7 @@ class Benchmark(StrEnum):
     EXPERTS = "moe"
     ATTENTION = "attention"
     PACKING = "packing"
-    HF = "hf"
+    INTERFACE = "interface"
     TOKENISE = "tokenise"
     LOADER = "loader"
     RECOMPUTE = "recompute"
@@ -110,9 +110,9 @@ BENCHMARKS = {
         "training on packed documents against windows of a stream and one document per sample",
         "meshwright_bench.packing.benchmark:bench_packing",
     ),
-    Benchmark.HF: BenchmarkEntry(
-        "training steps of a Hugging Face model with our attention against ours and against its own",
-        "meshwright_bench.hf.benchmark:bench_hf",
+    Benchmark.INTERFACE: BenchmarkEntry(
+        "training steps of a Hugging Face model, with our attention by its interface, against our own model",
+        "meshwright_bench.interface.benchmark:bench_interface",
     ),
     Benchmark.TOKENISE: BenchmarkEntry(
         "time and memory of tokenising a gigabyte of text", "meshwright_bench.tokenise.benchmark:bench_tokenise"

@@ -4,7 +4,8 @@ forward may compute twice.
 Selective recomputation keeps matrix products, attention, top-k and collectives (Korthikanti et al. 2022, section 5,
 keeps the same but attention, which fused kernels make cheap to keep). A dispatch mode stores each kept operator's
 results in order in the first forward, and another returns them in the recomputed one, which thus multiplies and
-communicates nothing twice. Tensor subclasses are unwrapped first: what is kept are the local results of DTensor's
+communicates nothing twice. A result that the block then writes to in place, such as a product that a bias is added to,
+is copied first. Tensor subclasses are unwrapped first: what is kept are the local results of DTensor's
 operators, and those of the collectives inside them.
 
 `torch.utils.checkpoint` has such modes, too, which `torch.compile` understands; compiled blocks use them. They count
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.errors import LayoutError
-from meshwright.nn.private import TorchDispatchMode, detached, num_changes
+from meshwright.nn.private import TorchDispatchMode, detached, num_changes, storage_of, written_by
 from meshwright.nn.step_handles import StepHandle
 
 MATRIX_PRODUCTS = frozenset(
@@ -43,7 +44,7 @@ MATRIX_PRODUCTS = frozenset(
 ATTENTION = frozenset({"meshwright::block_attention", "torch_attn::_varlen_attn"})
 """Attention that is an operator of its own. Compiled FlexAttention is none, and is computed again."""
 CHOICES = frozenset({"aten::topk"})
-"""Indices that would change with the parameters. Copies are kept: routers normalise the best scores in place."""
+"""Indices that would change with the parameters."""
 OTHERWISE = "recompute.policy=full recompute.blocks=[]"
 """Settings that keep no result of any block."""
 COLLECTIVES = frozenset({"meshwright::all_to_all_start"})
@@ -75,6 +76,13 @@ def compiled_policy(context: Any, operator: Any, *inputs: Any, **named: Any) -> 
 class _Kept(NamedTuple):
     result: Any
     changes: tuple[int, ...]
+    is_copy: bool = False
+    """Whether the block wrote to its own result afterwards, as its recomputation will."""
+
+    @classmethod
+    def of(cls, result: Any, *, copy: bool = False) -> _Kept:
+        kept = _kept_of(result, copy=copy)
+        return cls(kept, tuple(num_changes(x) for x in _tensors(kept)), copy)
 
 
 class KeptResults:
@@ -96,14 +104,21 @@ class KeptResults:
     def put(self, operator: Any, result: Any) -> None:
         """Keep an operator's result."""
         if not self._is_paused:
-            kept = _kept_of(operator, result)
-            self._results[operator].append(_Kept(kept, tuple(num_changes(x) for x in _tensors(kept))))
+            self._results[operator].append(_Kept.of(result))
+
+    def copy_before_writes(self, written: list[Any]) -> None:
+        """Copy kept results, given the tensors that an operator of the block is about to write to."""
+        storages = {storage_of(x) for x in _tensors(written)}
+        for results in self._results.values():
+            for number, kept in enumerate(results):
+                if not kept.is_copy and storages & {storage_of(x) for x in _tensors(kept.result)}:
+                    results[number] = _Kept.of(kept.result, copy=True)
 
     def get(self, operator: Any, number: int) -> Any:
         """Return the result of an operator's call, counted from 0, without its graph.
 
         Raises:
-            LayoutError: the forward had fewer calls, or modified the result afterwards.
+            LayoutError: the forward had fewer calls, or others modified the result afterwards.
         """
         results, name = self._results[operator], operator.name()
         if number >= len(results):
@@ -112,14 +127,14 @@ class KeptResults:
                 rule="a recomputed forward runs the operators of the first one",
                 fix=OTHERWISE,
             )
-        result, changes = results[number]
+        result, changes, is_copy = results[number]
         if tuple(num_changes(x) for x in _tensors(result)) != changes:
             raise LayoutError(
-                f"a selectively recomputed block modified the result of {name} in place",
+                f"the result of {name} in a selectively recomputed block was modified in place outside the block",
                 rule="kept results stay as they are until the backward",
-                fix=f"return a new tensor in the block, or set {OTHERWISE}",
+                fix=f"return a new tensor from the block, or set {OTHERWISE}",
             )
-        return _kept_of(operator, result)
+        return _kept_of(result, copy=is_copy)
 
     def tensors(self) -> list[Tensor]:
         """Return all kept tensors."""
@@ -155,6 +170,12 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class KeepingMode(_Mode):  # type: ignore[no-untyped-call]
     """Mode of a forward whose results are kept."""
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, which may write to results that are kept."""
+        if written := written_by(func, args, kwargs or {}):
+            self._kept.copy_before_writes(written)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def run_kept(self, func: Any, *args: Any, **named: Any) -> Any:
         """Run an operator, and keep its result."""
         result = func(*args, **named)
@@ -186,13 +207,13 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else []
 
 
-def _kept_of(operator: Any, result: Any) -> Any:
+def _kept_of(result: Any, *, copy: bool) -> Any:
     """Return a result to keep, or to give to a recomputed forward, without its graph."""
     if isinstance(result, tuple | list):
-        return type(result)(_kept_of(operator, one) for one in result)
+        return type(result)(_kept_of(one, copy=copy) for one in result)
     if not isinstance(result, Tensor):
         return result
-    return result.clone() if operator.name() in CHOICES else detached(result)
+    return result.detach().clone() if copy else detached(result)
 
 
 T = TypeVar("T", bound=tuple[Any, ...])

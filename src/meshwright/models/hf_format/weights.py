@@ -50,7 +50,7 @@ class HuggingFaceWeights:
     """Import and export of one architecture's weights."""
 
     def __init__(self, architecture: Architecture) -> None:
-        self._architecture = architecture
+        self.architecture = architecture
         self.description = f"Hugging Face's {architecture.name}"
         self.model_type = architecture.model_type
 
@@ -68,11 +68,11 @@ class HuggingFaceWeights:
         kept = json_object(read_sidecars(found).get(CONFIG, b"{}"))
         context = found.run.get("config", {}).get("train", {}).get("seq_len")
         dtype = dtype or (stored_dtype(kept) if context else None)
-        export_safetensors(self._architecture, checkpoint, out, max_seq_len=context, dtype=dtype)
+        export_safetensors(self.architecture, checkpoint, out, max_seq_len=context, dtype=dtype)
         return context_note(kept.get(CONTEXT), context or 0)
 
     def load(self, source: Path, root: Path) -> Path:
-        return import_safetensors(self._architecture, source, root)
+        return import_safetensors(self.architecture, source, root)
 
 
 def import_safetensors(architecture: Architecture, source: Path, root: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Masks, sides and sizes of `bench hf`. Torch-free."""
+"""Masks, sides and sizes of `bench interface`. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.plan.rules import load
 
 SEQ_LEN = 2048
-OURS, INTERFACE, THEIRS = "llama", "interface", "sdpa"
+OURS, INTERFACE, THEIRS = "ours", "interface", "sdpa"
 """Sides: the preset llama-tiny, transformers' Mistral with our attention through its interface, and with its own."""
 CAUSAL, WINDOWED, PACKED = "causal", "window", "documents"
 MASKS = {
@@ -27,7 +27,7 @@ SAME_LOSS = 1e-4
 
 
 @dataclass(frozen=True)
-class HFTask:
+class InterfaceTask:
     """Measurement of one mask: the time of a training step of every side, in one process with one thread."""
 
     result: Path

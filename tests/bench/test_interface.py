@@ -1,4 +1,4 @@
-"""Tests of `bench hf`: its sides have the same losses with the same parameters, and others are refused."""
+"""Tests of `bench interface`: its sides have the same losses with the same parameters, and others are refused."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import RunError
-from meshwright_bench.hf import measure
-from meshwright_bench.hf.benchmark import mask_figures
-from meshwright_bench.hf.cases import MASKS, HFTask
+from meshwright_bench.interface import measure
+from meshwright_bench.interface.benchmark import mask_figures
+from meshwright_bench.interface.cases import MASKS, InterfaceTask
 from tests.helpers import rank_context
 
 pytest.importorskip("transformers")
 
 
-def tiny(folder: Path, mask: str) -> HFTask:
+def tiny(folder: Path, mask: str) -> InterfaceTask:
     for number in range(60):
         (folder / f"{number}.txt").write_text(f"{number}" * (5 + number % 7), "utf-8")
     words = (f"data.source={folder}/*.txt", f"data.cache_dir={folder}/cache")
-    return HFTask(folder / "result", mask, seq_len=16, batch=2, more=words, rounds=2)
+    return InterfaceTask(folder / "result", mask, seq_len=16, batch=2, more=words, rounds=2)
 
 
 @pytest.mark.parametrize("mask", ["window", "documents"])

@@ -1,4 +1,5 @@
-"""`bench hf`: the speed of training steps of transformers' Mistral, whose attention is ours, over our own Llama's.
+"""`bench interface`: the speed of training steps of transformers' Mistral, whose attention is ours, over our own
+model's.
 
 Torch-free: this module runs in the launcher, starts the measurement of each mask and reports the results.
 """
@@ -12,7 +13,7 @@ from meshwright.train.launch.rank_context import RankContext
 from meshwright_bench.alternate import Alternation
 from meshwright_bench.benchmarks import Benchmark, Options, Say
 from meshwright_bench.devices import refuse_cuda
-from meshwright_bench.hf.cases import AT_LEAST, INTERFACE, MASKS, OURS, SEQ_LEN, THEIRS, HFTask
+from meshwright_bench.interface.cases import AT_LEAST, INTERFACE, MASKS, OURS, SEQ_LEN, THEIRS, InterfaceTask
 from meshwright_bench.ranks import RawResult, run_measurement, with_rounds
 from meshwright_bench.report import Figure, Report, cpu_name, of_rounds
 
@@ -24,20 +25,20 @@ NOTES = (
 )
 
 
-def bench_hf(options: Options, say: Say) -> Report:
+def bench_interface(options: Options, say: Say) -> Report:
     """Measure each mask, on the CPU.
 
     Raises:
         InputError: CUDA was requested.
         RunError: the sides' losses differ.
     """
-    refuse_cuda(options, Benchmark.HF, because="it measures the processor time of one thread")
+    refuse_cuda(options, Benchmark.INTERFACE, because="it measures the processor time of one thread")
     figures: list[Figure] = []
     for mask in MASKS:
         say(f"{mask} …")
-        task = partial(HFTask, mask=mask)
-        figures += mask_figures(mask, run_measurement(hf_body, with_rounds(task, options.rounds), num_ranks=1))
-    return Report(Benchmark.HF, cpu_name(), date.today().isoformat(), tuple(figures), NOTES)
+        task = partial(InterfaceTask, mask=mask)
+        figures += mask_figures(mask, run_measurement(interface_body, with_rounds(task, options.rounds), num_ranks=1))
+    return Report(Benchmark.INTERFACE, cpu_name(), date.today().isoformat(), tuple(figures), NOTES)
 
 
 def mask_figures(mask: str, answer: RawResult) -> list[Figure]:
@@ -52,8 +53,8 @@ def mask_figures(mask: str, answer: RawResult) -> list[Figure]:
     return figures
 
 
-def hf_body(context: RankContext, task: HFTask) -> None:
+def interface_body(context: RankContext, task: InterfaceTask) -> None:
     """Run one rank; torch is imported here, not in the launcher."""
-    from meshwright_bench.hf.measure import measure
+    from meshwright_bench.interface.measure import measure
 
     measure(context, task)

@@ -1,1 +1,0 @@
-"""`bench hf`: training steps of a Hugging Face model against ours."""

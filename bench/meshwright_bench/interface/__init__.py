@@ -1,0 +1,1 @@
+"""`bench interface`: training steps of a Hugging Face model against ours."""
