@@ -27,9 +27,8 @@ def storage_of(x: Tensor) -> int:
 
 
 @cache
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
-    arguments = enumerate(operator._schema.arguments)
-    return tuple((at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+def _written(operator: Any) -> list[tuple[int, str]]:
+    return [(at, x.name) for at, x in enumerate(operator._schema.arguments) if x.alias_info and x.alias_info.is_write]
 
 
 def written_by(operator: Any, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:

@@ -368,10 +368,9 @@ def _figure(report: Report) -> Figure:
     versions = ", ".join(f"{name} {found}" for name, found in report.versions.items())
     title = f"{counted(len(models), 'causal language model')} of Hugging Face's transformers, built small"
     axes.text(0.2, 0.3, title, fontsize=12, fontweight="bold", color=INK, va="center")
-    squares = f"a square for each layout, none where it was not run ({versions}); proved are"
-    axes.text(0.2, 0.53, squares, fontsize=9, color=GREY, va="center")
     proved = " · ".join(line.partition(" proved")[0] for line in counts(report.results))
-    axes.text(0.2, 0.73, proved, fontsize=9, color=GREY, va="center")
+    squares = f"a square for each layout, none where it was not run ({versions}); proved are\n{proved}"
+    axes.text(0.2, 0.63, squares, fontsize=9, color=GREY, va="center")
     x = 0.2
     for words, outcome in LEGEND.items():
         square(x, 0.88, COLORS[outcome])

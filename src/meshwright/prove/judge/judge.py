@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -227,18 +227,10 @@ def _compare_step(sides: Sides, step: int, tolerances: Tolerances, replay: Repla
     evidence, reference = sides.evidence, sides.references[step - 1]
     expected = to_arrays(reference.gradients)
     limits = {name: tolerances.gradient(name, step) for name in expected}
-
-    def compared() -> Verdicts:
-        return compare_tensors(
-            evidence.gradients(step),
-            expected,
-            sides.counts,
-            limits,
-            step=step,
-            noisy=tolerances.noisy,
-            contributions=lambda name: sides.gradient_parts(step, name),
-        )
-
+    compared = partial(
+        compare_tensors, evidence.gradients(step), expected, sides.counts, limits,
+        step=step, noisy=tolerances.noisy, contributions=partial(sides.gradient_parts, step),
+    )  # fmt: skip
     gradients = compared()
     if not tolerances.noisy and any(EXACT < one.result.error.relative <= ROUNDED for one in gradients.values()):
         # Sums that cancel, as where a shift changes nothing, are rounded by more than their value shows.
