@@ -25,10 +25,11 @@ from meshwright.checkpoint.manifest import (
 )
 from meshwright.cli.usage_errors import Command, Commands
 from meshwright.cli.wrapping import paint, show
-from meshwright.config.source import CONFIG_FILE, values_to_toml
+from meshwright.config.source import CONFIG_FILE
 from meshwright.data.tokenizer_files import TOKENIZER
 from meshwright.errors import CheckpointError, RunError, continue_command
 from meshwright.models.contract.family import OtherWeights, family_names, find_family
+from meshwright.settings.toml import values_to_toml
 from meshwright.train.choose_folder import IMPORTED
 from meshwright.units import counted, format_bytes
 

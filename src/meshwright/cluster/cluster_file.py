@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from meshwright.cluster.hardware import Cluster, Device, Level, Link, Rate
 from meshwright.errors import ConfigError
+from meshwright.settings.toml import values_to_toml
 from meshwright.units import GIB
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ def cluster_of(table: Mapping[str, Any], links: Mapping[str, dict[str, Any]], wh
 def cluster_toml(cluster: Cluster, comment: str = "") -> str:
     """Return a cluster as the text of a file, which `read_cluster` reads as an equal cluster."""
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
-    return "\n".join([*lines, *_toml(_tables(cluster), "")]).strip() + "\n"
+    return "\n".join([*lines, values_to_toml(_tables(cluster))])
 
 
 def cluster_json(cluster: Cluster) -> str:
@@ -148,28 +149,6 @@ def _tables(cluster: Cluster) -> dict[str, Any]:
     for level in Level:
         table[level] = None if table[level] is None else LinkTable.of(table[level])
     return table
-
-
-def _toml(table: Mapping[str, Any], name: str) -> list[str]:
-    """Return the lines of a table: its values, then its tables."""
-    plain = {key: vars(value) if is_dataclass(value) else value for key, value in table.items() if value is not None}
-    values = {key: value for key, value in plain.items() if not isinstance(value, Mapping)}
-    lines = ["", f"[{name}]"] if name and (values or not plain) else []
-    lines += [f"{key} = {_literal(value)}" for key, value in values.items()]
-    for key, value in plain.items():
-        if isinstance(value, Mapping):
-            lines += _toml(value, f"{name}.{key}" if name else str(key))
-    return lines
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + escaped.replace("\n", "\\n").replace("\t", "\\t") + '"'
-    if isinstance(value, float) and value >= 1e9 and float(short := f"{value:.6e}") == value:
-        digits, _, exponent = short.partition("e+")
-        return f"{float(digits)}e{exponent}"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def read_value(kind: type[T], table: Any, name: str, where: str) -> T:

@@ -10,10 +10,10 @@ from pydantic.fields import FieldInfo
 
 from meshwright.config.overlay import fields, is_table
 from meshwright.config.schema import RunConfig
-from meshwright.config.source import toml_value
 from meshwright.config.translate import find_meaning, names_elsewhere, normalize
 from meshwright.models.contract.family import family_names, find_family
 from meshwright.settings.section import ModelSection, sections_in
+from meshwright.settings.toml import toml_value
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import json
-import re
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.overlay import shorten
 from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.settings.toml import values_to_toml
 
 DEFAULT_PRESET = "llama-tiny"
 PRESETS = Path(__file__).parent / "presets"
@@ -83,34 +82,3 @@ def _unknown_source(source: str) -> ConfigError:
 def to_toml(config: RunConfig) -> str:
     """Return the configuration as TOML; keys set to None are omitted, which is equivalent."""
     return values_to_toml(config.model_dump())
-
-
-def values_to_toml(values: Mapping[str, Any]) -> str:
-    """Return nested values as TOML, without those that are None."""
-    lines: list[str] = []
-    _table(values, "", lines)
-    return "\n".join(lines) + "\n"
-
-
-def _table(values: Mapping[str, Any], prefix: str, lines: list[str]) -> None:
-    for key, value in values.items():
-        if value is not None and not isinstance(value, Mapping):
-            lines.append(f"{_key(key)} = {toml_value(value)}")
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            lines += ["", f"[{prefix}{_key(key)}]"]
-            _table(value, f"{prefix}{_key(key)}.", lines)
-
-
-def _key(name: str) -> str:
-    """Return a key of TOML, quoted if it is not bare, as globs are."""
-    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
-
-
-def toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # TOML basic strings use the same escapes as JSON, but must also escape DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(list(value) if isinstance(value, tuple) else value)

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from meshwright.config.overlay import flatten
 from meshwright.config.schema import RunConfig
-from meshwright.config.source import CONFIG_FILE, DEFAULT_PRESET, is_run_folder, to_toml, values_to_toml
+from meshwright.config.source import CONFIG_FILE, DEFAULT_PRESET, is_run_folder, to_toml
 from meshwright.errors import CONTINUE, InputError, MeshwrightError, continue_command
+from meshwright.settings.toml import values_to_toml
 from meshwright.settings.violation import format_fix, format_value
 from meshwright.units import counted
 

@@ -17,12 +17,13 @@ from typing import Any
 from meshwright.checkpoint.manifest import MANIFEST, newest_valid, verify
 from meshwright.config.facts_for_family import run_facts
 from meshwright.config.schema import RunConfig
-from meshwright.config.source import CONFIG_FILE, is_run_folder, values_to_toml
+from meshwright.config.source import CONFIG_FILE, is_run_folder
 from meshwright.errors import CheckpointError, InputError
 from meshwright.models.contract.family import Prompt, RunFacts, family_names, find_family
 from meshwright.plan.make_plan import make_plan
 from meshwright.plan.rules import load
 from meshwright.settings.import_object import download_fix
+from meshwright.settings.toml import values_to_toml
 from meshwright.train.launch.launcher import launch
 from meshwright.train.launch.rank_context import RankContext
 
