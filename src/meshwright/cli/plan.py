@@ -184,7 +184,7 @@ def _plan_of(
         return source, read_plan(Path(source), where=where), None
     config = load(source, overrides)
     ranks = config.mesh.axes().num_ranks()
-    nodes = nodes_of_gpus(make_plan(config)) if cluster is None else min(cluster.devices_per_node, ranks)
+    nodes = nodes_of_gpus(make_plan(config, checked=False)) if cluster is None else min(cluster.devices_per_node, ranks)
     return config.name, make_plan(config, nodes=nodes), config
 
 
