@@ -278,7 +278,7 @@ def computed_names(structure: Structure) -> frozenset[str]:
     return frozenset(found)
 
 
-FORMAT = 35
+FORMAT = 36
 """Increased when the derivation changes, so that earlier files are derived again."""
 _ADAPTER = TypeAdapter(Structure)
 

@@ -180,8 +180,7 @@ def find_attention(origin: ForeignModel, model: nn.Module, small: Small, seq_len
             calls = record_attention(model, lambda: origin.call(model, ids, TokenLayout(seq_len)))
         path = origin.layers_path(model)
     except Exception as error:  # whatever a model raises
-        why = f"it can't run with another attention ({type(error).__name__}: {str(error)[:100]})"
-        return AttentionFound(not_ours=why, not_context=why)
+        return _refused_by(error)
     if not calls:
         why = "it doesn't attend through transformers' interface of attention"
         return AttentionFound(not_ours=why, not_context=why)
@@ -221,12 +220,18 @@ def _try_ours(small: Small, *, length: int) -> AttentionFound:
             why = f"{different} isn't that of its own attention"
             return AttentionFound(not_ours=why, not_context=why)
     except Exception as error:  # whatever a model raises
-        why = f"it can't run with another attention ({type(error).__name__}: {str(error)[:100]})"
-        return AttentionFound(not_ours=why, not_context=why)
+        return _refused_by(error)
     reasons = [_why_not_sharded(small.ours(first), model, ids_bt, expected) for first in FIRST_POSITIONS]
     if "" in reasons:
         return AttentionFound(first_position=reasons.index(""))
     return AttentionFound(not_context=reasons[0], mixers=_find_mixers(ours, model, ids_bt))
+
+
+def _refused_by(error: Exception) -> AttentionFound:
+    why = f"it can't run with another attention ({type(error).__name__}: {str(error)[:100]})"
+    if MaskSpec.__name__ in why:
+        why = "its layers compute with masks themselves, as sparse attention does"
+    return AttentionFound(not_ours=why, not_context=why)
 
 
 def _why_not_sharded(origin: ForeignModel, model: nn.Module, ids_bt: Tensor, expected: _Run) -> str:
