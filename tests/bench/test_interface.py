@@ -22,7 +22,7 @@ def tiny(folder: Path, mask: str) -> InterfaceTask:
     return InterfaceTask(folder / "result", mask, seq_len=16, batch=2, more=words, rounds=2)
 
 
-@pytest.mark.parametrize("mask", ["window", "documents"])
+@pytest.mark.parametrize("mask", [pytest.param("window", marks=pytest.mark.slow), "documents"])
 def test_figures_of_a_measurement(mask: str, tmp_path: Path) -> None:
     figures = mask_figures(mask, measure.measure_sides(rank_context(), tiny(tmp_path, mask)))
     assert len(figures) == len(MASKS[mask])
