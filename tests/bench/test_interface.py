@@ -29,6 +29,12 @@ def test_figures_of_a_measurement(mask: str, tmp_path: Path) -> None:
     assert all(figure.value is not None and figure.value > 0 for figure in figures)
 
 
+@pytest.mark.parametrize(("mask", "packing"), [("causal", "none"), ("documents", "documents")])
+def test_all_sides_read_the_same_samples(mask: str, packing: str, tmp_path: Path) -> None:
+    task = tiny(tmp_path, mask)
+    assert {task.config(side, tmp_path).data.packing for side in MASKS[mask]} == {packing}
+
+
 def test_sides_with_other_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_set", lambda *_: None)
     with pytest.raises(RunError, match="other losses"):
